@@ -1,0 +1,30 @@
+"""Fully sharded data parallel training on PyTorch.
+
+The engine reads in the order of the data path: ``layout`` (which element belongs to whom), ``comm`` (how
+bytes move), ``shard`` (what a rank owns), ``gather`` and ``reduce`` (the two movements), ``schedule``
+(when), ``wrap`` (the hooks), ``state`` (whole parameters for users).
+"""
+
+from shardtrain import comm
+from shardtrain.optim import clip_grad_norm_
+from shardtrain.state import (
+    average_buffers,
+    full_state_dict,
+    load_full_state_dict,
+    no_sync,
+    unsharded,
+)
+from shardtrain.wrap import UnitInfo, describe, shard
+
+__all__ = [
+    "UnitInfo",
+    "average_buffers",
+    "clip_grad_norm_",
+    "comm",
+    "describe",
+    "full_state_dict",
+    "load_full_state_dict",
+    "no_sync",
+    "shard",
+    "unsharded",
+]

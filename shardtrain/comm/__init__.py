@@ -1,0 +1,82 @@
+"""Everything that moves between ranks goes through this package, and nothing else calls a collective.
+
+Read ``transport.py`` (what the engine asks for), ``process_group.py`` (how it is done), ``meter.py``
+(what it cost). The functions below serve the code around the engine. They work on the default process
+group, and without one they act as a single rank: nothing moves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shardtrain.comm.meter import Meter, meter
+from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.transport import Alone, Flat, Pending, Transport
+
+__all__ = [
+    "Alone",
+    "Flat",
+    "Meter",
+    "Pending",
+    "ProcessGroupTransport",
+    "Transport",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_text",
+    "meter",
+    "open_transport",
+    "rank",
+    "world_size",
+]
+
+
+def rank() -> int:
+    """This rank in the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Ranks in the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def open_transport(device: torch.device, group: dist.ProcessGroup | None = None) -> Transport:
+    """The transport for tensors on ``device`` between the ranks of ``group`` (default: the world)."""
+    if not dist.is_initialized():
+        return Alone()
+    group = group or dist.group.WORLD
+    assert group is not None
+    return Alone() if dist.get_world_size(group) == 1 else ProcessGroupTransport(group, device)
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it."""
+    open_transport(tensor.device).all_reduce(tensor, op)
+    return tensor
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+    """Overwrite ``tensor`` with rank ``src``'s on every rank, and return it."""
+    open_transport(tensor.device).broadcast(tensor, src)
+    return tensor
+
+
+def broadcast_text(text: str, transport: Transport, device: torch.device, src: int = 0) -> str:
+    """Rank ``src``'s ``text`` on every rank. Bytes travel, never pickles."""
+    data = text.encode()
+    length = torch.tensor([len(data)], device=device)
+    transport.broadcast(length, src)
+    payload = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if transport.rank == src:
+        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else None
+    if payload.numel():
+        transport.broadcast(payload, src)
+    return bytes(payload.tolist()).decode()
+
+
+def barrier() -> None:
+    """Return once every rank has come here."""
+    if world_size() > 1:
+        dist.barrier()

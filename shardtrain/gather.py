@@ -1,0 +1,49 @@
+"""Shard to full parameters, and back: the only place that changes a unit's full vector.
+
+launch   give every full vector its memory and start filling it from all ranks' intervals
+finish   wait until it is filled, and let the parameters show it
+release  let the parameters show their local pieces and give the memory back
+"""
+
+from __future__ import annotations
+
+from shardtrain.comm.transport import Pending, Transport
+from shardtrain.shard import State, Unit
+
+
+def launch(unit: Unit, transport: Transport) -> None:
+    """Start gathering ``unit``. Nothing may be read from its full vector before ``finish``."""
+    assert unit.state is State.SHARDED, f"{unit.name}: {unit.state}"
+    for segment in unit.segments:
+        segment.resize_full(segment.layout.padded)
+    flats = [segment.flat for segment in unit.segments]
+    unit.moving = transport.gather(unit.tag, flats) if flats else Pending()
+    unit.state = State.GATHERING
+
+
+def finish(unit: Unit) -> None:
+    """Return once ``unit``'s full vector is valid."""
+    assert unit.state is State.GATHERING, f"{unit.name}: {unit.state}"
+    unit.moving.wait()
+    unit.state = State.GATHERED
+
+
+def open_full(unit: Unit, transport: Transport) -> None:
+    """Whatever the state, let the parameters show their full values."""
+    if unit.state is State.SHARDED:
+        launch(unit, transport)
+    if unit.state is State.GATHERING:
+        finish(unit)
+    unit.show_full()
+
+
+def release(unit: Unit) -> None:
+    """Let the parameters show their local pieces and empty the full vector."""
+    if unit.pinned:
+        return
+    unit.show_local()
+    if unit.state is State.GATHERING:
+        finish(unit)
+    for segment in unit.segments:
+        segment.resize_full(0)
+    unit.state = State.SHARDED

@@ -1,0 +1,57 @@
+"""Gradient clipping by the norm of the whole model's gradient."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from shardtrain.wrap import engine_of
+
+
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
+
+    Gives what ``torch.nn.utils.clip_grad_norm_`` gives on the unsharded model. One all-reduce of one
+    element, whatever the model. ``max_norm=inf`` only measures.
+
+    Returns:
+        0-dim fp32 tensor on the model's device, equal on all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}")
+    engine = engine_of(module)
+    params = [param for param in module.parameters() if param.grad is not None]
+    sharded = {param for unit in engine.units for segment in unit.segments for param in segment.params}
+    cut = _power([p.grad for p in params if p in sharded], norm_type, engine.device)
+    whole = _power([p.grad for p in params if p not in sharded], norm_type, engine.device)
+    if norm_type == math.inf:
+        engine.transport.all_reduce(cut, "max")
+        norm = torch.maximum(cut, whole)
+    else:
+        engine.transport.all_reduce(cut, "sum")
+        norm = (cut + whole) ** (1.0 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the gradient's norm of order {norm_type} is {norm.item()}, so nothing was clipped"
+        )
+    if max_norm != math.inf:
+        clip_grads_with_norm_(params, max_norm, norm)
+    return norm
+
+
+def _power(grads: list[torch.Tensor | None], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum of ``|g| ** norm_type`` over all elements (for infinity: the largest), 0-dim fp32."""
+    found = [grad for grad in grads if grad is not None and grad.numel()]
+    if not found:
+        return torch.zeros((), device=device)
+    norm = get_total_norm(found, norm_type).to(device, torch.float32)
+    return norm if norm_type == math.inf else norm**norm_type

@@ -1,0 +1,218 @@
+"""When units are gathered, prefetched, released and reduced.
+
+One step over units ``A B`` and the root ``R`` (what no unit took)::
+
+    forward   gather R | gather A, prefetch B, compute A, release A | compute B, release B
+    backward  gather B, prefetch A, compute, reduce B, release B | compute A, reduce A, release A | reduce R
+    end       wait for the last reduction; every parameter shows its local piece again
+
+The root is never released between forward and backward, which would buy nothing. Besides the root at
+most two units are gathered at once: the one that computes and the next one. At most one reduction is
+under way.
+
+Ranks must start the same movements in the same order. Gathers follow the order in which units run.
+Reductions are started in the reverse of the order in which units were first entered in forward, so that
+a rank on which some gradient comes late, or never comes, delays its reductions but never reorders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardtrain import gather
+from shardtrain.comm.transport import Transport
+from shardtrain.reduce import Reduction
+from shardtrain.shard import State, Unit
+
+
+class Order:
+    """The sequence of units seen last time, followed for as long as it repeats itself."""
+
+    def __init__(self) -> None:
+        self._expected: list[Unit] = []
+        self.seen: list[Unit] = []
+        self._repeats = False
+
+    def begin(self) -> None:
+        self._expected, self.seen = self.seen, []
+        self._repeats = True
+
+    def next_after(self, unit: Unit) -> Unit | None:
+        """Note that ``unit`` is entered now; return the unit that will follow if all is as last time."""
+        at = len(self.seen)
+        self.seen.append(unit)
+        self._repeats = self._repeats and at < len(self._expected) and self._expected[at] is unit
+        follows = self._repeats and at + 1 < len(self._expected)
+        return self._expected[at + 1] if follows else None
+
+
+class Schedule:
+    """The life of all units of one sharded module. ``wrap`` calls it from hooks, and nothing else does."""
+
+    def __init__(
+        self, units: Sequence[Unit], root: Unit, transport: Transport, reshard_after_forward: bool
+    ) -> None:
+        self.units = tuple(units)
+        self.root = root
+        self.transport = transport
+        self.reshard_after_forward = reshard_after_forward
+        self.reduce_gradients = True  # False inside `no_sync`
+        self._reductions = {unit: Reduction(unit, transport) for unit in units}
+        self._forward, self._backward = Order(), Order()
+        self._depth = dict.fromkeys(units, 0)  # calls of a unit's modules that are under way
+        self._in_forward = False  # inside the root module's forward
+        self._in_backward = False
+        self._entered: set[Unit] = set()  # units whose backward has begun
+        self._complete: set[Unit] = set()  # units all of whose gradients have arrived
+        self._launched: list[Unit] = []  # units whose reduction has been started in this backward
+
+    def at_rest(self) -> bool:
+        """Whether no step is under way, so that every parameter shows its local piece.
+
+        A backward that an exception ended is forgotten here.
+        """
+        if self._in_backward and not in_autograd():
+            self.recover()
+        return not (self._in_forward or self._in_backward or self.root.pinned)
+
+    # forward
+
+    def outermost(self, unit: Unit) -> bool:
+        """Whether just one call of ``unit``'s modules is under way, so that its output leaves the unit."""
+        return self._depth[unit] == 1
+
+    def begin_forward(self) -> None:
+        """The root module is entered. What was gathered before may be older than the last update."""
+        if self._in_backward or self._in_forward:
+            return
+        for unit in self.units:
+            self._depth[unit] = 0
+            gather.release(unit)
+        self._forward.begin()
+        self._in_forward = True
+
+    def end_forward(self) -> None:
+        """The root module is left, by return or by exception: nothing stays half gathered."""
+        if self._in_backward:
+            return
+        self._in_forward = False
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                gather.release(unit)
+
+    def before_forward(self, unit: Unit) -> None:
+        """One of ``unit``'s modules is entered: its parameters must be whole."""
+        self._depth[unit] += 1
+        if self._depth[unit] > 1:
+            return
+        if not (self._in_forward or self._in_backward):
+            gather.release(unit)  # called by itself: gathered before some update, perhaps
+        gather.open_full(unit, self.transport)
+        if self._in_forward and not self._in_backward:
+            self._prefetch(self._forward.next_after(unit))
+
+    def after_forward(self, unit: Unit, backward_will_tell: bool) -> None:
+        """One of ``unit``'s modules is left.
+
+        ``backward_will_tell``: whether ``before_backward`` is sure to be called before the parameters are
+        needed again. If not, they stay in full until the end of backward.
+        """
+        self._depth[unit] = max(0, self._depth[unit] - 1)
+        if self._depth[unit] or self._in_backward or unit.pinned or not backward_will_tell:
+            return
+        if torch.is_grad_enabled() and (unit is self.root or not self.reshard_after_forward):
+            unit.show_local()
+        else:
+            gather.release(unit)
+
+    # backward
+
+    def before_backward(self, unit: Unit) -> None:
+        """The gradient of one of ``unit``'s outputs is known: its parameters must be whole."""
+        if not self._in_backward:
+            self._begin_backward()
+        gather.open_full(unit, self.transport)
+        if unit not in self._entered:
+            self._entered.add(unit)
+            self._prefetch(self._backward.next_after(unit))
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._backward.begin()
+        for reduction in self._reductions.values():
+            reduction.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def gradient_arrived(self, unit: Unit, segment: int, index: int) -> None:
+        """Autograd has accumulated the gradient of one parameter."""
+        if not unit.segments[segment].shows_full:
+            return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
+        if not self._in_backward:
+            self._begin_backward()
+        self._entered.add(unit)
+        reduction = self._reductions[unit]
+        reduction.gradients[segment].collect(index)
+        if reduction.complete:
+            reduction.begin_backward()  # should more come: reentrant checkpointing uses a unit in parts
+            self._complete.add(unit)
+            self._launch_in_order()
+            # Autograd accumulates a gradient after every use of the parameter that feeds it. A frozen
+            # parameter has no such last word, so a unit that holds one waits for the end.
+            if unit.all_trainable and not self._depth[unit]:
+                gather.release(unit)
+
+    def _launch_in_order(self) -> None:
+        for unit in self._reduce_order():
+            if unit not in self._complete:
+                return
+            if unit not in self._launched:
+                self._launch(unit)
+
+    def _launch(self, unit: Unit) -> None:
+        if not self.reduce_gradients:
+            return
+        if self._launched:
+            self._reductions[self._launched[-1]].finish()
+        self._reductions[unit].launch()
+        self._launched.append(unit)
+
+    def _reduce_order(self) -> list[Unit]:
+        """Trainable units: those entered last in forward first, then those that forward did not enter."""
+        order = [*reversed(dict.fromkeys(self._forward.seen)), *reversed(self.units)]
+        return [u for u in dict.fromkeys(order) if any(segment.trainable for segment in u.segments)]
+
+    def _end_backward(self) -> None:
+        """Autograd is done: reduce what had to wait, and go back to rest."""
+        for unit in self._reduce_order():
+            if unit in self._entered and (unit not in self._launched or self._reductions[unit].waiting):
+                self._launch(unit)
+        if self._launched:
+            self._reductions[self._launched[-1]].finish()
+        self._rest()
+
+    def recover(self) -> None:
+        """Forget a backward that did not end: an exception went through it."""
+        for reduction in self._reductions.values():
+            reduction.drop()
+        for unit in self._entered:
+            unit.drop_kept_grads()
+        self._rest()
+
+    def _rest(self) -> None:
+        self._in_backward = False
+        self._entered.clear()
+        self._complete.clear()
+        self._launched.clear()
+        for unit in self.units:
+            gather.release(unit)
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        if unit is not None and unit.state is State.SHARDED and not unit.pinned:
+            gather.launch(unit, self.transport)
+
+
+def in_autograd() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)

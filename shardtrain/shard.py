@@ -1,0 +1,236 @@
+"""What one rank owns of a unit, and what the unit's parameters show.
+
+A unit's parameters fall into segments of one dtype and one ``requires_grad``, so that frozen
+parameters never enter a reduction. A segment has two storages:
+
+``local``  this rank's interval of the flat vector; what the optimizer updates, always valid
+``full``   the whole vector; filled by a gather, emptied by a release
+
+and its parameters show one of them. At rest each shows its 1-D piece of ``local`` with that piece's
+gradient; while its unit computes it shows its shaped view of ``full``, and has no gradient but the one
+that autograd is just handing over. The parameter objects stay the same for ever: only ``.data`` and
+``.grad`` change, which leaves autograd's version counters alone.
+
+``full`` is one tensor for the life of the segment. Autograd may have saved a parameter, or a view of
+one such as ``weight.t()``; resizing the storage and filling it again makes both right again, where a
+new tensor would leave the view with stale memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardtrain.comm.transport import Flat, Pending, Transport
+from shardtrain.layout import Layout, Piece, even
+
+ALIGN_BYTES = 16  # NCCL's fast path, and small enough that 1,024 ranks waste under 1 % of a ResNet-50
+
+
+class State(Enum):
+    SHARDED = "full is empty, nothing is moving"  # --launch--> GATHERING
+    GATHERING = "a gather is filling full"  # --finish--> GATHERED
+    GATHERED = "full is valid"  # --release--> SHARDED
+
+
+class Place(NamedTuple):
+    """One parameter of a unit: its fully qualified name, and every (module, attribute) that holds it."""
+
+    name: str
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, attribute = self.owners[0]
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        return parameter
+
+
+class Segment:
+    """The parameters of one unit that share a dtype and ``requires_grad``, as one flat vector."""
+
+    def __init__(self, places: Sequence[Place], transport: Transport) -> None:
+        self.places = tuple(places)
+        self.params = [place.parameter for place in places]
+        self.shapes = [param.shape for param in self.params]
+        self.strides = [dense_stride(param) for param in self.params]
+        align = max(1, ALIGN_BYTES // self.params[0].element_size())
+        self.layout: Layout = even([param.numel() for param in self.params], transport.world, align)
+        self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
+        self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
+        self.shows_full = False
+        self._rank, self._in_place = transport.rank, transport.in_place
+        self._cut(transport)
+
+    def _cut(self, transport: Transport) -> None:
+        """Lay the whole parameters end to end, take rank 0's values, keep this rank's interval."""
+        first = self.params[0]
+        full = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
+        for param, view in zip(self.params, self.views_of(full), strict=True):
+            view.copy_(param.data)
+            param.grad = None
+        if not full.is_meta:
+            transport.broadcast(full)
+        self._adopt(full if self._in_place else full[self.layout.interval(self._rank)].clone())
+        self.show_local()
+
+    def _adopt(self, local: torch.Tensor) -> None:
+        """Make ``local`` this rank's interval, and an empty ``full`` to go with it."""
+        self.local = local
+        self.full = local if self._in_place else local.new_empty(self.layout.padded)
+        self.full_views = self.views_of(self.full)
+        self.local_views = [local[p.offset : p.offset + p.numel] for p in self.pieces]
+        self.resize_full(0)
+
+    def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        rows = zip(self.layout.offsets, self.layout.sizes, self.shapes, self.strides, strict=True)
+        return [full[at : at + size].as_strided(shape, stride) for at, size, shape, stride in rows]
+
+    @property
+    def trainable(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def flat(self) -> Flat:
+        return Flat(self.full, self.local, self.layout)
+
+    def resize_full(self, elements: int) -> None:
+        """Give ``full`` memory for so many elements: all of them, or none."""
+        if not self._in_place and not self.full.is_meta:
+            self.full.untyped_storage().resize_(elements * self.full.element_size())
+
+    def show_full(self) -> None:
+        """Show every parameter in full; put the gradients of the local pieces away."""
+        if self.shows_full:
+            return
+        for index, param in enumerate(self.params):
+            self.kept_grads[index], param.grad = param.grad, None
+            param.data = self.full_views[index]
+        self.shows_full = True
+
+    def show_local(self) -> None:
+        """Show every parameter's local piece, with its gradient."""
+        for index, param in enumerate(self.params):
+            if self.shows_full:
+                param.grad = None
+            param.data = self.local_views[index]
+            if self.shows_full:
+                param.grad, self.kept_grads[index] = self.kept_grads[index], None
+        self.shows_full = False
+
+    def give_grad(self, index: int, piece: torch.Tensor) -> None:
+        """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
+        param = self.params[index]
+        held = self.kept_grads[index] if self.shows_full else param.grad
+        if held is not None:
+            held.add_(piece)
+        elif self.shows_full:
+            self.kept_grads[index] = piece
+        else:
+            param.grad = piece
+
+    def was_replaced(self) -> bool:
+        """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage."""
+        rows = zip(self.places, self.params, self.local_views, strict=True)
+        return any(
+            place.parameter is not param
+            or param.data_ptr() != view.data_ptr()
+            or param.dtype != view.dtype
+            or param.device != view.device
+            for place, param, view in rows
+        )
+
+    def take_over(self) -> None:
+        """Make whatever pieces the parameters hold now the local interval.
+
+        Raises:
+            ValueError: a piece has another size than this rank's part, or dtypes or devices differ.
+        """
+        assert not self.shows_full
+        self.params = [place.parameter for place in self.places]
+        first = self.params[0]
+        for place, param, piece in zip(self.places, self.params, self.pieces, strict=True):
+            if param.numel() != piece.numel:
+                raise ValueError(
+                    f"parameter {place.name} now has {param.numel()} elements on this rank, but its local "
+                    f"piece has {piece.numel}; change whole parameters inside shardtrain.unsharded(model)"
+                )
+            if (param.dtype, param.device) != (first.dtype, first.device):
+                raise ValueError(
+                    f"parameter {place.name} is now {param.dtype} on {param.device}, while "
+                    f"{self.places[0].name} of the same unit is {first.dtype} on {first.device}; "
+                    "convert the whole model, or convert it before shard()"
+                )
+        local = torch.zeros(self.layout.length(self._rank), dtype=first.dtype, device=first.device)
+        for param, piece in zip(self.params, self.pieces, strict=True):
+            local[piece.offset : piece.offset + piece.numel].copy_(param.data)
+        self._adopt(local)
+        self.show_local()
+
+
+class Unit:
+    """A group of parameters that is gathered and reduced together."""
+
+    def __init__(self, name: str, index: int, module: nn.Module, segments: Sequence[Segment]) -> None:
+        self.name = name
+        self.index = index
+        self.module = module
+        self.segments = tuple(segments)
+        self.state = State.SHARDED
+        self.moving = Pending()
+        self.pinned = False  # held in full by `unsharded`: a release does nothing
+
+    @property
+    def tag(self) -> int:
+        """First of the unit's message tags: two movements of at most 128 segments each."""
+        return self.index * 256
+
+    @property
+    def all_trainable(self) -> bool:
+        return all(param.requires_grad for segment in self.segments for param in segment.params)
+
+    def show_full(self) -> None:
+        for segment in self.segments:
+            segment.show_full()
+
+    def show_local(self) -> None:
+        for segment in self.segments:
+            if segment.shows_full:
+                segment.show_local()
+
+    def drop_kept_grads(self) -> None:
+        """Forget gradients put away by `show_full`."""
+        for segment in self.segments:
+            segment.kept_grads = [None] * len(segment.params)
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """``tensor``'s strides if it fills its memory without gaps (channels_last does), else row-major."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` as 1-D, in the order of ``stride``; a view when it already lies that way."""
+    if tensor.stride() != stride:
+        ordered = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def segments_of(places: Sequence[Place], transport: Transport) -> list[Segment]:
+    """Group a unit's parameters by dtype, device and ``requires_grad``, keeping their order."""
+    groups: dict[tuple[object, ...], list[Place]] = {}
+    for place in places:
+        param = place.parameter
+        groups.setdefault((param.dtype, param.device, param.requires_grad), []).append(place)
+    return [Segment(group, transport) for group in groups.values()]

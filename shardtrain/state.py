@@ -1,0 +1,253 @@
+"""Whole parameters for users: to look at and edit, to save, to load; and buffers made equal.
+
+Everything here is collective: every rank of the shard group must call it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardtrain import comm, gather
+from shardtrain.comm.transport import Flat, Transport
+from shardtrain.shard import Segment, Unit, in_memory_order
+from shardtrain.wrap import Engine, engine_of
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Gradient accumulation: a backward in here keeps its gradients whole on each rank, and reduces nothing.
+
+    The next backward outside adds to them and reduces the sum. Inside, ``.grad`` stays empty.
+    """
+    schedule = engine_of(module).schedule
+    before, schedule.reduce_gradients = schedule.reduce_gradients, schedule.transport.world == 1
+    try:
+        yield
+    finally:
+        schedule.reduce_gradients = before
+
+
+@contextmanager
+def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False) -> Iterator[None]:
+    """Inside, every parameter is whole and shaped, on every rank; with ``grads``, gradients too.
+
+    Args:
+        module: what `shard` returned.
+        writeback: keep the edits made inside (each rank keeps those to its own intervals, so make the
+            same edits on all ranks), or drop them.
+        grads: gather gradients as well, and treat edits to them alike.
+
+    Raises:
+        ValueError: a step or another ``unsharded`` is under way.
+    """
+    engine = engine_of(module)
+    _require_rest(engine, "unsharded")
+    segments = [segment for unit in engine.units for segment in unit.segments]
+    backup = [s.local.clone() for s in segments] if engine.transport.in_place and not writeback else []
+    for unit in engine.units:
+        _open(unit, engine, grads)
+    try:
+        yield
+    finally:
+        for unit in engine.units:
+            _close(unit, engine, writeback, grads)
+        for segment, local in zip(segments, backup, strict=False):
+            segment.local.copy_(local)
+
+
+def _open(unit: Unit, engine: Engine, grads: bool) -> None:
+    gather.release(unit)  # what is still gathered may be older than the last update
+    whole = [_whole_grads(segment, engine.transport, unit.tag) for segment in unit.segments] if grads else []
+    gather.open_full(unit, engine.transport)
+    unit.pinned = True
+    for segment, found in zip(unit.segments, whole, strict=False):
+        for param, grad in zip(segment.params, found, strict=True):
+            param.grad = grad
+
+
+def _close(unit: Unit, engine: Engine, writeback: bool, grads: bool) -> None:
+    if writeback:
+        for segment in unit.segments:
+            _keep_edits(segment, engine.transport)
+            if grads:
+                segment.kept_grads = [_piece_of_grad(segment, i) for i in range(len(segment.params))]
+    unit.pinned = False
+    gather.release(unit)
+
+
+def _keep_edits(segment: Segment, transport: Transport) -> None:
+    """Copy this rank's interval of the whole parameters into the local storage."""
+    for param, view in zip(segment.params, segment.full_views, strict=True):
+        if param.data_ptr() != view.data_ptr():  # replaced by `.data =` instead of edited in place
+            view.copy_(param.data)
+    if not transport.in_place:
+        segment.local.copy_(segment.full[segment.layout.interval(transport.rank)])
+
+
+def _whole_grads(segment: Segment, transport: Transport, tag: int) -> list[torch.Tensor | None]:
+    """Every parameter's gradient, gathered and shaped; None where there is none."""
+    has_grad = [param.grad is not None for param in segment.params]
+    if not any(has_grad):
+        return [None] * len(has_grad)
+    local = torch.zeros_like(segment.local)
+    for param, piece in zip(segment.params, segment.pieces, strict=True):
+        if param.grad is not None:
+            local[piece.offset : piece.offset + piece.numel].copy_(param.grad)
+    full = local if transport.in_place else local.new_empty(segment.layout.padded)
+    transport.gather(tag, [Flat(full, local, segment.layout)]).wait()
+    return [view if has else None for view, has in zip(segment.views_of(full), has_grad, strict=True)]
+
+
+def _piece_of_grad(segment: Segment, index: int) -> torch.Tensor | None:
+    grad, piece = segment.params[index].grad, segment.pieces[index]
+    if grad is None:
+        return None
+    return in_memory_order(grad, segment.strides[index])[piece.start : piece.stop].clone()
+
+
+def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    """Whole parameters and persistent buffers on the CPU, as the unwrapped model's ``state_dict()``.
+
+    Same keys in the same order, same shapes and dtypes. One unit is gathered at a time. Floating-point
+    buffers (BatchNorm's running statistics) are the mean over ranks, others are rank 0's, so the result
+    is the same on every rank. With ``rank0_only`` the other ranks return an empty dict.
+
+    Raises:
+        ValueError: called inside forward, backward or `unsharded`.
+    """
+    engine = engine_of(module)
+    _require_rest(engine, "full_state_dict")
+    wanted = engine.transport.rank == 0 or not rank0_only
+    values: dict[torch.Tensor, torch.Tensor] = {}
+    for unit in engine.units:
+        gather.release(unit)
+        gather.open_full(unit, engine.transport)
+        if wanted:
+            params = [param for segment in unit.segments for param in segment.params]
+            values.update((param, param.detach().to("cpu", copy=True)) for param in params)
+        gather.release(unit)
+    for buffer, value in _equal_buffers(module, engine.transport):
+        values[buffer] = value.to("cpu", copy=True)
+    if not wanted:
+        return {}
+    items = module.state_dict(keep_vars=True).items()
+    return {key: values[v] if v in values else v.detach().to("cpu", copy=True) for key, v in items}
+
+
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> None:
+    """Load whole parameters and buffers; rank 0's ``state`` is used on every rank.
+
+    Args:
+        module: what `shard` returned.
+        state: as `full_state_dict` or the unwrapped model's ``state_dict()`` give it. Other ranks than 0
+            may pass an empty dict.
+        strict: refuse missing and unexpected keys. Otherwise the former keep their values and the latter
+            are ignored.
+
+    Raises:
+        ValueError: on every rank, naming each key that is missing, unexpected, of another shape or of
+            another dtype. Nothing has been loaded then.
+    """
+    engine = engine_of(module)
+    _require_rest(engine, "load_full_state_dict")
+    transport, device = engine.transport, engine.device
+    problems, missing = _compare(engine, state, strict) if transport.rank == 0 else ([], [])
+    message = json.dumps({"problems": problems, "missing": missing})
+    verdict = json.loads(comm.broadcast_text(message, transport, device))
+    if verdict["problems"]:
+        raise ValueError("nothing was loaded: " + "; ".join(verdict["problems"]))
+    skipped = set(verdict["missing"])
+    for unit in engine.units:
+        gather.release(unit)
+        for segment in unit.segments:
+            _load_segment(segment, state, skipped, transport)
+    for name, buffer in _persistent_buffers(module):
+        if name not in skipped:
+            if transport.rank == 0:
+                buffer.copy_(state[name])
+            transport.broadcast(buffer)
+
+
+def _load_segment(
+    segment: Segment, state: Mapping[str, torch.Tensor], skipped: set[str], transport: Transport
+) -> None:
+    full = segment.local.new_zeros(segment.layout.padded)
+    if transport.rank == 0:
+        for place, view in zip(segment.places, segment.views_of(full), strict=True):
+            if place.name not in skipped:
+                view.copy_(state[place.name])
+    transport.broadcast(full)
+    own = full[segment.layout.interval(transport.rank)]
+    for place, piece in zip(segment.places, segment.pieces, strict=True):
+        if place.name not in skipped:
+            part = slice(piece.offset, piece.offset + piece.numel)
+            segment.local[part].copy_(own[part])
+
+
+def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) -> tuple[list[str], list[str]]:
+    """What does not fit between ``state`` and the module, and which names ``state`` lacks."""
+    expected = {
+        place.name: (tuple(shape), segment.local.dtype)
+        for unit in engine.units
+        for segment in unit.segments
+        for place, shape in zip(segment.places, segment.shapes, strict=True)
+    }
+    expected.update((n, (tuple(b.shape), b.dtype)) for n, b in _persistent_buffers(engine.module))
+    known = set(engine.module.state_dict(keep_vars=True))  # tied parameters have more than one key
+    missing = [name for name in expected if name not in state]
+    problems = [f"{name} is missing" for name in missing] if strict else []
+    if strict:
+        problems += [f"{name} is unexpected" for name in state if name not in known]
+    for name, (shape, dtype) in expected.items():
+        found = state.get(name)
+        if found is not None and tuple(found.shape) != shape:
+            problems.append(f"{name} has shape {tuple(found.shape)}, expected {shape}")
+        elif found is not None and found.dtype != dtype:
+            problems.append(f"{name} is {found.dtype}, expected {dtype}")
+    return problems, missing
+
+
+def average_buffers(module: nn.Module) -> None:
+    """Give every rank the same buffers: floating-point ones the mean over ranks, others rank 0's.
+
+    BatchNorm's running statistics differ between ranks during training; call this before evaluation.
+    One all-reduce for each floating-point dtype, one broadcast for each other.
+    """
+    for buffer, value in _equal_buffers(module, engine_of(module).transport):
+        buffer.copy_(value)
+
+
+def _equal_buffers(module: nn.Module, transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every buffer with the value it has in common, leaving the buffers themselves alone."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for buffer in dict.fromkeys(module.buffers()):
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    pairs = []
+    for (dtype, _), buffers in groups.items():
+        flat = torch.cat([buffer.detach().flatten() for buffer in buffers])
+        if dtype.is_floating_point and transport.world > 1:
+            transport.all_reduce(flat)
+            flat.div_(transport.world)
+        else:
+            transport.broadcast(flat)
+        parts = flat.split([buffer.numel() for buffer in buffers])
+        pairs += [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True)]
+    return pairs
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    persistent = module.state_dict(keep_vars=True)
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+
+
+def _require_rest(engine: Engine, what: str) -> None:
+    if not engine.schedule.at_rest():
+        raise ValueError(f"{what}() cannot be called inside forward, backward or unsharded()")
+    engine.settle()
