@@ -1,0 +1,78 @@
+"""Image classifiers of torchvision, built by name and fitted to a data set."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+import torchvision
+from torch import nn
+from torchvision.models import ResNet
+
+SMALL_IMAGE = 64  # pixels; up to here `stem=auto` keeps a ResNet's full resolution
+
+
+def classifier(
+    name: str, num_classes: int, in_channels: int, image_size: int, stem: str = "auto"
+) -> nn.Module:
+    """Torchvision's model `name`, untrained, for images float32 [batch, in_channels, image_size, image_size].
+
+    stem: `standard` is torchvision's own, which leaves a ResNet 1/4 of the side to work on; `small` is a 3×3
+    convolution of stride 1 and no pooling; `auto` chooses by image size. Only ResNets have the choice.
+    """
+    if num_classes < 1 or in_channels < 1:
+        raise ValueError(f"num_classes={num_classes}, in_channels={in_channels}: expected at least 1")
+    if stem not in ("auto", "small", "standard"):
+        raise ValueError(f"stem={stem} (valid: auto, small, standard)")
+    model = _build(name, num_classes, image_size)
+    if stem == "small" and not isinstance(model, ResNet):
+        raise ValueError(f"stem=small is for ResNets, not for {name}; use stem=auto")
+    if isinstance(model, ResNet) and (stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE)):
+        _fit_small_images(model)
+    if in_channels != 3:
+        _set_input_channels(model, in_channels)
+    return model
+
+
+def _build(name: str, num_classes: int, image_size: int) -> nn.Module:
+    valid = torchvision.models.list_models(module=torchvision.models)
+    if name not in valid:
+        near = get_close_matches(name, valid, n=1)
+        raise ValueError(
+            f"name={name} is no torchvision model" + (f"; did you mean {near[0]}?" if near else "")
+        )
+    # Vision transformers alone are built for one image size.
+    options = {"image_size": image_size} if name.startswith("vit_") else {}
+    if name in ("googlenet", "inception_v3"):
+        # Their auxiliary heads return further logits while training, and the slow initialisation warns.
+        options = {"aux_logits": False, "init_weights": True}
+    try:
+        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
+    except AssertionError as error:
+        raise ValueError(f"{name} cannot be built for images of {image_size} pixels: {error}") from error
+
+
+def _fit_small_images(model: ResNet) -> None:
+    width = model.conv1.out_channels
+    model.conv1 = _initialised(nn.Conv2d(model.conv1.in_channels, width, 3, 1, 1, bias=False))
+    model.maxpool = nn.Identity()
+
+
+def _set_input_channels(model: nn.Module, channels: int) -> None:
+    """Replaces the first convolution by one of `channels` input channels."""
+    name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        old.kernel_size,  # type: ignore[arg-type]
+        old.stride,  # type: ignore[arg-type]
+        old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, _initialised(new))
+
+
+def _initialised(convolution: nn.Conv2d) -> nn.Conv2d:
+    """The initialisation that torchvision gives a ResNet's convolutions."""
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return convolution

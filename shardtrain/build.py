@@ -1,0 +1,186 @@
+"""From the configuration to what the loop needs: data, model, optimizer and schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardtrain
+from shardtrain import data, targets
+from shardtrain.config import Config, Constant, Optim, Sched, Sgd, micro_batch
+from shardtrain.data.sampler import generator
+from shardtrain.errors import UserError
+
+EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
+
+
+class Job(NamedTuple):
+    """Everything that the loop works on."""
+
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes], labels [batch] → mean
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    train: data.TrainFeed
+    val: data.EvalFeed
+    share: data.Share
+    steps: int
+    steps_per_epoch: int
+    data_name: str
+    forward_flops: float  # of one image
+
+
+def build(config: Config, rank: int, world_size: int, device: torch.device) -> tuple[Job, Config]:
+    """The job, and the configuration completed by what the data set decides."""
+    micro_batch(config.train, world_size)
+    share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
+    images = data.load(config.data)
+    config = dataclasses.replace(config, model=_completed(config, images))
+    steps_per_epoch = _steps_per_epoch(config, images)
+    steps = steps_per_epoch * config.train.epochs
+    steps = min(steps, config.train.max_steps or steps)
+
+    torch.manual_seed(config.seed)  # the same initial parameters on every rank
+    model = targets.build(config.model, "model")
+    sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
+    flops = forward_flops(model, sample, images.classes)
+    optimizer = _shard_with_optimizer(model.to(device), config)
+    torch.manual_seed(generator("rank", config.seed, rank).initial_seed())  # dropout differs between ranks
+
+    train, val = _feeds(config, images, share, device, steps)
+    job = Job(
+        model=model,
+        loss=nn.CrossEntropyLoss(label_smoothing=config.train.label_smoothing),
+        optimizer=optimizer,
+        schedule=LambdaLR(optimizer, lr_factor(config.sched, steps, steps_per_epoch)),
+        train=train,
+        val=val,
+        share=share,
+        steps=steps,
+        steps_per_epoch=steps_per_epoch,
+        data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out",
+        forward_flops=flops / share.micro_batch,
+    )
+    return job, config
+
+
+def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
+    """Operations of a forward of shape `sample`, from a forward without data; refuses what does not fit."""
+    meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
+    shape = "×".join(map(str, sample))
+    try:
+        with FlopCounterMode(display=False) as counter:
+            logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise UserError(
+            f"the model does not take images of shape {shape}: {reason} "
+            f"(data.image_size and train.batch_size decide the shape)"
+        ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserError(f"the model returns {found}, expected logits for at least {classes} classes")
+    return float(counter.get_total_flops())
+
+
+def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+    """The learning rate of each step from 0 on, as a fraction of `optim.lr`.
+
+    Linear up over the warm-up (at most half the run), then constant, or a half cosine down to `final_lr`.
+    """
+    warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if isinstance(sched, Constant):
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return sched.final_lr + (1 - sched.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decay for matrices and filters, none for biases and normalisation. Call it while parameters have shapes."""
+    decayed = [param for param in model.parameters() if param.ndim > 1]
+    exempt = [param for param in model.parameters() if param.ndim <= 1]
+    groups = [(decayed, weight_decay), (exempt, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def _shard_with_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, config.optim.weight_decay)
+    shardtrain.shard(
+        model,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        transport=config.parallel.transport,
+    )
+    return _optimizer(config.optim, groups)
+
+
+def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if isinstance(optim, Sgd):
+        return torch.optim.SGD(
+            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
+        )
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def _completed(config: Config, images: data.DataSet) -> dict[str, Any]:
+    """The model's keys, those left open taken from the data set."""
+    decided = {
+        "num_classes": images.classes,
+        "in_channels": images.channels,
+        "image_size": config.data.image_size,
+    }
+    model = dict(config.model)
+    for key, value in decided.items():
+        if key in model and model[key] is None:
+            model[key] = value
+    for key in ("in_channels", "image_size"):
+        if model.get(key, decided[key]) != decided[key]:
+            raise UserError(f"model.{key}={model[key]}, but the images of {images.name} have {decided[key]}")
+    if model.get("num_classes", images.classes) < images.classes:
+        raise UserError(
+            f"model.num_classes={model['num_classes']}: {images.name} has {images.classes} classes"
+        )
+    return model
+
+
+def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
+    steps = len(images.train) // config.train.batch_size
+    if steps == 0:
+        raise UserError(
+            f"train.batch_size={config.train.batch_size} is more than the {len(images.train)} "
+            f"training images of {images.name}"
+        )
+    return steps
+
+
+def _feeds(
+    config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: int
+) -> tuple[data.TrainFeed, data.EvalFeed]:
+    prepare = data.Prepare(images, config.data.image_size, device)
+    augment = None
+    if config.augment.get("_target_") is not None:
+        augment = targets.build(config.augment, "augment")
+    workers = config.data.workers
+    train = data.TrainFeed(
+        images,
+        share,
+        prepare,
+        augment=augment,
+        seed=config.seed,
+        workers=workers,
+        first_step=0,
+        last_step=steps,
+    )
+    return train, data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)

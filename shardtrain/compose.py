@@ -1,0 +1,129 @@
+"""Command line → configuration, by Hydra, with Hydra's complaints in one voice.
+
+Hydra runs here as a function from arguments to a configuration: it makes no directory, configures no logging and
+starts no job. What it prints for `--help` or `--cfg job` appears on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import shardtrain
+
+from shardtrain.errors import UserError, nearest
+
+
+def compose(arguments: Sequence[str], *, speak: bool = True) -> DictConfig | None:
+    """The configuration that `arguments` (without the program's name) ask for.
+
+    None when they asked for something to be printed instead, which is done where `speak` is true.
+    """
+    folder = _config_folder()
+    _refuse_sweeps(arguments)
+    composed: list[DictConfig] = []
+    said = io.StringIO()
+    main = hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(composed.append)
+    try:
+        with _hydra_as_a_function(arguments), contextlib.redirect_stderr(said):
+            if speak:
+                main()
+            else:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    main()
+    except SystemExit as leaving:
+        if leaving.code:
+            raise UserError(said.getvalue().strip().splitlines()[-1]) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(_explain(error, arguments, folder)) from None
+    return composed[0] if composed else None
+
+
+def _config_folder() -> Path:
+    """Where the config groups are: in the installed package, or beside the package in a checkout."""
+    if importlib.util.find_spec("shardtrain.configs") is None:
+        # Not installed, run from a checkout: `configs` and `recipes` are the package's neighbours.
+        shardtrain.__path__.append(str(Path(__file__).resolve().parents[1]))
+    configs = importlib.import_module("shardtrain.configs")
+    configs.register()
+    assert configs.__file__ is not None
+    return Path(configs.__file__).resolve().parent
+
+
+def _refuse_sweeps(arguments: Sequence[str]) -> None:
+    for flag in ("-m", "--multirun", "--experimental-rerun"):
+        if flag in arguments:
+            raise UserError(f"{flag} is not supported: start one command per run")
+
+
+@contextlib.contextmanager
+def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
+    """Hydra reads `sys.argv` and, asked for full errors, raises instead of printing and leaving."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        GlobalHydra.instance().clear()
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> str:
+    """One or two lines in place of Hydra's message, with the nearest valid name."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        return _unknown_choice(group.strip("/"), choice, list(error.options))
+    bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))
+    if bad_key is None:
+        return " ".join(str(error).split("\n", 1)[0].split())
+    key = bad_key[1].split("=")[0].lstrip("+~")
+    if key == "recipe":
+        return "recipe is added, not overridden: write +recipe=NAME"
+    keys = _known_keys(arguments, folder)
+    if key in keys:
+        return " ".join(str(error.__cause__ or error).split("\n", 1)[0].split()) + f" ({key})"
+    return f"unknown key {key}{nearest(key, keys)}"
+
+
+def _unknown_choice(group: str, choice: str, options: list[str]) -> str:
+    message = f"unknown {group} {choice!r}{nearest(choice, options)}"
+    shown = ", ".join(sorted(options)[:20]) + (", …" if len(options) > 20 else "")
+    return f"{message} (valid: {shown})"
+
+
+def _known_keys(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Dotted names of all keys and groups, with the groups chosen as in `arguments` where those are valid."""
+    groups = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    chosen = [text for text in arguments if text.lstrip("+").split("=")[0] in [*groups, "model"]]
+    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        try:
+            config = hydra.compose("config", overrides=chosen)
+        except HydraException:
+            config = hydra.compose("config")
+    keys = [*groups, "model"]
+    pending = [("", OmegaConf.to_container(config))]
+    while pending:
+        prefix, node = pending.pop()
+        assert isinstance(node, dict)
+        for key, value in node.items():
+            keys.append(f"{prefix}{key}")
+            if isinstance(value, dict):
+                pending.append((f"{prefix}{key}.", value))
+    return keys

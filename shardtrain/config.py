@@ -1,0 +1,283 @@
+"""The typed configuration, and the one function that makes it from Hydra's.
+
+Everything behind this file works on frozen dataclasses whose values have been checked. Each message names the
+key as the user would write it on the command line.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from shardtrain.errors import UserError, nearest
+
+
+def at_least(bound: float) -> Any:
+    """A field whose value may not be below `bound`."""
+    return field(metadata={"at_least": bound})
+
+
+def above(bound: float) -> Any:
+    """A field whose value must be greater than `bound`."""
+    return field(metadata={"above": bound})
+
+
+def fraction() -> Any:
+    """A field in [0, 1)."""
+    return field(metadata={"at_least": 0, "below": 1})
+
+
+def one_of(*choices: str) -> Any:
+    """A field that takes one of the given words."""
+    return field(metadata={"choices": choices})
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str | None
+    dir: str | None
+
+
+@dataclass(frozen=True)
+class Train:
+    epochs: int = at_least(1)
+    max_steps: int | None = at_least(1)
+    batch_size: int = at_least(1)
+    """Images of one optimizer step, over all ranks and micro-batches."""
+    accumulate: int = at_least(1)
+    """Micro-batches of one optimizer step."""
+    label_smoothing: float = fraction()
+    clip_grad_norm: float | None = above(0)
+    log_every: int = at_least(1)
+    """Steps."""
+    eval_every: int = at_least(1)
+    """Epochs."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    name: str
+    image_size: int = at_least(1)
+    workers: int = at_least(0)
+
+
+@dataclass(frozen=True)
+class Cifar:
+    name: str
+    root: str
+    download: bool
+    image_size: int = at_least(1)
+    workers: int = at_least(0)
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    name: str
+    root: str
+    image_size: int = at_least(1)
+    resize: int = at_least(1)
+    """Shorter side before the centre crop of evaluation."""
+    crop_area: float = above(0)
+    """Smallest part of an image's area that a random crop of training takes."""
+    workers: int = at_least(0)
+
+
+@dataclass(frozen=True)
+class Fake:
+    name: str
+    train_images: int = at_least(1)
+    val_images: int = at_least(1)
+    classes: int = at_least(2)
+    channels: int = at_least(1)
+    image_size: int = at_least(1)
+    workers: int = at_least(0)
+
+
+@dataclass(frozen=True)
+class Sgd:
+    name: str
+    lr: float = above(0)
+    momentum: float = fraction()
+    nesterov: bool = field()
+    weight_decay: float = at_least(0)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    name: str
+    betas: tuple[float, float]
+    lr: float = above(0)
+    eps: float = above(0)
+    weight_decay: float = at_least(0)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    name: str
+    warmup_epochs: float = at_least(0)
+    final_lr: float = fraction()
+    """Where the cosine ends, as a fraction of `optim.lr`."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    name: str
+    warmup_epochs: float = at_least(0)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    reshard_after_forward: bool
+    transport: str = one_of("auto", "process_group")
+
+
+@dataclass(frozen=True)
+class Monitor:
+    tensorboard: bool
+    progress: str = one_of("auto", "bar", "lines", "none")
+
+
+Data = Digits | Cifar | ImageFolder | Fake
+Optim = Sgd | AdamW
+Sched = Cosine | Constant
+
+
+@dataclass(frozen=True)
+class Config:
+    dry_run: bool
+    run: Run
+    train: Train
+    model: dict[str, Any]
+    data: Data
+    optim: Optim
+    sched: Sched
+    augment: dict[str, Any]
+    parallel: Parallel
+    monitor: Monitor
+    seed: int = at_least(0)
+    device: str = one_of("auto", "cpu", "cuda")
+    threads: int | None = at_least(1)
+
+
+# Sections whose dataclass depends on their `name`.
+VARIANTS: dict[str, dict[str, type]] = {
+    "data": {"digits": Digits, "cifar10": Cifar, "cifar100": Cifar, "imagefolder": ImageFolder, "fake": Fake},
+    "optim": {"sgd": Sgd, "adamw": AdamW},
+    "sched": {"cosine": Cosine, "constant": Constant},
+}
+
+
+def from_hydra(raw: DictConfig) -> Config:
+    """Checks names, types and ranges, and returns the frozen configuration."""
+    try:
+        plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(str(error).splitlines()[0]) from None
+    assert isinstance(plain, dict)
+    config = _section(Config, plain, "")
+    assert isinstance(config, Config)
+    return config
+
+
+def micro_batch(train: Train, world_size: int) -> int:
+    """Images of one micro-batch on one rank; refuses a batch that ranks and micro-batches do not divide."""
+    parts = world_size * train.accumulate
+    if train.batch_size % parts:
+        below = train.batch_size // parts * parts
+        fitting = [str(size) for size in (below, below + parts) if size]
+        raise UserError(
+            f"train.batch_size={train.batch_size} is not divisible by {world_size} ranks × "
+            f"train.accumulate={train.accumulate}; {' or '.join(fitting)} would fit"
+        )
+    return train.batch_size // parts
+
+
+def _section(cls: type, raw: Mapping[Any, Any], path: str) -> Any:
+    """One dataclass from one mapping. `path` is `""` for the whole, `"train."` for a part."""
+    names = [entry.name for entry in fields(cls)]
+    for key in raw:
+        if key not in names:
+            raise UserError(f"unknown key {path}{key}{nearest(str(key), names)} (valid: {', '.join(names)})")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for entry in fields(cls):
+        if entry.name not in raw:
+            raise UserError(f"{path}{entry.name} is missing")
+        key = path + entry.name
+        values[entry.name] = _value(hints[entry.name], raw[entry.name], key)
+        _check_range(values[entry.name], entry.metadata, key)
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, key: str) -> Any:
+    """`value` as the type `hint` asks for, or a UserError."""
+    if key in VARIANTS:
+        return _variant(value, key)
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return _tuple(hint, value, key)
+    if typing.get_origin(hint) is dict and isinstance(value, dict):
+        return value
+    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__") and isinstance(value, dict):
+        return _section(hint, value, key + ".")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if type(value) is not hint:
+        raise UserError(f"{key}={_show(value)}: expected {_describe(hint)}")
+    return value
+
+
+def _variant(value: Any, key: str) -> Any:
+    variants = VARIANTS[key]
+    if not isinstance(value, dict) or "name" not in value:
+        raise UserError(f"{key}={_show(value)}: expected one of {', '.join(variants)}")
+    name = value["name"]
+    if name not in variants:
+        raise UserError(
+            f"{key}.name={_show(name)}{nearest(str(name), variants)} (valid: {', '.join(variants)})"
+        )
+    return _section(variants[name], value, key + ".")
+
+
+def _tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
+    parts = typing.get_args(hint)
+    if not isinstance(value, list) or len(value) != len(parts):
+        raise UserError(f"{key}={_show(value)}: expected a list of {len(parts)} numbers")
+    return tuple(_value(part, item, key) for part, item in zip(parts, value, strict=True))
+
+
+def _check_range(value: Any, limits: Mapping[str, Any], key: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}={value}: expected a finite number")
+    if "at_least" in limits and value < limits["at_least"]:
+        raise UserError(f"{key}={value}: expected at least {limits['at_least']}")
+    if "above" in limits and value <= limits["above"]:
+        raise UserError(f"{key}={value}: expected more than {limits['above']}")
+    if "below" in limits and value >= limits["below"]:
+        raise UserError(f"{key}={value}: expected less than {limits['below']}")
+    if "choices" in limits and value not in limits["choices"]:
+        choices = limits["choices"]
+        raise UserError(f"{key}={value}{nearest(value, choices)} (valid: {', '.join(choices)})")
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _describe(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return names.get(hint, "a group of keys")

@@ -1,0 +1,7 @@
+"""Data sets, the order in which ranks see them, and batches on the device."""
+
+from shardtrain.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
+from shardtrain.data.sampler import Share
+from shardtrain.data.sets import DataSet, load
+
+__all__ = ["Augment", "Batch", "DataSet", "EvalFeed", "Prepare", "Share", "TrainFeed", "load"]

@@ -1,0 +1,111 @@
+"""From indices to float32 batches on the device.
+
+Images travel as uint8; resizing, normalisation and augmentation are done on the device, a whole batch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, generator, uniform_draws
+from shardtrain.data.sets import Batches, DataSet
+
+Augment = Callable[[Tensor, Tensor], Tensor]
+
+
+class Batch(NamedTuple):
+    images: Tensor  # float32 [batch, channels, side, side], about zero mean and unit variance
+    labels: Tensor  # int64 [batch]
+    valid: int  # the first `valid` images count; the rest fills up an evaluation's last batch
+
+
+class Prepare:
+    """uint8 batches of any device to normalised float32 batches of ours, square with `side` pixels."""
+
+    def __init__(self, data: DataSet, side: int, device: torch.device) -> None:
+        self.side, self.device = side, device
+        self.mean = torch.tensor(data.mean, device=device)[:, None, None]
+        self.std = torch.tensor(data.std, device=device)[:, None, None]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        pixels = images.to(self.device, non_blocking=True).float()
+        normal = (pixels - self.mean) / self.std
+        if normal.shape[-1] == self.side and normal.shape[-2] == self.side:
+            return normal
+        return F.interpolate(normal, [self.side, self.side], mode="bilinear", antialias=True)
+
+
+class TrainFeed:
+    """This rank's micro-batches of the steps from `first_step` to `last_step`, exclusive."""
+
+    def __init__(
+        self,
+        data: DataSet,
+        share: Share,
+        prepare: Prepare,
+        *,
+        augment: Augment | None,
+        seed: int,
+        workers: int,
+        first_step: int,
+        last_step: int,
+    ) -> None:
+        self.share, self.prepare, self.augment, self.seed = share, prepare, augment, seed
+        self.sampler = TrainSampler(len(data.train), share, seed, first_step, last_step)
+        self.loader = _loader(data.train, self.sampler, workers, prepare.device, seed, share.rank)
+
+    def __iter__(self) -> Iterator[Batch]:
+        uniform: tuple[Tensor, ...] = ()
+        for index, (images, labels) in enumerate(self.loader):
+            step, micro = divmod(index, self.share.accumulate)
+            batch = self.prepare(images)
+            if self.augment is not None:
+                if micro == 0:
+                    uniform = self._draws(self.sampler.steps[step])
+                batch = self.augment(batch, uniform[micro].to(self.prepare.device))
+            yield Batch(batch, labels.to(self.prepare.device, non_blocking=True), len(labels))
+
+    def _draws(self, step: int) -> tuple[Tensor, ...]:
+        draws = int(getattr(self.augment, "draws", 0))
+        return uniform_draws(self.seed, step, self.share, draws).split(self.share.micro_batch)
+
+
+class EvalFeed:
+    """This rank's part of the held-out images; as many batches on every rank."""
+
+    def __init__(
+        self, data: DataSet, share: Share, prepare: Prepare, *, batch_size: int, workers: int
+    ) -> None:
+        self.prepare = prepare
+        self.sampler = EvalSampler(len(data.val), batch_size, share.rank, share.world_size)
+        self.loader = _loader(data.val, self.sampler, workers, prepare.device, 0, share.rank)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index, (images, labels) in enumerate(self.loader):
+            labels = labels.to(self.prepare.device, non_blocking=True)
+            yield Batch(self.prepare(images), labels, self.sampler.valid(index))
+
+
+def _loader(
+    batches: Batches,
+    sampler: TrainSampler | EvalSampler,
+    workers: int,
+    device: torch.device,
+    seed: int,
+    rank: int,
+) -> DataLoader[Any]:
+    """Whole index lists are the loader's samples, so that a data set sees a batch at once."""
+    return DataLoader(
+        batches,  # type: ignore[arg-type]
+        sampler=sampler,  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        generator=generator("workers", seed, rank),
+    )

@@ -1,0 +1,144 @@
+"""The data sets: digits, cifar10, cifar100, imagefolder, fake.
+
+A data set hands out batches, `images, labels = data[[3, 1, 4]]`: uint8 [3, channels, height, width] and int64 [3].
+Pixels stay as stored until they are on the device (see `feed.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import io
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardtrain import comm
+from shardtrain.config import Cifar, Data, Digits, Fake, ImageFolder
+from shardtrain.errors import UserError
+from shardtrain.data.sampler import generator
+
+
+class Batches(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
+
+
+class DataSet(NamedTuple):
+    train: Batches
+    val: Batches
+    name: str
+    classes: int
+    channels: int
+    mean: tuple[float, ...]  # per channel, in stored pixel values
+    std: tuple[float, ...]
+
+
+class Arrays:
+    """Images held in memory."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.images[indices], self.labels[indices]
+
+
+class Repeated:
+    """`count` images that repeat the few that `few` holds."""
+
+    def __init__(self, few: Arrays, count: int) -> None:
+        self.few, self.count = few, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.few[[index % len(self.few) for index in indices]]
+
+
+def load(config: Data) -> DataSet:
+    """The data set that the configuration names."""
+    if isinstance(config, Digits):
+        return _digits()
+    if isinstance(config, Cifar):
+        return _cifar(config)
+    if isinstance(config, ImageFolder):
+        from shardtrain.data.folder import image_folder  # torchvision's transforms take a second to import
+
+        return image_folder(config)
+    return _fake(config)
+
+
+def _digits() -> DataSet:
+    """The embedded handwritten digits; `digits.md` has their source and licence."""
+    packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
+    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+        images = torch.from_numpy(arrays["images"])[:, None]
+        labels = torch.from_numpy(arrays["labels"]).long()
+        held_out = torch.from_numpy(arrays["held_out"])
+    return DataSet(
+        train=Arrays(images[~held_out], labels[~held_out]),
+        val=Arrays(images[held_out], labels[held_out]),
+        name="digits",
+        classes=10,
+        channels=1,
+        mean=(4.89,),
+        std=(6.02,),
+    )
+
+
+def _cifar(config: Cifar) -> DataSet:
+    import torchvision
+
+    kind = torchvision.datasets.CIFAR10 if config.name == "cifar10" else torchvision.datasets.CIFAR100
+    if config.download:
+        # One rank fetches while the others wait; on several hosts `root` has to be shared.
+        if comm.rank() == 0:
+            kind(config.root, download=True)
+        comm.barrier()
+    try:
+        parts = [kind(config.root, train=train) for train in (True, False)]
+    except RuntimeError:
+        raise UserError(
+            f"data.root={config.root}: no {config.name} in {Path(config.root).absolute()}; "
+            f"give the folder that has it, or data.download=true"
+        ) from None
+    train, val = (
+        Arrays(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in parts
+    )
+    return DataSet(
+        train=train,
+        val=val,
+        name=config.name,
+        classes=len(parts[0].classes),
+        channels=3,
+        mean=(125.3, 123.0, 113.9),
+        std=(63.0, 62.1, 66.7),
+    )
+
+
+def _fake(config: Fake) -> DataSet:
+    """Random images with random labels, a few of them repeated: for speed and memory, not for accuracy."""
+    few = min(256, config.train_images)
+    shape = (few, config.channels, config.image_size, config.image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
+    labels = torch.randint(0, config.classes, (few,), generator=generator("fake labels"))
+    pool = Arrays(images, labels)
+    return DataSet(
+        train=Repeated(pool, config.train_images),
+        val=Repeated(pool, config.val_images),
+        name="fake",
+        classes=config.classes,
+        channels=config.channels,
+        mean=(127.5,) * config.channels,
+        std=(73.9,) * config.channels,
+    )

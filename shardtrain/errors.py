@@ -1,0 +1,16 @@
+"""Mistakes of the user's: one clear message, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(ValueError):
+    """Something the user can put right. The message says what was found, what was expected, what to do."""
+
+
+def nearest(word: str, valid: Iterable[str]) -> str:
+    """`"; did you mean X or Y?"` for the valid words nearest to `word`, or `""` when none is near."""
+    matches = get_close_matches(word, list(valid), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""

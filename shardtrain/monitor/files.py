@@ -1,0 +1,111 @@
+"""The run directory: config.yaml, log.txt, result.json and TensorBoard events. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from shardtrain.config import Config
+from shardtrain.errors import UserError
+from shardtrain.monitor.sink import Sink
+
+
+def make_run_dir(path: Path, config: Config) -> None:
+    """Makes the directory and writes the configuration, complete enough to be used again."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(OmegaConf.to_yaml(dataclasses.asdict(config)))
+    except OSError as error:
+        raise UserError(
+            f"run.dir={path}: cannot write there ({error.strerror}); choose another run.dir"
+        ) from error
+
+
+class LogFile(Sink):
+    """What the console says, with the time, in log.txt; a later run in the same directory adds to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = (directory / "log.txt").open("a", encoding="utf-8", buffering=1)
+        self.say(f"{' '.join(sys.argv)}")
+
+    def say(self, text: str) -> None:
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        self.file.writelines(f"{now}  {line}\n" for line in text.splitlines())
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.say(f"step {step}  " + "  ".join(f"{tag} {value:.5g}" for tag, value in scalars.items()))
+
+    def close(self, status: str) -> None:
+        self.say(status)
+        self.file.close()
+
+
+class ResultFile(Sink):
+    """result.json: the latest value of every tag, and what it takes to compare runs."""
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any], steps_per_epoch: int) -> None:
+        self.path = directory / "result.json"
+        self.steps_per_epoch = steps_per_epoch
+        self.started = time.perf_counter()
+        self.result: dict[str, Any] = {"status": "running", "step": 0, "epoch": 0.0, "seconds": 0.0}
+        self.result |= {**facts, "versions": _versions()}
+        self._write()
+
+    def step(self, step: int) -> None:
+        self.result["step"] = step
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.result.update(scalars)
+        if "val/acc1" in scalars:
+            self.result["best_val/acc1"] = max(self.result.get("best_val/acc1", 0.0), scalars["val/acc1"])
+            self._write()
+
+    def close(self, status: str) -> None:
+        self.result["status"] = status
+        self._write()
+
+    def _write(self) -> None:
+        """Whoever reads it meanwhile finds the old file or the new one, whole."""
+        self.result["epoch"] = self.result["step"] / self.steps_per_epoch
+        self.result["seconds"] = round(time.perf_counter() - self.started, 3)
+        temporary = self.path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(self.result, indent=2) + "\n")
+        os.replace(temporary, self.path)
+
+
+class TensorBoard(Sink):
+    """Events, flushed with every evaluation. Importing the writer takes 1.5 s, so it is done here."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Curves that an earlier run left in this directory are dropped from view from step 0 on.
+        self.writer = SummaryWriter(str(directory), purge_step=0)  # type: ignore[no-untyped-call]
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)  # type: ignore[no-untyped-call]
+        if "val/loss" in scalars:
+            self.writer.flush()  # type: ignore[no-untyped-call]
+
+    def close(self, status: str) -> None:
+        self.writer.close()  # type: ignore[no-untyped-call]
+
+
+def _versions() -> dict[str, str]:
+    packages = {
+        name: version(name) for name in ("torch", "torchvision", "hydra-core", "tensorboard", "numpy")
+    }
+    return {"python": platform.python_version(), **packages, "cuda": str(torch.version.cuda)}

@@ -1,0 +1,84 @@
+"""The tables at the start and at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardtrain import describe
+from shardtrain.build import Job
+from shardtrain.config import AdamW, Config
+from shardtrain.launch import Context
+
+MIB = 2**20
+MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
+
+
+def start_table(config: Config, context: Context, job: Job) -> str:
+    """What is about to be trained, on what, and what this rank will hold."""
+    place, share, optim = context.place, job.share, config.optim
+    units = describe(job.model)
+    parameters = sum(unit.parameters for unit in units)
+    own = sum(unit.local_bytes for unit in units) / MIB
+    moments = 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
+    cores = f", {torch.get_num_threads()} threads a rank" if context.device.type == "cpu" else ""
+    rows = [
+        ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
+        ("cost", f"{job.forward_flops / 1e9:.3g} GFLOP an image forward"),
+        ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
+        ("a rank", f"{own:.1f} MiB parameters, {own:.1f} gradients, {moments * own:.1f} optimizer"),
+        ("data", f"{job.data_name}, {config.data.image_size}×{config.data.image_size} pixels"),
+        (
+            "batch",
+            f"{share.batch_size} = {place.world_size} ranks × {share.accumulate} × {share.micro_batch}",
+        ),
+        ("length", f"{job.steps} steps, {job.steps_per_epoch} an epoch"),
+        (
+            "update",
+            f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}",
+        ),
+        ("world", f"{place.world_size} ranks, {context.device.type}{cores}, torch {torch.__version__}"),
+        ("run", "none: dry_run" if config.dry_run else str(context.run_dir)),
+    ]
+    return f"{_aligned(rows)}\n{_unit_table(job)}"
+
+
+def end_table(result: Mapping[str, Any]) -> str:
+    """How it ended, from what result.json holds."""
+    rows = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
+    if "train/loss" in result:
+        speed = f"{result['perf/img_per_s']:.0f} img/s at the end"
+        rows.append(("train", f"loss {result['train/loss']:.4f}, acc1 {result['train/acc1']:.2f} %, {speed}"))
+    if "val/loss" in result:
+        accuracy = f"acc1 {result['val/acc1']:.2f} %, acc5 {result['val/acc5']:.2f} %"
+        rows.append(
+            ("val", f"loss {result['val/loss']:.4f}, {accuracy}, best acc1 {result['best_val/acc1']:.2f} %")
+        )
+    rows.append(("run", result["run_dir"]))
+    return _aligned(rows)
+
+
+def _unit_table(job: Job) -> str:
+    units = describe(job.model)
+    rows = [(unit.name, unit.parameters, unit.local_bytes / MIB) for unit in units[:MOST_UNITS]]
+    rest = units[MOST_UNITS:]
+    if rest:
+        rows.append(
+            (f"{len(rest)} more", sum(u.parameters for u in rest), sum(u.local_bytes for u in rest) / MIB)
+        )
+    width = max(len(name) for name, _, _ in rows)
+    lines = [f"  {'unit':<{width}}  {'parameters':>13}  {'MiB a rank':>10}"]
+    lines += [f"  {name:<{width}}  {count:>13,}  {mib:>10.2f}" for name, count, mib in rows]
+    return "\n".join(lines)
+
+
+def _model_name(model: Mapping[str, Any]) -> str:
+    keys = [f"{key} {value}" for key, value in model.items() if key not in ("_target_", "name")]
+    return ", ".join([str(model.get("name", model["_target_"])), *keys])
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

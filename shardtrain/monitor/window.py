@@ -1,0 +1,124 @@
+"""What is measured between two reports: sums of loss and hits, time, traffic and memory.
+
+Every rank measures; `close` adds the ranks up and gives the scalars, named as in TensorBoard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardtrain import comm
+from shardtrain.build import Job
+
+MIB = 2**20
+
+# Dense TF32 peak of one GPU in operations a second (NVIDIA's data sheets, without sparsity): what convolutions of
+# fp32 tensors use by default. `perf/mfu` is reported where the peak is known.
+TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
+
+
+class Window:
+    """Opened once; each `close` reports what happened since the one before."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.device = next(job.model.parameters()).device
+        self.peak = _peak_flops(self.device)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.sums = torch.zeros(
+            3, dtype=torch.float64, device=self.device
+        )  # loss, right at first guess, images
+        self.steps = 0
+        self.data_s = 0.0
+        self.sent: Counter[str] = Counter()  # bytes by kind
+        self.since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Times the block as waiting for input."""
+        start = time.perf_counter()
+        yield
+        self.data_s += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the block's time out."""
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """One micro-batch: mean loss, logits [batch, classes], labels [batch]."""
+        with torch.no_grad():
+            right = (logits.argmax(1) == labels).sum()
+            images = torch.tensor(len(labels), device=self.device)
+            self.sums += torch.stack([loss.double() * images, right.double(), images.double()])
+
+    def step_done(self, traffic: comm.Meter) -> None:
+        self.steps += 1
+        self.sent.update(traffic.bytes)
+
+    def close(self, grad_norm: Tensor) -> dict[str, float]:
+        """Scalars since the last call, by tag. Collective; gradients have to be still there."""
+        loss, right, images = comm.all_reduce(self.sums).tolist()
+        elapsed = time.perf_counter() - self.since
+        ranks = comm.world_size()
+        scalars = {
+            "train/loss": loss / images,
+            "train/acc1": 100 * right / images,
+            "grad_norm": float(grad_norm),
+            "perf/img_per_s": images / elapsed,
+            "perf/img_per_s_per_rank": images / elapsed / ranks,
+            "time/step_s": elapsed / self.steps,
+            "time/data_pct": 100 * self.data_s / elapsed,
+            "comm/all_gather_mib_per_step": self.sent["all_gather"] / self.steps / MIB,
+            "comm/reduce_scatter_mib_per_step": self.sent["reduce_scatter"] / self.steps / MIB,
+        }
+        for index, group in enumerate(self.job.optimizer.param_groups):
+            scalars[f"lr/group{index}"] = float(group["lr"])
+        if self.peak is not None:  # backward takes twice the operations of forward
+            scalars["perf/mfu"] = 3 * self.job.forward_flops * images / elapsed / ranks / self.peak
+        scalars.update(_memory(self.job, self.device))
+        self._restart()
+        return scalars
+
+
+def _memory(job: Job, device: torch.device) -> dict[str, float]:
+    """MiB that this rank holds at the end of a step; the peak is the device's, or on CPU the process's."""
+    params = list(job.model.parameters())
+    state = [value for part in job.optimizer.state.values() for value in part.values()]
+    tensors = [value for value in state if isinstance(value, Tensor)]
+    return {
+        "memory/params_mib": _mib(params),
+        "memory/grads_mib": _mib([param.grad for param in params if param.grad is not None]),
+        "memory/optimizer_mib": _mib(tensors),
+        "memory/peak_mib": _peak_bytes(device) / MIB,
+    }
+
+
+def _mib(tensors: list[Tensor] | list[torch.nn.Parameter]) -> float:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / MIB
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for model, peak in TF32_PEAK.items() if model in name), None)

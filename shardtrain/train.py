@@ -1,0 +1,70 @@
+"""The main program.
+
+    python -m shardtrain.train +recipe=resnet                          one process
+    torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet     two ranks of one host
+
+`fit` is the whole of training; what it works on comes from `build.py`, what it reports goes to `monitor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shardtrain import clip_grad_norm_, comm, launch, no_sync
+from shardtrain.build import Job, build
+from shardtrain.config import Config, Train
+from shardtrain.evaluate import evaluate
+from shardtrain.launch import Context
+from shardtrain.monitor import Monitor, Window, open_monitor, start_table
+
+
+def fit(job: Job, train: Train, monitor: Monitor) -> None:
+    """Trains for `job.steps` steps, evaluating every `train.eval_every` epochs and at the end."""
+    model, optimizer = job.model, job.optimizer
+    max_norm = train.clip_grad_norm or math.inf  # inf measures and does not clip
+    window = Window(job)
+    batches = iter(job.train)
+    for step in range(1, job.steps + 1):
+        with comm.meter() as traffic:
+            for micro in range(1, train.accumulate + 1):
+                with window.waiting_for_data():
+                    images, labels, _ = next(batches)
+                with contextlib.nullcontext() if micro == train.accumulate else no_sync(model):
+                    logits = model(images)
+                    loss = job.loss(logits, labels)
+                    (loss / train.accumulate).backward()
+                window.add(loss, logits, labels)
+            norm = clip_grad_norm_(model, max_norm)
+            optimizer.step()
+        window.step_done(traffic)
+        last = step == job.steps
+        monitor.step(step)
+        if step % train.log_every == 0 or last:
+            monitor.log(step, window.close(norm))
+        optimizer.zero_grad()
+        job.schedule.step()
+        if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
+            with window.paused():
+                monitor.scores(step, evaluate(model, job.val))
+
+
+def train(config: Config, context: Context) -> None:
+    """One run, from its configuration to its result."""
+    place = context.place
+    job, config = build(config, place.rank, place.world_size, context.device)
+    with open_monitor(config, context, job) as monitor:
+        monitor.say(start_table(config, context, job))
+        if not config.dry_run:
+            fit(job, config.train, monitor)
+
+
+@record
+def main() -> None:
+    launch.run(train)
+
+
+if __name__ == "__main__":
+    main()
