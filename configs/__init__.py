@@ -1,4 +1,4 @@
-"""Hydra's config groups: the YAML files beside this one, and the `model` group, which is torchvision's own list."""
+"""Hydra's config groups: the YAML files beside this one, and `model`, which is torchvision's own list."""
 
 from hydra.core.config_store import ConfigStore
 from torchvision import models
@@ -13,6 +13,6 @@ def register() -> None:
             "num_classes": None,  # None: as many as the data set has
             "in_channels": None,  # None: as the data set's images
             "image_size": None,  # None: as the data set's images
-            "stem": "auto",  # ResNets: standard (7x7, stride 4 in all), small (3x3, stride 1), auto (by image size)
+            "stem": "auto",  # of ResNets: standard, small (3x3, stride 1, no pooling), auto (by image size)
         }
         ConfigStore.instance().store(group="model", name=name, node=node)

@@ -1,8 +1,8 @@
 """Augmentations of a batch on its device.
 
-An augmentation says how many random numbers an image takes (`draws`) and is called with the images and these
-numbers, uniform in [0, 1). Whoever draws them decides what they depend on: the training program derives them from
-the seed and the image's place in the run, so a run does not depend on how many ranks share it.
+An augmentation says how many random numbers an image takes (`draws`) and is called with the images and
+these numbers, uniform in [0, 1). Whoever draws them decides what they depend on: the training program
+derives them from the seed and the image's place in the run, so it does not matter how many ranks share it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Affine:
 
 
 class CropFlip:
-    """Pads with zeros (the mean), crops back to size anywhere, and mirrors every second image; suits photographs."""
+    """Pads with zeros (the mean), crops back to size, and mirrors every second image; suits photographs."""
 
     draws = 3
 

@@ -109,7 +109,10 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay for matrices and filters, none for biases and normalisation. Call it while parameters have shapes."""
+    """Decay for matrices and filters, none for biases and normalisation layers.
+
+    Told apart by shape, so call it before `shard` makes every parameter one-dimensional.
+    """
     decayed = [param for param in model.parameters() if param.ndim > 1]
     exempt = [param for param in model.parameters() if param.ndim <= 1]
     groups = [(decayed, weight_decay), (exempt, 0.0)]

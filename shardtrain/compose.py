@@ -1,7 +1,7 @@
 """Command line → configuration, by Hydra, with Hydra's complaints in one voice.
 
-Hydra runs here as a function from arguments to a configuration: it makes no directory, configures no logging and
-starts no job. What it prints for `--help` or `--cfg job` appears on rank 0 alone.
+Hydra runs here as a function from arguments to a configuration: it makes no directory, configures no
+logging and starts no job. What it prints for `--help` or `--cfg job` appears on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
-
 from shardtrain.errors import UserError, nearest
 
 
@@ -45,7 +44,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True) -> DictConfig | Non
                     main()
     except SystemExit as leaving:
         if leaving.code:
-            raise UserError(said.getvalue().strip().splitlines()[-1]) from None
+            raise UserError(said.getvalue().strip().rpartition("error: ")[2]) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(_explain(error, arguments, folder)) from None
     return composed[0] if composed else None
@@ -86,44 +85,45 @@ def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> str:
-    """One or two lines in place of Hydra's message, with the nearest valid name."""
+    """One line in place of Hydra's message, with the nearest valid name."""
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r}: expected key=value"
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        return _unknown_choice(group.strip("/"), choice, list(error.options))
+        return _unknown_choice(str(error.missing_cfg_file), list(error.options))
     bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))
     if bad_key is None:
-        return " ".join(str(error).split("\n", 1)[0].split())
+        return str(error).split("\n", 1)[0]
     key = bad_key[1].split("=")[0].lstrip("+~")
     if key == "recipe":
         return "recipe is added, not overridden: write +recipe=NAME"
     keys = _known_keys(arguments, folder)
     if key in keys:
-        return " ".join(str(error.__cause__ or error).split("\n", 1)[0].split()) + f" ({key})"
-    return f"unknown key {key}{nearest(key, keys)}"
+        return f"{key}: {str(error.__cause__ or error).split(chr(10), 1)[0]}"
+    section = key.rpartition(".")[0]
+    siblings = [name for name in keys if name.rpartition(".")[0] == section]
+    return f"unknown key {key}{nearest(key, siblings or keys)} (valid: {', '.join(siblings or keys)})"
 
 
-def _unknown_choice(group: str, choice: str, options: list[str]) -> str:
-    message = f"unknown {group} {choice!r}{nearest(choice, options)}"
+def _unknown_choice(path: str, options: list[str]) -> str:
+    group, _, choice = path.strip("/").rpartition("/")
     shown = ", ".join(sorted(options)[:20]) + (", …" if len(options) > 20 else "")
-    return f"{message} (valid: {shown})"
+    return f"unknown {group} {choice!r}{nearest(choice, options)} (valid: {shown})"
 
 
 def _known_keys(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Dotted names of all keys and groups, with the groups chosen as in `arguments` where those are valid."""
-    groups = [entry.name for entry in folder.iterdir() if entry.is_dir()]
-    chosen = [text for text in arguments if text.lstrip("+").split("=")[0] in [*groups, "model"]]
+    """Dotted names of all keys and groups, where `arguments` choose valid options of the groups."""
+    groups = [entry.name for entry in sorted(folder.iterdir()) if any(entry.glob("*.yaml"))]
+    choices = [text for text in arguments if text.lstrip("+").split("=")[0] in [*groups, "model"]]
     with hydra.initialize_config_dir(str(folder), version_base="1.3"):
         try:
-            config = hydra.compose("config", overrides=chosen)
+            config = hydra.compose("config", overrides=choices)
         except HydraException:
             config = hydra.compose("config")
-    keys = [*groups, "model"]
+    keys = [group for group in groups if group not in config]
     pending = [("", OmegaConf.to_container(config))]
     while pending:
         prefix, node = pending.pop()
         assert isinstance(node, dict)
-        for key, value in node.items():
-            keys.append(f"{prefix}{key}")
-            if isinstance(value, dict):
-                pending.append((f"{prefix}{key}.", value))
+        keys += [prefix + str(key) for key in node]
+        pending += [(f"{prefix}{key!s}.", value) for key, value in node.items() if isinstance(value, dict)]
     return keys

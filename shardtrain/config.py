@@ -103,9 +103,9 @@ class Fake:
 @dataclass(frozen=True)
 class Sgd:
     name: str
+    nesterov: bool
     lr: float = above(0)
     momentum: float = fraction()
-    nesterov: bool = field()
     weight_decay: float = at_least(0)
 
 
@@ -166,6 +166,9 @@ class Config:
     threads: int | None = at_least(1)
 
 
+# Groups whose files set keys of other sections and have none of their own.
+KEYLESS_GROUPS = ("recipe", "debug")
+
 # Sections whose dataclass depends on their `name`.
 VARIANTS: dict[str, dict[str, type]] = {
     "data": {"digits": Digits, "cifar10": Cifar, "cifar100": Cifar, "imagefolder": ImageFolder, "fake": Fake},
@@ -179,7 +182,7 @@ def from_hydra(raw: DictConfig) -> Config:
     try:
         plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise UserError(str(error).splitlines()[0]) from None
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(plain, dict)
     config = _section(Config, plain, "")
     assert isinstance(config, Config)
@@ -204,7 +207,8 @@ def _section(cls: type, raw: Mapping[Any, Any], path: str) -> Any:
     names = [entry.name for entry in fields(cls)]
     for key in raw:
         if key not in names:
-            raise UserError(f"unknown key {path}{key}{nearest(str(key), names)} (valid: {', '.join(names)})")
+            valid = names if path else [*names, *KEYLESS_GROUPS]
+            raise UserError(f"unknown key {path}{key}{nearest(str(key), valid)} (valid: {', '.join(valid)})")
     hints = typing.get_type_hints(cls)
     values = {}
     for entry in fields(cls):

@@ -11,6 +11,6 @@ class UserError(ValueError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """`"; did you mean X or Y?"` for the valid words nearest to `word`, or `""` when none is near."""
-    matches = get_close_matches(word, list(valid), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    """`"; did you mean X?"` for the valid word nearest to `word`, or `""` when none is near."""
+    matches = get_close_matches(word, list(valid), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""

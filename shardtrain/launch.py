@@ -1,8 +1,9 @@
 """From a shell to a running job on every rank, and back with the right exit code.
 
-The same program runs alone (`python -m`), under `torchrun`, or under any launcher that sets `RANK`, `WORLD_SIZE`,
-`LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`. A mistake of the user's is told by one rank, whichever finds it first;
-the others stay silent. Exit codes: 0 done, 2 a mistake of the user's, 130 Ctrl-C; anything else is a failure.
+The same program runs alone (`python -m`), under `torchrun`, or under any launcher that sets `RANK`,
+`WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`. A mistake of the user's is told by one rank,
+whichever finds it first; the others stay silent. Exit codes: 0 done, 2 a mistake of the user's, 130 Ctrl-C;
+anything else is a failure.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardtrain.compose import compose
@@ -57,9 +59,9 @@ class Place:
             raise UserError(f"WORLD_SIZE is set, but RANK is missing or no number: {error}") from None
 
     @functools.cached_property
-    def store(self) -> dist.Store:
+    def store(self) -> Store:
         """The launcher's key-value store; exists when there is more than one rank."""
-        store, _, _ = next(rendezvous("env://", timeout=START_UP))
+        store: Store = next(rendezvous("env://", timeout=START_UP))[0]
         return store
 
     def first(self, key: str) -> bool:
@@ -71,7 +73,7 @@ class Place:
         if self.world_size == 1:
             return proposal
         store = self.store
-        while isinstance(store, dist.PrefixStore):  # torchrun puts each attempt behind a prefix of its own
+        while isinstance(store, PrefixStore):  # torchrun puts each attempt behind a prefix of its own
             store = store.underlying_store
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
 
@@ -132,8 +134,8 @@ def choose_device(wanted: str, place: Place) -> torch.device:
 def cpu_threads(place: Place, environ: Mapping[str, str]) -> int:
     """Threads of this rank: what OMP_NUM_THREADS says, else this host's cores over its ranks.
 
-    torchrun sets OMP_NUM_THREADS to 1 when it starts several ranks and the user did not set it, so that value says
-    nothing there.
+    torchrun sets OMP_NUM_THREADS to 1 when it starts several ranks and the user did not set it, so that
+    value says nothing there.
     """
     asked = environ.get("OMP_NUM_THREADS", "")
     chosen_by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in environ and place.local_world_size > 1
@@ -155,7 +157,7 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("shardtrain/group", place.store),
+        store=PrefixStore("shardtrain/group", place.store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=AFTERWARDS,

@@ -43,7 +43,7 @@ def fit(job: Job, train: Train, monitor: Monitor) -> None:
         last = step == job.steps
         monitor.step(step)
         if step % train.log_every == 0 or last:
-            monitor.log(step, window.close(norm))
+            monitor.log(step, window.close(step, norm))
         optimizer.zero_grad()
         job.schedule.step()
         if step % (train.eval_every * job.steps_per_epoch) == 0 or last:

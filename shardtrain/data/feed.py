@@ -1,6 +1,6 @@
 """From indices to float32 batches on the device.
 
-Images travel as uint8; resizing, normalisation and augmentation are done on the device, a whole batch at a time.
+Images travel as uint8; resizing, normalisation and augmentation are done on the device, a batch at a time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TrainFeed:
 
     def _draws(self, step: int) -> tuple[Tensor, ...]:
         draws = int(getattr(self.augment, "draws", 0))
-        return uniform_draws(self.seed, step, self.share, draws).split(self.share.micro_batch)
+        return torch.split(uniform_draws(self.seed, step, self.share, draws), self.share.micro_batch)
 
 
 class EvalFeed:

@@ -1,4 +1,4 @@
-"""Images in folders, `root/train/<class>/<image>` and `root/val/<class>/<image>`, decoded when they are needed."""
+"""Images in folders, `root/train/<class>/<image>` and `root/val/<class>/<image>`, decoded when needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from shardtrain.config import ImageFolder
-from shardtrain.errors import UserError
 from shardtrain.data.sets import DataSet
+from shardtrain.errors import UserError
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 

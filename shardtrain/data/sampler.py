@@ -1,7 +1,7 @@
 """Which images a rank sees, and when: pure functions of the seed and of how far the run is.
 
-Nothing here keeps state, so a run continues exactly where it stopped, on any number of ranks. A global batch of 12 on
-2 ranks with 2 micro-batches is cut, in the order of the epoch's permutation, into
+Nothing here keeps state, so a run can continue exactly where it stopped, on any number of ranks. A global
+batch of 12 on 2 ranks with 2 micro-batches is cut, in the order of the epoch's permutation, into
 
     rank 0: [0 1 2] [3 4 5]      rank 1: [6 7 8] [9 10 11]
 """
@@ -82,8 +82,8 @@ class TrainSampler:
 class EvalSampler:
     """Index lists that show every image to exactly one rank: rank r takes r, r + N, r + 2N, …
 
-    All ranks yield equally many lists of equal length, because a sharded model needs all of them in every forward;
-    `valid(i)` says how many of the i-th list count, the rest is filled up with image 0.
+    All ranks yield equally many lists of equal length, because a sharded model needs all of them in every
+    forward; `valid(i)` says how many of the i-th list count, the rest is filled up with image 0.
     """
 
     def __init__(self, images: int, batch_size: int, rank: int, world_size: int) -> None:

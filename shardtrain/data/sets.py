@@ -1,7 +1,7 @@
 """The data sets: digits, cifar10, cifar100, imagefolder, fake.
 
-A data set hands out batches, `images, labels = data[[3, 1, 4]]`: uint8 [3, channels, height, width] and int64 [3].
-Pixels stay as stored until they are on the device (see `feed.py`).
+A data set hands out batches, `images, labels = data[[3, 1, 4]]`: uint8 [3, channels, height, width] and
+int64 [3]. Pixels stay as stored until they are on the device (see `feed.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.config import Cifar, Data, Digits, Fake, ImageFolder
-from shardtrain.errors import UserError
 from shardtrain.data.sampler import generator
+from shardtrain.errors import UserError
 
 
 class Batches(Protocol):

@@ -1,7 +1,7 @@
 """What a run tells: progress, tables, TensorBoard, files.
 
-The loop reports to a `Monitor`, which passes everything on to its sinks. Ranks other than 0 have a monitor without
-sinks, so the loop never asks which rank it is on.
+The loop reports to a `Monitor`, which passes everything on to its sinks. Ranks other than 0 have a monitor
+without sinks, so the loop never asks which rank it is on.
 """
 
 from __future__ import annotations

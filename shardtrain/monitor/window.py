@@ -6,6 +6,7 @@ Every rank measures; `close` adds the ranks up and gives the scalars, named as i
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 import time
@@ -20,8 +21,8 @@ from shardtrain.build import Job
 
 MIB = 2**20
 
-# Dense TF32 peak of one GPU in operations a second (NVIDIA's data sheets, without sparsity): what convolutions of
-# fp32 tensors use by default. `perf/mfu` is reported where the peak is known.
+# Dense TF32 peak of one GPU in operations a second (NVIDIA's data sheets, without sparsity): what
+# convolutions of fp32 tensors use by default. `perf/mfu` is reported where the peak is known.
 TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
 
 
@@ -68,9 +69,11 @@ class Window:
         self.steps += 1
         self.sent.update(traffic.bytes)
 
-    def close(self, grad_norm: Tensor) -> dict[str, float]:
+    def close(self, step: int, grad_norm: Tensor) -> dict[str, float]:
         """Scalars since the last call, by tag. Collective; gradients have to be still there."""
         loss, right, images = comm.all_reduce(self.sums).tolist()
+        if not math.isfinite(loss):
+            raise RuntimeError(f"train/loss is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
         ranks = comm.world_size()
         scalars = {

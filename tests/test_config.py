@@ -1,0 +1,154 @@
+"""From the command line to the typed configuration, and every complaint on the way."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stdout
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+import shardtrain
+from shardtrain import compose as compose_module
+from shardtrain.compose import compose
+from shardtrain.config import AdamW, Config, Digits, Sgd, from_hydra, micro_batch
+from shardtrain.errors import UserError
+
+
+def configure(*arguments: str) -> Config:
+    raw = compose(arguments)
+    assert raw is not None
+    return from_hydra(raw)
+
+
+def test_recipe_gives_a_frozen_typed_config() -> None:
+    config = configure("+recipe=resnet", "seed=3", "train.max_steps=7")
+    assert isinstance(config.data, Digits)
+    assert isinstance(config.optim, Sgd)
+    assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.1)
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 4  # type: ignore[misc]
+
+
+def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
+    config = configure("optim=adamw", "optim.lr=1", "data=fake", "model=vgg11", "train.clip_grad_norm=1")
+    assert isinstance(config.optim, AdamW)
+    assert config.optim.lr == 1.0
+    assert isinstance(config.optim.lr, float)
+    assert config.optim.betas == (0.9, 0.999)
+    assert config.model["name"] == "vgg11"
+    assert config.train.clip_grad_norm == 1.0
+
+
+def test_augmentation_follows_the_data_set_unless_chosen() -> None:
+    assert configure("+recipe=resnet", "data=cifar10").augment["pad"] == 4
+    assert configure("+recipe=resnet", "augment=none").augment["_target_"] is None
+    assert "rotate" in configure("+recipe=resnet").augment
+
+
+def test_recipe_is_overridden_by_the_command_line() -> None:
+    config = configure("+recipe=resnet", "optim=adamw", "train.epochs=2")
+    assert (config.optim.name, config.train.epochs) == ("adamw", 2)
+
+
+def test_fast_dry_run() -> None:
+    assert configure("+recipe=resnet", "debug=fdr").train.max_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("+recipe=resnt", r"unknown recipe 'resnt'; did you mean resnet\? \(valid: resnet\)"),
+        ("recipe=resnet", r"write \+recipe=NAME"),
+        ("+recipes=resnet", r"unknown key recipes; did you mean recipe\?"),
+        ("model=resnet81", r"unknown model 'resnet81'; did you mean resnet18\?.*…"),
+        ("data=digit", r"unknown data 'digit'; did you mean digits\?"),
+        ("train.epoch=3", r"unknown key train.epoch; did you mean train.epochs\? \(valid: train.epochs, "),
+        ("+train.epoch=3", r"unknown key train.epoch; did you mean epochs\?"),
+        ("sed=1", r"unknown key sed; did you mean seed\?"),
+        ("optim=adamw optim.momentum=0.9", r"unknown key optim.momentum.*optim.betas"),
+        ("optim=adamw +optim.momentum=0.9", r"unknown key optim.momentum.*betas"),
+        ("data.root=/x", r"unknown key data.root.*data.image_size"),
+        ("++optim.name=lamb", r"optim.name=lamb \(valid: sgd, adamw\)"),
+        ("++optim.name=null", r"optim.name=null \(valid: sgd, adamw\)"),
+        ("~optim", r"optim is missing|unknown key optim"),
+        ("~train.epochs", r"train.epochs is missing"),
+        ("foo", r"cannot read 'foo': expected key=value"),
+        ("train.epochs=[", r"cannot read 'train.epochs=\[': expected key=value"),
+        ("optim.lr=0.1,0.2", r"Ambiguous value for argument 'optim.lr=0.1,0.2'"),
+        ("--epochs 3", r"unrecognized arguments: --epochs"),
+        ("--multirun seed=1,2", r"--multirun is not supported: start one command per run"),
+        ("train.epochs=-1", r"train.epochs=-1: expected at least 1"),
+        ("train.epochs=many", r"train.epochs=many: expected a whole number"),
+        ("train.epochs=1.5", r"train.epochs=1.5: expected a whole number"),
+        ("train.epochs=true", r"train.epochs=True: expected a whole number"),
+        ("train.epochs=null", r"train.epochs=null: expected a whole number"),
+        ("train.max_steps=0", r"train.max_steps=0: expected at least 1"),
+        ("train.label_smoothing=1", r"train.label_smoothing=1.0: expected less than 1"),
+        ("optim.lr=0", r"optim.lr=0.0: expected more than 0"),
+        ("optim.lr=nan", r"optim.lr=nan: expected a finite number"),
+        ("optim.lr=fast", r"optim.lr=fast: expected a number"),
+        ("optim.nesterov=1", r"optim.nesterov=1: expected true or false"),
+        ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
+        ("device=gpu", r"device=gpu.*\(valid: auto, cpu, cuda\)"),
+        ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group\)"),
+        ("run.name=[]", r"run.name=\[\]: expected a text"),
+        ("train=3", r"train=3: expected a group of keys"),
+        ("optim=3", r"Config group override must be a string or a list"),
+        ("train.epochs=${nope}", r"train.epochs: Interpolation key 'nope' not found"),
+        ("train.epochs=???", r"train.epochs: Missing mandatory value"),
+    ],
+)
+def test_mistakes_are_named(arguments: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        configure(*arguments.split())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "world_size", "message"),
+    [
+        (100, 1, 3, r"batch_size=100 is not divisible by 3 ranks × train.accumulate=1; 99 or 102 would fit"),
+        (10, 4, 3, r"batch_size=10 is not divisible by 3 ranks × train.accumulate=4; 12 would fit"),
+    ],
+)
+def test_batches_that_ranks_do_not_divide(
+    batch_size: int, accumulate: int, world_size: int, message: str
+) -> None:
+    train = replace(configure().train, batch_size=batch_size, accumulate=accumulate)
+    with pytest.raises(UserError, match=message):
+        micro_batch(train, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_default_batch_suits_up_to_four_ranks(world_size: int) -> None:
+    assert micro_batch(configure("+recipe=resnet").train, world_size) * world_size == 96
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--info", "config"]])
+def test_what_hydra_prints_appears_only_where_asked(flags: list[str]) -> None:
+    for speak in (True, False):
+        output = io.StringIO()
+        with redirect_stdout(output):
+            assert compose(flags, speak=speak) is None
+        assert bool(output.getvalue()) == speak
+
+
+def test_composing_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = list(sys.argv)
+    for setting in (None, "0"):
+        if setting is not None:
+            monkeypatch.setenv("HYDRA_FULL_ERROR", setting)
+        configure("+recipe=resnet")
+        assert compose_module.os.environ.get("HYDRA_FULL_ERROR") == setting
+    assert sys.argv == argv
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shardtrain, "__path__", list(shardtrain.__path__))
+    monkeypatch.setattr(compose_module.importlib.util, "find_spec", lambda name: None)
+    assert configure("+recipe=resnet").seed == 0
+    assert str(Path(compose_module.__file__).parents[1]) in shardtrain.__path__

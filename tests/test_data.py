@@ -1,0 +1,202 @@
+"""Data sets, the order of images, and batches on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from shardtrain import data
+from shardtrain.config import Cifar, Digits, Fake, ImageFolder
+from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, epoch_order, generator, uniform_draws
+from shardtrain.data.sets import Arrays
+from shardtrain.errors import UserError
+from torchvision.datasets import CIFAR10
+
+CPU = torch.device("cpu")
+
+
+def test_digits_are_embedded_with_source_and_licence() -> None:
+    digits = data.load(Digits("digits", 8, 0))
+    images, labels = digits.train[list(range(1437))]
+    assert (len(digits.train), len(digits.val)) == (1437, 360)
+    assert images.shape == (1437, 1, 8, 8)
+    assert images.dtype == torch.uint8
+    assert int(images.max()) == 16
+    assert labels.unique().tolist() == list(range(10))
+    assert images.float().mean().item() == pytest.approx(digits.mean[0], abs=0.01)
+    assert images.float().std().item() == pytest.approx(digits.std[0], abs=0.01)
+    notice = importlib.resources.files("shardtrain.data").joinpath("digits.md").read_text()
+    assert "CC BY 4.0" in notice
+    assert "archive.ics.uci.edu" in notice or "doi.org" in notice
+
+
+def test_the_split_of_the_digits_never_changes() -> None:
+    digits = data.load(Digits("digits", 8, 0))
+    images, labels = digits.val[list(range(360))]
+    assert labels.bincount().tolist() == [27, 35, 36, 29, 30, 40, 44, 39, 39, 41]
+    digest = hashlib.sha256(images.numpy().tobytes()).hexdigest()
+    assert digest == "a1b64df42a338373212496047eff718ac50a81b6ddde1b3e1a5768a695d0aa16"
+    train = {bytes(image.flatten().tolist()) for image in digits.train[list(range(1437))][0]}
+    assert not any(bytes(image.flatten().tolist()) in train for image in images)
+
+
+def test_fake_images_repeat_and_are_the_same_every_time() -> None:
+    config = Fake("fake", 300, 20, 7, 2, 5, 0)
+    first, second = data.load(config), data.load(config)
+    assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 20, 7, 2)
+    images, labels = first.train[[0, 256, 299]]
+    assert images.shape == (3, 2, 5, 5)
+    assert torch.equal(images[0], images[1])
+    assert labels.max() < 7
+    assert torch.equal(images, second.train[[0, 256, 299]][0])
+
+
+def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+    pixels = np.arange(6 * 3072, dtype=np.uint8).reshape(6, 3072)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3, 4, 9]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
+    cifar = data.load(Cifar("cifar10", str(tmp_path), False, 32, 0))
+    assert (len(cifar.train), len(cifar.val), cifar.classes, cifar.channels) == (30, 6, 10, 3)
+    images, labels = cifar.val[[5, 0]]
+    assert labels.tolist() == [9, 0]
+    assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_a_missing_cifar_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=rf"data.root=.*: no {name} in .*data.download=true"):
+        data.load(Cifar(name, str(tmp_path), False, 32, 0))
+
+
+def _folders(root: Path, parts: dict[str, list[str]]) -> ImageFolder:
+    for part, names in parts.items():
+        for index, name in enumerate(names):
+            (root / part / name).mkdir(parents=True)
+            for image in range(2):
+                Image.new("L", (20, 30), 40 * index + image).save(root / part / name / f"{image}.png")
+    return ImageFolder("imagefolder", str(root), 12, 16, 0.5, 0)
+
+
+def test_images_in_folders(tmp_path: Path) -> None:
+    folders = data.load(_folders(tmp_path, {"train": ["cat", "dog"], "val": ["cat", "dog"]}))
+    assert (len(folders.train), len(folders.val), folders.classes) == (4, 4, 2)
+    for part in (folders.train, folders.val):
+        images, labels = part[[0, 3]]
+        assert images.shape == (2, 3, 12, 12)
+        assert images.dtype == torch.uint8
+        assert labels.tolist() == [0, 1]
+        assert images[1].unique().tolist() == [41]
+
+
+def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no folder .*train; expected train/<class>/<image>"):
+        data.load(ImageFolder("imagefolder", str(tmp_path / "none"), 12, 16, 0.5, 0))
+    differing = _folders(tmp_path / "differing", {"train": ["cat", "dog"], "val": ["cat", "cow"]})
+    with pytest.raises(UserError, match="train and val differ in the classes cow, dog"):
+        data.load(differing)
+    (tmp_path / "empty/train/cat").mkdir(parents=True)
+    with pytest.raises(UserError, match="Found no valid file for the classes cat"):
+        data.load(ImageFolder("imagefolder", str(tmp_path / "empty"), 12, 16, 0.5, 0))
+    with pytest.raises(UserError, match="data.resize=8: expected at least data.image_size=12"):
+        data.load(ImageFolder("imagefolder", str(tmp_path), 12, 8, 0.5, 0))
+    with pytest.raises(UserError, match=r"data.crop_area=2: expected at most 1"):
+        data.load(ImageFolder("imagefolder", str(tmp_path), 12, 16, 2, 0))
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    assert epoch_order(0, 0, 50).equal(epoch_order(0, 0, 50))
+    orders = [tuple(epoch_order(seed, epoch, 50).tolist()) for seed in range(3) for epoch in range(3)]
+    assert len(set(orders)) == 9
+    assert all(sorted(order) == list(range(50)) for order in orders)
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 2), (4, 3), (1, 12)])
+def test_every_world_size_sees_the_same_global_batches(world_size: int, accumulate: int) -> None:
+    images, batch_size, steps = 53, 24, 6
+    whole = list(TrainSampler(images, Share(batch_size, 1, 0, 1), 5, 0, steps))
+    parts = [
+        list(TrainSampler(images, Share(batch_size, accumulate, rank, world_size), 5, 0, steps))
+        for rank in range(world_size)
+    ]
+    for step in range(steps):
+        micro = slice(step * accumulate, (step + 1) * accumulate)
+        joined = [index for part in parts for piece in part[micro] for index in piece]
+        assert joined == whole[step]
+    assert not set(whole[0]) & set(whole[1])
+
+
+def test_a_run_continues_where_it_stopped() -> None:
+    share = Share(8, 2, 1, 2)
+    whole = list(TrainSampler(37, share, 1, 0, 11))
+    assert len(TrainSampler(37, share, 1, 5, 11)) == 12
+    assert list(TrainSampler(37, share, 1, 5, 11)) == whole[10:]
+
+
+def test_augmentation_draws_do_not_depend_on_the_world_size() -> None:
+    whole = uniform_draws(3, 9, Share(12, 1, 0, 1), 4)
+    parts = [uniform_draws(3, 9, Share(12, 1, rank, 3), 4) for rank in range(3)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(uniform_draws(3, 10, Share(12, 1, 0, 1), 4), whole)
+
+
+@given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 70))
+def test_evaluation_counts_every_image_once(images: int, world_size: int, batch_size: int) -> None:
+    samplers = [EvalSampler(images, batch_size, rank, world_size) for rank in range(world_size)]
+    lists = [list(sampler) for sampler in samplers]
+    assert len({tuple(map(len, rank)) for rank in lists}) == 1
+    counted = [
+        index
+        for sampler, rank in zip(samplers, lists, strict=True)
+        for batch, indices in enumerate(rank)
+        for index in indices[: sampler.valid(batch)]
+    ]
+    assert sorted(counted) == list(range(images))
+
+
+def test_batches_are_normalised_resized_and_on_time() -> None:
+    images = torch.randint(0, 256, (10, 3, 6, 6), dtype=torch.uint8, generator=generator("test"))
+    arrays = Arrays(images, torch.arange(10))
+    small = data.DataSet(arrays, arrays, "small", 10, 3, (10.0, 20.0, 30.0), (2.0, 4.0, 8.0))
+    feed = data.EvalFeed(small, Share(4, 1, 0, 1), data.Prepare(small, 6, CPU), batch_size=4, workers=0)
+    batches = list(feed)
+    assert [batch.valid for batch in batches] == [4, 4, 2]
+    assert torch.allclose(batches[0].images[:, 1], (images[:4, 1].float() - 20) / 4)
+    large = data.EvalFeed(small, Share(4, 1, 0, 1), data.Prepare(small, 9, CPU), batch_size=4, workers=0)
+    assert next(iter(large)).images.shape == (4, 3, 9, 9)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_batches_are_augmented_alike_on_every_world_size(workers: int) -> None:
+    class Add:
+        draws = 1
+
+        def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+            return images + uniform[:, :, None, None]
+
+    fake = data.load(Fake("fake", 40, 8, 3, 1, 4, 0))
+
+    def batches(share: Share) -> list[data.Batch]:
+        prepare = data.Prepare(fake, 4, CPU)
+        feed = data.TrainFeed(
+            fake, share, prepare, augment=Add(), seed=1, workers=workers, first_step=0, last_step=5
+        )
+        return list(feed)
+
+    whole = batches(Share(12, 1, 0, 1))
+    parts = [batches(Share(12, 2, rank, 2)) for rank in range(2)]
+    for step in range(5):
+        micro = [part[2 * step + index] for part in parts for index in range(2)]
+        assert torch.equal(torch.cat([batch.images for batch in micro]), whole[step].images)
+        assert torch.equal(torch.cat([batch.labels for batch in micro]), whole[step].labels)

@@ -1,0 +1,209 @@
+"""The job that a configuration builds, the loop, and evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shardtrain import comm, shard
+from shardtrain.build import build, forward_flops, lr_factor, parameter_groups
+from shardtrain.compose import compose
+from shardtrain.config import Config, Constant, Cosine, from_hydra
+from shardtrain.data import Batch, EvalFeed, Prepare, Share
+from shardtrain.data.sets import Arrays, DataSet
+from shardtrain.errors import UserError
+from shardtrain.evaluate import Scores, evaluate
+from shardtrain.launch import Context, Place
+from shardtrain.train import train
+from torch import nn
+from torchvision.models import resnet18
+
+CPU = torch.device("cpu")
+TINY = (
+    "data=fake",
+    "data.train_images=48",
+    "data.val_images=11",
+    "data.channels=1",
+    "data.image_size=8",
+    "train.batch_size=12",
+    "train.max_steps=2",
+    "train.log_every=1",
+    "monitor.tensorboard=false",
+)
+
+
+def configure(*arguments: str) -> Config:
+    raw = compose(["+recipe=resnet", *TINY, *arguments])
+    assert raw is not None
+    return from_hydra(raw)
+
+
+def run(folder: str, *arguments: str) -> dict[str, Any]:
+    """result.json of a run on the ranks that call this."""
+    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    train(configure(*arguments), Context(place, CPU, Path(folder)))
+    comm.barrier()
+    result = json.loads((Path(folder) / "result.json").read_text())
+    assert isinstance(result, dict)
+    return result
+
+
+def test_one_rank_trains_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(str(tmp_path / "run"), "monitor.progress=lines")
+    assert (result["status"], result["step"], result["world_size"]) == ("finished", 2, 1)
+    assert result["train/loss"] > 0
+    assert 0 <= result["val/acc1"] <= result["val/acc5"] <= 100
+    output = capsys.readouterr().out
+    for expected in ("resnet18", "layer4.1", "step 2/2", "val loss", "finished  step 2"):
+        assert expected in output
+
+
+def test_repetition_is_exact_and_the_seed_counts(tmp_path: Path) -> None:
+    keys = ("train/loss", "val/loss", "grad_norm")
+    first, second, other = (
+        [run(str(tmp_path / name), f"seed={seed}")[key] for key in keys]
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_train_one_model_and_rank_0_reports(ranks: Any, tmp_path: Path, world: int) -> None:
+    results = ranks(world, run, str(tmp_path), "train.clip_grad_norm=1")
+    assert all(result == results[0] for result in results)
+    assert results[0]["world_size"] == world
+    whole = results[0]["parameters"] * 4 / 2**20
+    assert results[0]["memory/params_mib"] == pytest.approx(whole / world, rel=0.01)
+    assert results[0]["comm/reduce_scatter_mib_per_step"] == pytest.approx(
+        whole * (world - 1) / world, rel=0.01
+    )
+
+
+def test_accumulation_gives_the_same_first_loss(tmp_path: Path) -> None:
+    def losses(accumulate: int) -> list[float]:
+        # eval_every keeps BatchNorm's batch out of it: the ViT has none
+        overrides = ("model=vit_b_16", "data.image_size=16", "data.channels=3", "augment=none")
+        result = run(
+            str(tmp_path / str(accumulate)),
+            *overrides,
+            "train.batch_size=4",
+            f"train.accumulate={accumulate}",
+        )
+        return [result["train/loss"], result["val/loss"], result["grad_norm"]]
+
+    assert losses(2) == pytest.approx(losses(1), rel=1e-4)
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = Context(Place(0, 1, 0, 1), CPU, tmp_path / "run")
+    train(configure("dry_run=true"), context)
+    assert not (tmp_path / "run").exists()
+    assert "none: dry_run" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"train/loss is (nan|inf) at step \d; a lower optim.lr"):
+        run(str(tmp_path), "optim.lr=1e30", "train.max_steps=4")
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("train.batch_size=60", "train.batch_size=60 is more than the 48 training images of fake"),
+        ("model.num_classes=3", "model.num_classes=3: fake has 10 classes"),
+        ("model.in_channels=3", "model.in_channels=3, but the images of fake have 1"),
+        ("model.image_size=9", "model.image_size=9, but the images of fake have 8"),
+        ("model=vgg11", "the model does not take images of shape 12×1×8×8: .*data.image_size"),
+        (
+            "train.batch_size=2 train.accumulate=2 model.stem=standard",
+            "does not take images of shape 1×1×8×8",
+        ),
+        ("augment._target_=print", "augment._target_=print: only callables of"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(overrides: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(configure(*overrides.split()), 0, 1, CPU)
+
+
+def test_model_outputs_that_are_no_logits_are_refused() -> None:
+    with pytest.raises(UserError, match=r"the model returns \(2, 3\), expected logits for at least 4"):
+        forward_flops(nn.Linear(5, 3), (2, 5), 4)
+    with pytest.raises(UserError, match=r"the model returns tuple, expected logits"):
+        forward_flops(nn.GRU(5, 3), (2, 5), 2)
+    assert forward_flops(nn.Linear(5, 3), (2, 5), 3) == 2 * 2 * 5 * 3
+
+
+def test_no_decay_on_norms_and_biases() -> None:
+    model = resnet18(num_classes=10)
+    decayed, exempt = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
+    names = {id(param): name for name, param in model.named_parameters()}
+    assert all(
+        "bn" in names[id(p)] or "bias" in names[id(p)] or "downsample.1" in names[id(p)]
+        for p in exempt["params"]
+    )
+    assert len(decayed["params"]) + len(exempt["params"]) == len(names)
+
+
+def test_warm_up_then_cosine() -> None:
+    factor = lr_factor(Cosine("cosine", 2.0, 0.1), steps=30, steps_per_epoch=5)
+    values = [factor(step) for step in range(31)]
+    assert values[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert values[10] == 1.0
+    assert values[20] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert values[30] == pytest.approx(0.1)
+    assert values[10:] == sorted(values[10:], reverse=True)
+
+
+def test_warm_up_takes_at_most_half_the_run() -> None:
+    factor = lr_factor(Constant("constant", 9.0), steps=8, steps_per_epoch=5)
+    assert [factor(step) for step in range(8)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])
+
+
+def _scores() -> Scores:
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
+    arrays = Arrays(images, torch.arange(13) % 7)
+    small = DataSet(arrays, arrays, "small", 7, 1, (128.0,), (64.0,))
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7))
+    model = shard(model, units=[nn.Linear])
+    with torch.no_grad():  # a rank's own training batches
+        model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2  # type: ignore[operator]
+    share = Share(1, 1, comm.rank(), comm.world_size())
+    feed = EvalFeed(small, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
+    scores = evaluate(model, feed)
+    assert model.training
+    return scores
+
+
+def test_scores_do_not_depend_on_the_number_of_ranks(ranks: Any) -> None:
+    alone = ranks(1, _scores)[0]
+    for world in (2, 3, 4):
+        for scores in ranks(world, _scores):
+            assert scores == pytest.approx(alone, rel=1e-6)
+
+
+def test_scores_of_known_logits() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits * self.scale
+
+    logits = torch.tensor([[3.0, 2, 1, 0, -1, -2], [3.0, 2, 1, 0, -1, -2], [9.0, 9, 9, 9, 9, 9]])
+    batch = Batch(logits, torch.tensor([0, 5, 3]), valid=2)
+    scores = evaluate(shard(Lookup()), [batch])
+    probability = [math.exp(value) for value in (3, 2, 1, 0, -1, -2)]
+    expected = (
+        -(math.log(probability[0] / sum(probability)) + math.log(probability[5] / sum(probability))) / 2
+    )
+    assert scores == pytest.approx(Scores(expected, 50.0, 50.0))
