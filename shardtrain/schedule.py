@@ -11,8 +11,11 @@ most two units are gathered at once: the one that computes and the next one. At 
 under way.
 
 Ranks must start the same movements in the same order. Gathers follow the order in which units run.
-Reductions are started in the reverse of the order in which units were first entered in forward, so that
-a rank on which some gradient comes late, or never comes, delays its reductions but never reorders them.
+Reductions are started in the reverse of the order in which units were first entered in forward. A rank
+on which some gradient never comes (a parameter unused there) joins all the same: autograd runs nodes
+latest first, so once the backward of a unit begins, every unit entered after it in forward is over, and
+what has not arrived there counts as zero. For the same reason frozen parameters, whose last use no
+gradient announces, can be released then.
 """
 
 from __future__ import annotations
@@ -64,8 +67,11 @@ class Schedule:
         self._depth = dict.fromkeys(units, 0)  # calls of a unit's modules that are under way
         self._in_forward = False  # inside the root module's forward
         self._in_backward = False
-        self._entered: set[Unit] = set()  # units whose backward has begun
-        self._complete: set[Unit] = set()  # units all of whose gradients have arrived
+        self._entered: list[Unit] = []  # units whose backward has begun, in that order
+        self._passed: set[Unit] = set()  # entered units that autograd has left behind
+        self._completed: set[Unit] = set()  # units all of whose gradients have arrived
+        self._position: dict[Unit, int] = {}  # when forward first entered each unit
+        self._to_reduce: list[Unit] = []  # units whose reduction has not been started, in order
         self._launched: list[Unit] = []  # units whose reduction has been started in this backward
 
     def at_rest(self) -> bool:
@@ -133,17 +139,35 @@ class Schedule:
         """The gradient of one of ``unit``'s outputs is known: its parameters must be whole."""
         if not self._in_backward:
             self._begin_backward()
+        if unit in self._entered:
+            gather.open_full(unit, self.transport)
+            return
+        self._pass_over_units_after(unit)
         gather.open_full(unit, self.transport)
-        if unit not in self._entered:
-            self._entered.add(unit)
-            self._prefetch(self._backward.next_after(unit))
+        self._entered.append(unit)
+        self._prefetch(self._backward.next_after(unit))
 
     def _begin_backward(self) -> None:
         self._in_backward = True
         self._backward.begin()
+        order = dict.fromkeys([*self._forward.seen, *self.units])
+        seen = len(dict.fromkeys(self._forward.seen))
+        self._position = {unit: position for position, unit in enumerate(order)}
+        self._to_reduce = [*reversed([*order][:seen]), *reversed([*order][seen:])]
         for reduction in self._reductions.values():
             reduction.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _pass_over_units_after(self, unit: Unit) -> None:
+        """Close every unit that forward entered after ``unit`` was left: autograd is done with it."""
+        position = self._position[unit]
+        for other in [o for o in self._entered if self._position[o] > position and o not in self._passed]:
+            if unit.holds(other):
+                continue
+            self._passed.add(other)
+            self._complete(other)
+            if not self._depth[other]:
+                gather.release(other)
 
     def gradient_arrived(self, unit: Unit, segment: int, index: int) -> None:
         """Autograd has accumulated the gradient of one parameter."""
@@ -151,24 +175,24 @@ class Schedule:
             return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
         if not self._in_backward:
             self._begin_backward()
-        self._entered.add(unit)
+        if unit not in self._entered:
+            self._entered.append(unit)
         reduction = self._reductions[unit]
         reduction.gradients[segment].collect(index)
         if reduction.complete:
-            reduction.begin_backward()  # should more come: reentrant checkpointing uses a unit in parts
-            self._complete.add(unit)
-            self._launch_in_order()
-            # Autograd accumulates a gradient after every use of the parameter that feeds it. A frozen
-            # parameter has no such last word, so a unit that holds one waits for the end.
+            self._complete(unit)
+            # Autograd accumulates a gradient after every use of the parameter that feeds it.
             if unit.all_trainable and not self._depth[unit]:
                 gather.release(unit)
 
-    def _launch_in_order(self) -> None:
-        for unit in self._reduce_order():
-            if unit not in self._complete:
-                return
-            if unit not in self._launched:
-                self._launch(unit)
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of ``unit`` that will come have come; start the reductions whose turn it is."""
+        self._reductions[unit].begin_backward()  # should more come: reentrant checkpoints use a unit in parts
+        self._completed.add(unit)
+        while self._to_reduce and (not self._to_reduce[0].trainable or self._to_reduce[0] in self._completed):
+            next_unit = self._to_reduce.pop(0)
+            if next_unit.trainable:
+                self._launch(next_unit)
 
     def _launch(self, unit: Unit) -> None:
         if not self.reduce_gradients:
@@ -178,16 +202,12 @@ class Schedule:
         self._reductions[unit].launch()
         self._launched.append(unit)
 
-    def _reduce_order(self) -> list[Unit]:
-        """Trainable units: those entered last in forward first, then those that forward did not enter."""
-        order = [*reversed(dict.fromkeys(self._forward.seen)), *reversed(self.units)]
-        return [u for u in dict.fromkeys(order) if any(segment.trainable for segment in u.segments)]
-
     def _end_backward(self) -> None:
         """Autograd is done: reduce what had to wait, and go back to rest."""
-        for unit in self._reduce_order():
-            if unit in self._entered and (unit not in self._launched or self._reductions[unit].waiting):
-                self._launch(unit)
+        late = [unit for unit in self._to_reduce if unit in self._entered and unit.trainable]
+        again = [unit for unit in self._launched if self._reductions[unit].waiting]
+        for unit in [*late, *again]:
+            self._launch(unit)
         if self._launched:
             self._reductions[self._launched[-1]].finish()
         self._rest()
@@ -203,7 +223,8 @@ class Schedule:
     def _rest(self) -> None:
         self._in_backward = False
         self._entered.clear()
-        self._complete.clear()
+        self._passed.clear()
+        self._completed.clear()
         self._launched.clear()
         for unit in self.units:
             gather.release(unit)

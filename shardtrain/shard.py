@@ -190,6 +190,14 @@ class Unit:
         """First of the unit's message tags: two movements of at most 128 segments each."""
         return self.index * 256
 
+    def holds(self, other: Unit) -> bool:
+        """Whether ``other``'s module lies inside this unit's."""
+        return not self.name or other.name.startswith(f"{self.name}.")
+
+    @property
+    def trainable(self) -> bool:
+        return any(segment.trainable for segment in self.segments)
+
     @property
     def all_trainable(self) -> bool:
         return all(param.requires_grad for segment in self.segments for param in segment.params)

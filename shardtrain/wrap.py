@@ -82,8 +82,7 @@ def shard(
     skipped = _ignored_parameters(ignored)
     anchors = _unit_modules(module, units)
     places = _places_by_unit(module, anchors, skipped)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    link = comm.open_transport(device, mesh.get_group() if mesh is not None else None)
+    link = comm.open_transport(mesh.get_group() if mesh is not None else None)
     built = [
         Unit(name, index, anchors[name], segments_of(found, link))
         for index, (name, found) in enumerate(places.items())
@@ -256,7 +255,6 @@ class Engine:
         self.module = root
         self.units = units
         self.transport = transport
-        self.device = next((s.local.device for u in units for s in u.segments), torch.device("cpu"))
         self.schedule = Schedule(units, units[0], transport, reshard_after_forward)
         self.handles: list[RemovableHandle] = []
         self._hooked: set[nn.Parameter] = set()
@@ -264,6 +262,12 @@ class Engine:
             self._hook_parameters(unit)
             for module in self._entrances(unit):
                 self._hook_module(unit, module)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first shard lies; the CPU for a model without parameters."""
+        found = (segment.local.device for unit in self.units for segment in unit.segments)
+        return next(found, torch.device("cpu"))
 
     def _entrances(self, unit: Unit) -> list[nn.Module]:
         """The modules whose call needs ``unit``: its own, and for the root every direct holder."""

@@ -42,24 +42,24 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def open_transport(device: torch.device, group: dist.ProcessGroup | None = None) -> Transport:
-    """The transport for tensors on ``device`` between the ranks of ``group`` (default: the world)."""
+def open_transport(group: dist.ProcessGroup | None = None) -> Transport:
+    """The transport between the ranks of ``group`` (default: the world)."""
     if not dist.is_initialized():
         return Alone()
     group = group or dist.group.WORLD
     assert group is not None
-    return Alone() if dist.get_world_size(group) == 1 else ProcessGroupTransport(group, device)
+    return Alone() if dist.get_world_size(group) == 1 else ProcessGroupTransport(group)
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it."""
-    open_transport(tensor.device).all_reduce(tensor, op)
+    open_transport().all_reduce(tensor, op)
     return tensor
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     """Overwrite ``tensor`` with rank ``src``'s on every rank, and return it."""
-    open_transport(tensor.device).broadcast(tensor, src)
+    open_transport().broadcast(tensor, src)
     return tensor
 
 

@@ -34,27 +34,27 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class ProcessGroupTransport:
-    """Movements over ``group`` for tensors on ``device``."""
+    """Movements between the ranks of ``group``."""
 
     in_place = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._by_messages = device.type == "cpu" and "gloo" in dist.get_backend_config(group)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._has_gloo = "gloo" in dist.get_backend_config(group)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def gather(self, tag: int, flats: Sequence[Flat]) -> Pending:
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
-        if self._by_messages:
+        if self._by_messages(flats):
             return self._gather_by_messages(_FIRST_TAG + tag, flats)
         return self._start(self._gather_natively, flats)
 
     def reduce(self, tag: int, flats: Sequence[Flat]) -> Pending:
         away = [flat.full.nbytes - self._own(flat).nbytes for flat in flats]
         count("reduce_scatter", sum(away))
-        if self._by_messages:
+        if self._by_messages(flats):
             return self._reduce_by_messages(_FIRST_TAG + tag, flats)
         return self._start(self._reduce_natively, flats)
 
@@ -65,6 +65,9 @@ class ProcessGroupTransport:
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
         dist.all_reduce(tensor, _OPS[op], group=self.group)
+
+    def _by_messages(self, flats: Sequence[Flat]) -> bool:
+        return self._has_gloo and all(flat.full.device.type == "cpu" for flat in flats)
 
     def _own(self, flat: Flat) -> torch.Tensor:
         return flat.full[flat.layout.interval(self.rank)]
@@ -120,17 +123,18 @@ class ProcessGroupTransport:
 
     def _start(self, movement: Callable[[Flat], None], flats: Sequence[Flat]) -> Pending:
         """Run ``movement`` on each flat, on the communication stream or at once where there is none."""
-        stream = self._stream
-        if stream is None:
+        device = flats[0].full.device
+        if device.type != "cuda":
             for flat in flats:
                 movement(flat)
             return Pending()
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for flat in flats:
                 movement(flat)
             done = stream.record_event()
-        return Pending(lambda: torch.cuda.current_stream(stream.device).wait_event(done))
+        return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
 
 
 def mean_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

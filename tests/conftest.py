@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pool import Pool
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def ranks(_pool: Pool) -> Callable[..., list[Any]]:
+    """``ranks(world, body, *args)`` runs ``body`` on that many ranks and returns their results."""
+    return _pool.run
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_left_in_shared_memory() -> Iterator[None]:
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    yield
+    left = (
+        {path for path in shared.iterdir() if "shardtrain" in path.name} - before
+        if before or shared.is_dir()
+        else set()
+    )
+    assert not left, f"left behind in shared memory: {sorted(left)}"

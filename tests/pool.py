@@ -1,0 +1,110 @@
+"""A persistent pool of ranks: real processes over gloo, started once, given one test after another.
+
+Starting two processes costs seconds, a test in running ones milliseconds. Every call gets a process
+group of its own, so tests cannot disturb one another; a call that takes too long, or a rank that dies,
+fails that one test and the pool is started afresh.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+LARGEST = 4
+TIMEOUT_S = 60.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer; the message holds every rank's traceback."""
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
+
+    def run(self, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``body(*args)`` on ``world`` ranks and return their results in rank order."""
+        if not self._ranks:
+            self._ranks = [self._start(rank) for rank in range(LARGEST)]
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(self._ranks[:world]):
+                pipe.send((body, args, rank, world, str(Path(folder) / "store")))
+            answers = self._answers(world)
+        failed = [f"--- rank {rank}\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
+        if len(answers) < world:
+            self.stop()
+            silent = sorted(set(range(world)) - set(answers))
+            raise RankFailed("\n".join([f"ranks {silent} died or did not answer in {TIMEOUT_S} s", *failed]))
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return [answers[rank][1] for rank in range(world)]
+
+    def _answers(self, world: int) -> dict[int, tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks[:world])}
+        deadline = time.monotonic() + TIMEOUT_S
+        while pipes and time.monotonic() < deadline:
+            for ready in wait(list(pipes), timeout=max(0.0, deadline - time.monotonic())):
+                rank = pipes.pop(ready)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = ready.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    return answers
+        return answers
+
+    def _start(self, rank: int) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, sys.path), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def stop(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+
+def _serve(pipe: Connection, path: list[str]) -> None:
+    import torch
+
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            body, args, rank, world, store = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_call(body, args, rank, world, store))
+
+
+def _call(body: Callable[..., Any], args: Any, rank: int, world: int, store: str) -> tuple[bool, Any]:
+    import torch
+    import torch.distributed as dist
+
+    environment = dict(os.environ)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        result = body(*args)
+        assert dict(os.environ) == environment, "the test left environment variables behind"
+        return True, result
+    except BaseException:
+        return False, traceback.format_exc()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

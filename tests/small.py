@@ -1,0 +1,119 @@
+"""Small models with sizes that no world size divides, and the steps that tests share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import shardtrain
+
+
+class Block(nn.Module):
+    """Residual: conv, norm, in-place ReLU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.norm(self.conv(x)) + x)
+
+
+class OddNet(nn.Module):
+    """3×5×5 images to 5 classes; a 0-dim parameter, odd widths, two blocks."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.fc = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.stem(x)).mean((2, 3))
+        return self.fc(x * self.scale)
+
+
+def images(
+    step: int, rank: int | None = None, n: int = 6, size: int = 5
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``n`` images (n, 3, size, size) and labels below 5; another draw for each step and rank."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(n, 3, size, size, generator=generator), torch.randint(5, (n,), generator=generator)
+
+
+def sharded_and_replica(
+    make: Callable[[], nn.Module] = OddNet, find_unused: bool = False, **options: Any
+) -> tuple[nn.Module, DistributedDataParallel]:
+    """The same initial model twice: sharded, and as the oracle."""
+    torch.manual_seed(0)
+    plain = make()
+    options.setdefault("units", [Block])
+    return (
+        shardtrain.shard(copy.deepcopy(plain), **options),
+        DistributedDataParallel(plain, find_unused_parameters=find_unused),
+    )
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 4,
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = images,
+    start: int = 0,
+) -> list[float]:
+    """Plain steps; this rank's losses."""
+    losses = []
+    for step in range(start, start + steps):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_parameters(model: nn.Module, replica: nn.Module, tolerance: float = 1e-5) -> None:
+    """Parameters of the sharded ``model`` equal the replica's, and rest is rest."""
+    plain = replica.module if isinstance(replica, DistributedDataParallel) else replica
+    whole = shardtrain.full_state_dict(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(
+            whole[name],
+            param.detach(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
+    assert_at_rest(model)
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    """Every parameter shows its 1-D piece, and nothing is gathered."""
+    from shardtrain.shard import State
+    from shardtrain.wrap import engine_of
+
+    engine = engine_of(model)
+    for unit in engine.units:
+        assert unit.state is State.SHARDED, unit.name
+        for segment in unit.segments:
+            if not engine.transport.in_place:
+                assert segment.full.untyped_storage().nbytes() == 0, unit.name
+            for param, piece in zip(segment.params, segment.pieces, strict=True):
+                assert param.shape == (piece.numel,)
+                assert param.grad is None or param.grad.shape == param.shape

@@ -1,0 +1,699 @@
+"""What the engine promises around a step: memory, traffic, hooks, recovery, and odd models."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.shard import ALIGN_BYTES
+from shardtrain.wrap import engine_of
+from small import (
+    Block,
+    OddNet,
+    assert_at_rest,
+    assert_same_parameters,
+    images,
+    sgd,
+    sharded_and_replica,
+    train,
+)
+
+Ranks = Callable[..., list[Any]]
+WORLDS = [1, 2, 3, 4]
+several = pytest.mark.parametrize("world", [2, 3])
+every = pytest.mark.parametrize("world", WORLDS)
+
+
+# memory and traffic
+
+
+def holds_its_share() -> None:
+    model, _ = sharded_and_replica()
+    world = dist.get_world_size()
+    before = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    for unit, info in zip(engine_of(model).units, shardtrain.describe(model), strict=True):
+        assert info.local_bytes < info.bytes / world + ALIGN_BYTES
+        params = [param for segment in unit.segments for param in segment.params]
+        states = [optimizer.state[param] for param in params]
+        for held in (
+            [param.grad for param in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+        ):
+            assert sum(t.nbytes for t in held if t is not None) <= info.local_bytes
+    assert_at_rest(model)
+
+
+@every
+def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered(ranks: Ranks, world: int) -> None:
+    ranks(world, holds_its_share)
+
+
+def traffic_of_a_step(reshard: bool) -> tuple[dict[str, int], dict[str, int], int, int]:
+    model, _ = sharded_and_replica(reshard_after_forward=reshard)
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    with comm.meter() as meter:
+        train(model, optimizer, 1, start=2)
+    infos = shardtrain.describe(model)
+    return (
+        dict(meter.calls),
+        dict(meter.bytes),
+        sum(i.local_bytes for i in infos),
+        sum(i.local_bytes for i in infos[1:]),
+    )
+
+
+@several
+@pytest.mark.parametrize("reshard", [True, False])
+def test_calls_and_bytes_of_a_step(ranks: Ranks, world: int, reshard: bool) -> None:
+    """One gather per unit forward and one backward (none for the root), one reduction per unit."""
+    for calls, sent, everything, without_root in ranks(world, traffic_of_a_step, reshard):
+        assert calls == {"all_gather": 5 if reshard else 3, "reduce_scatter": 3}
+        assert sent["reduce_scatter"] == everything * (world - 1)
+        assert sent["all_gather"] == (everything + without_root * reshard) * (world - 1)
+
+
+def alone_moves_and_copies_nothing() -> None:
+    model, _ = sharded_and_replica()
+    gradients: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        param.register_hook(lambda g, name=name: gradients.__setitem__(name, g.untyped_storage().data_ptr()))
+    with comm.meter() as meter:
+        x, y = images(0)
+        F.cross_entropy(model(x), y).backward()
+    assert not meter.calls
+    engine = engine_of(model)
+    assert all(s.full is s.local for unit in engine.units for s in unit.segments)
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        assert param.grad.untyped_storage().data_ptr() == gradients[name]
+
+
+def test_world_size_1_makes_no_collective_and_no_copy(ranks: Ranks) -> None:
+    ranks(1, alone_moves_and_copies_nothing)
+
+
+def test_no_process_group_is_world_size_1() -> None:
+    torch.manual_seed(0)
+    plain = OddNet()
+    model = shardtrain.shard(copy.deepcopy(plain), units=[Block])
+    x, y = images(0, rank=0)
+    for net in (plain, model):
+        optimizer = sgd(net)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    assert_same_parameters(model, plain, tolerance=0)
+
+
+def most_gathered_at_once() -> int:
+    model, _ = sharded_and_replica(
+        make=lambda: nn.Sequential(*(nn.Linear(9, 9) for _ in range(7))), units=[nn.Linear]
+    )
+    engine = engine_of(model)
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        held = [u for u in engine.units for s in u.segments if s.full.untyped_storage().nbytes()]
+        most = max(most, len(held))
+
+    for layer in model.children():
+        layer.register_forward_pre_hook(look)
+        layer.weight.register_hook(look)
+    for _ in range(3):
+        model(torch.randn(2, 9)).sum().backward()
+    return most
+
+
+def test_at_most_two_units_are_gathered_at_once(ranks: Ranks) -> None:
+    assert ranks(2, most_gathered_at_once) == [2, 2]
+
+
+def delayed(seconds: float) -> None:
+    model, replica = sharded_and_replica()
+    transport = engine_of(model).transport
+    for name in ("gather", "reduce"):
+        original = getattr(transport, name)
+
+        def late(tag: int, flats: Any, original: Any = original) -> comm.Pending:
+            pending = original(tag, flats)
+            return comm.Pending(lambda: (time.sleep(seconds), pending.wait())[1])
+
+        setattr(transport, name, late)
+    train(model, sgd(model), 2)
+    train(replica, sgd(replica), 2)
+    assert_same_parameters(model, replica)
+
+
+def test_slow_movements_change_nothing(ranks: Ranks) -> None:
+    ranks(2, delayed, 0.1)
+
+
+# optimizers
+
+
+def optimizer_built_first(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    plain = OddNet()
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    early = make(plain.parameters())
+    train(shardtrain.shard(plain, units=[Block]), early)
+    train(replica, make(replica.parameters()))
+    assert_same_parameters(plain, replica)
+
+
+def _adam_foreach(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01, foreach=True)
+
+
+def _adamw_fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def _sgd_fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("make", [_adam_foreach, _adamw_fused, _sgd_fused])
+@pytest.mark.parametrize("world", [1, 4])
+def test_an_optimizer_built_before_sharding_works(ranks: Ranks, world: int, make: Any) -> None:
+    ranks(world, optimizer_built_first, make)
+
+
+# accumulation and clipping
+
+
+def accumulates(way: str) -> None:
+    model, replica = sharded_and_replica()
+    for net, no_sync in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
+        optimizer = sgd(net)
+        for step in range(2):
+            for micro in range(3):
+                x, y = images(10 * step + micro)
+                context = no_sync() if micro < 2 and way == "no_sync" else torch.enable_grad()
+                with comm.meter() as meter, context:
+                    (F.cross_entropy(net(x), y) / 3).backward()
+                if net is model and way == "no_sync" and micro < 2:
+                    assert meter.calls["reduce_scatter"] == 0
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, replica)
+
+
+@every
+@pytest.mark.parametrize("way", ["no_sync", "reduce every time"])
+def test_accumulation_equals_one_big_step(ranks: Ranks, world: int, way: str) -> None:
+    ranks(world, accumulates, way)
+
+
+def clips(norm_type: float) -> None:
+    model, replica = sharded_and_replica()
+    for net in (model, replica):
+        x, y = images(0)
+        F.cross_entropy(net(x), y).backward()
+    with comm.meter() as meter:
+        ours = shardtrain.clip_grad_norm_(model, 0.1, norm_type)
+    theirs = nn.utils.clip_grad_norm_(replica.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert meter.calls["all_reduce"] == (dist.get_world_size() > 1)
+    assert meter.bytes["all_reduce"] <= 8
+    with shardtrain.unsharded(model, grads=True, writeback=False):
+        for (name, ours_p), theirs_p in zip(model.named_parameters(), replica.parameters(), strict=True):
+            torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@every
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_clipping_equals_ddp_s(ranks: Ranks, world: int, norm_type: float) -> None:
+    ranks(world, clips, norm_type)
+
+
+def an_infinity_is_seen_by_all() -> list[str]:
+    model, _ = sharded_and_replica()
+    assert shardtrain.clip_grad_norm_(model, 1.0).item() == 0
+    x, y = images(0)
+    F.cross_entropy(model(x), y).backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        next(p for p in model.parameters() if p.numel()).grad.fill_(float("inf"))
+    assert shardtrain.clip_grad_norm_(model, float("inf")).isinf()
+    texts = []
+    for arguments in ({"error_if_nonfinite": True}, {"norm_type": 0.0}):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            shardtrain.clip_grad_norm_(model, 1.0, **arguments)
+        texts.append(str(caught.value))
+    return texts
+
+
+@several
+def test_an_infinite_gradient_on_one_rank_is_seen_by_all(ranks: Ranks, world: int) -> None:
+    for nonfinite, order in ranks(world, an_infinity_is_seen_by_all):
+        assert nonfinite == "the gradient's norm of order 2.0 is inf, so nothing was clipped"
+        assert order == "norm_type must be positive, got 0.0"
+
+
+# odd models and odd uses
+
+
+class Shared(nn.Module):
+    """One block called twice; a layer that never runs; a weight tied across units; two outputs, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.never = Block(5), Block(5)
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.tied = nn.Linear(3, 5)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        x = self.first(x.movedim(1, -1)) + self.tied(x.movedim(1, -1))
+        x = self.twice(self.twice(x.movedim(-1, 1)))
+        out = self.last(x.mean((2, 3)))
+        return {"out": Output(out), "unused": [out * 2]}
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class FirstOutput(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)["out"].logits
+
+
+def shared_and_unused() -> None:
+    torch.manual_seed(0)
+    plain = Shared()
+    replica = nn.parallel.DistributedDataParallel(
+        FirstOutput(copy.deepcopy(plain)), find_unused_parameters=True
+    )
+    model = shardtrain.shard(plain, units=[Block, nn.Linear])
+
+    def three_class_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = images(step)
+        return x, y % 3
+
+    ours = train(FirstOutput(model), torch.optim.SGD(model.parameters(), 0.05), 3, three_class_batch)
+    assert ours == pytest.approx(
+        train(replica, torch.optim.SGD(replica.parameters(), 0.05), 3, three_class_batch), rel=1e-5
+    )
+    assert_same_parameters(model, replica.module.net)
+    assert all(p.grad is None for p in model.never.parameters())
+
+
+@every
+def test_modules_called_twice_or_never_tied_weights_and_nested_outputs(ranks: Ranks, world: int) -> None:
+    ranks(world, shared_and_unused)
+
+
+def two_forwards(order: str) -> None:
+    model, replica = sharded_and_replica()
+    plain = replica.module  # DDP itself reduces only the first of several backwards
+    for net in (model, plain):
+        (x, y), (z, w) = images(0), images(1)
+        if order == "one backward":
+            (F.cross_entropy(net(x), y) + F.cross_entropy(net(z), w)).backward()
+        elif order == "retain_graph":
+            loss = F.cross_entropy(net(x), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        else:
+            first, second = F.cross_entropy(net(x), y), F.cross_entropy(net(z), w)
+            first.backward()
+            second.backward()
+    for param in plain.parameters():
+        dist.all_reduce(param.grad)
+        param.grad.div_(dist.get_world_size())
+    sgd(model).step()
+    sgd(plain).step()
+    assert_same_parameters(model, plain)
+
+
+@several
+@pytest.mark.parametrize("order", ["one backward", "retain_graph", "two backwards"])
+def test_other_orders_of_forward_and_backward(ranks: Ranks, world: int, order: str) -> None:
+    ranks(world, two_forwards, order)
+
+
+class Conditional(nn.Module):
+    """The second layer runs on even ranks only; both are in one unit."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(x) if self.rank % 2 == 0 else x
+
+
+def used_on_one_rank_only() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Conditional(dist.get_rank()) for _ in range(3)))
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(layers), find_unused_parameters=True)
+    model = shardtrain.shard(layers, units=[Conditional])
+    for step in range(2):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+        for net in (model, replica):
+            net(x).square().mean().backward()
+            torch.optim.SGD(net.parameters(), 0.1).step()
+            net.zero_grad()
+    assert_same_parameters(model, replica)
+
+
+@several
+def test_a_parameter_used_on_some_ranks_only(ranks: Ranks, world: int) -> None:
+    ranks(world, used_on_one_rank_only)
+
+
+class Checkpointed(OddNet):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.fc(x.mean((2, 3)) * self.scale)
+
+
+class ReentrantlyCheckpointed(Checkpointed):
+    reentrant = True
+
+
+def checkpointed(make: Callable[[], nn.Module]) -> None:
+    model, replica = sharded_and_replica(make)
+    optimizer = sgd(model)
+    losses = train(model, optimizer)
+    assert losses == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    assert_same_parameters(model, replica)
+    with comm.meter() as meter:
+        train(model, optimizer, 1)
+    assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
+
+
+@several
+@pytest.mark.parametrize("make", [Checkpointed, ReentrantlyCheckpointed])
+def test_activation_checkpointing_costs_no_extra_gather(ranks: Ranks, world: int, make: Any) -> None:
+    ranks(world, checkpointed, make)
+
+
+def frozen_then_unfrozen() -> None:
+    torch.manual_seed(0)
+    plain = OddNet()
+    plain.blocks.requires_grad_(False)
+    plain.blocks[0].norm.requires_grad_(True)
+    model, replica = shardtrain.shard(copy.deepcopy(plain), units=[Block]), copy.deepcopy(plain)
+    replica = nn.parallel.DistributedDataParallel(replica)
+    with comm.meter() as meter:
+        train(model, sgd(model), 1)
+    train(replica, sgd(replica), 1)
+    assert meter.calls["reduce_scatter"] == 2 * (dist.get_world_size() > 1)
+    assert all(p.grad is None for p in model.blocks[1].parameters())
+    assert_same_parameters(model, replica)
+    for net in (model, replica.module):
+        net.requires_grad_(True)
+    replica = nn.parallel.DistributedDataParallel(replica.module)
+    train(model, sgd(model), 2)
+    train(replica, sgd(replica), 2)
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_frozen_parameters_and_unfreezing(ranks: Ranks, world: int) -> None:
+    ranks(world, frozen_then_unfrozen)
+
+
+def left_alone() -> None:
+    torch.manual_seed(0)
+    model = OddNet()
+    weight, shape = model.fc.weight, model.fc.weight.shape
+    shardtrain.shard(model, units=[Block], ignored=[model.fc])
+    train(model, sgd(model), 1)
+    assert weight is model.fc.weight
+    assert weight.shape == shape
+    assert shardtrain.clip_grad_norm_(model, 1.0) > 0
+
+
+@several
+def test_ignored_modules_stay_whole(ranks: Ranks, world: int) -> None:
+    ranks(world, left_alone)
+
+
+def uneven_initial_weights() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = OddNet()
+    model.blocks[0].norm.running_mean.fill_(dist.get_rank())
+    torch.manual_seed(0)
+    expected = OddNet()
+    shardtrain.shard(model)
+    assert_same_parameters(model, expected, tolerance=0)
+    assert model.blocks[0].norm.running_mean.eq(0).all()
+
+
+@several
+def test_initial_weights_and_buffers_are_rank_0_s(ranks: Ranks, world: int) -> None:
+    ranks(world, uneven_initial_weights)
+
+
+def channels_last() -> None:
+    model, replica = sharded_and_replica(lambda: OddNet().to(memory_format=torch.channels_last))
+    with shardtrain.unsharded(model):
+        assert model.stem.weight.is_contiguous(memory_format=torch.channels_last)
+    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_channels_last_weights_stay_channels_last(ranks: Ranks, world: int) -> None:
+    ranks(world, channels_last)
+
+
+def inference_then_training() -> None:
+    model, replica = sharded_and_replica()
+    for net in (model, replica):
+        optimizer = sgd(net)
+        with torch.inference_mode():
+            net.eval()(images(0)[0])
+        train(net.train(), optimizer, 2)
+        with torch.no_grad():
+            net.eval()(images(1)[0])
+        train(net.train(), optimizer, 2)
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_inference_mode_then_training(ranks: Ranks, world: int) -> None:
+    ranks(world, inference_then_training)
+
+
+def converted() -> None:
+    model, replica = sharded_and_replica()
+    model.to(torch.float64)
+    replica = nn.parallel.DistributedDataParallel(replica.module.to(torch.float64))
+    with torch.no_grad():
+        for net in (model, replica.module):
+            for p in net.parameters():
+                p.mul_(0.5)
+
+    def wide(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = images(step)
+        return x.double(), y
+
+    assert train(model, sgd(model), 3, wide) == pytest.approx(train(replica, sgd(replica), 3, wide), rel=1e-9)
+    assert_same_parameters(model, replica, tolerance=1e-9)
+
+
+@every
+def test_edits_and_conversions_after_sharding_take_effect(ranks: Ranks, world: int) -> None:
+    ranks(world, converted)
+
+
+def from_meta() -> None:
+    torch.manual_seed(0)
+    expected = OddNet()
+    with torch.device("meta"):
+        model = OddNet()
+    shardtrain.shard(model, units=[Block])
+    with pytest.raises(ValueError, match=r"still on the meta device: scale, stem\.weight.*to_empty"):
+        model(images(0)[0])
+    model.to_empty(device="cpu")
+    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in expected.parameters())
+    shardtrain.load_full_state_dict(model, expected.state_dict())
+    assert_same_parameters(model, expected, tolerance=0)
+    replica = nn.parallel.DistributedDataParallel(expected)
+    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+
+
+@several
+def test_a_model_on_the_meta_device_materialises_its_pieces(ranks: Ranks, world: int) -> None:
+    ranks(world, from_meta)
+
+
+def a_child_by_itself() -> None:
+    model, replica = sharded_and_replica()
+    for net, inner in ((model, model), (replica, replica.module)):
+        optimizer = sgd(net)
+        for step in range(2):
+            x, y = images(step)
+            (F.cross_entropy(net(x), y) + inner.blocks[0](torch.ones(2, 7, 3, 3)).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(model.fc(torch.ones(1, 7)), replica.module.fc(torch.ones(1, 7)))
+    assert_same_parameters(model, replica)
+
+
+@several
+def test_a_child_called_by_itself_finds_its_parameters(ranks: Ranks, world: int) -> None:
+    ranks(world, a_child_by_itself)
+
+
+class Boom(Exception):
+    pass
+
+
+def fails_then_recovers(where: str) -> None:
+    model, replica = sharded_and_replica()
+    optimizer = sgd(model)
+
+    def boom(*_: Any) -> None:
+        raise Boom
+
+    target = model.blocks[1].norm
+    x, y = images(9)
+    if where == "forward":
+        handle = target.register_forward_hook(boom)
+    else:
+        handle = target.register_full_backward_hook(boom)
+    with pytest.raises(Boom):
+        F.cross_entropy(model(x), y).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    # the failed forward has moved the running statistics, which training does not read
+    assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    assert_same_parameters(model, replica)
+
+
+@every
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_clean_step_after_an_exception(ranks: Ranks, world: int, where: str) -> None:
+    ranks(world, fails_then_recovers, where)
+
+
+def uneven_statistics() -> None:
+    model, _ = sharded_and_replica()
+    norm = model.blocks[0].norm
+    norm.running_mean.fill_(float(dist.get_rank()))
+    norm.num_batches_tracked.fill_(10 + dist.get_rank())
+    mean = (dist.get_world_size() - 1) / 2
+    saved = shardtrain.full_state_dict(model)
+    assert saved["blocks.0.norm.running_mean"].eq(mean).all()
+    assert norm.running_mean.eq(dist.get_rank()).all()
+    shardtrain.average_buffers(model)
+    assert norm.running_mean.eq(mean).all()
+    assert norm.num_batches_tracked == 10
+
+
+@every
+def test_running_statistics_are_averaged(ranks: Ranks, world: int) -> None:
+    ranks(world, uneven_statistics)
+
+
+# units and refusals
+
+
+def test_automatic_units_of_torchvision_models() -> None:
+    from torchvision import models
+
+    def names(model: nn.Module) -> list[str]:
+        return [info.name for info in shardtrain.describe(shardtrain.shard(model))]
+
+    with torch.device("meta"):
+        assert names(models.resnet18()) == [
+            "(root)", *(f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)), "fc"
+        ]  # fmt: skip
+        vit = names(models.vit_b_16())
+        assert [name for name in vit if "encoder_layer" in name] == [
+            f"encoder.layers.encoder_layer_{i}" for i in range(12)
+        ]
+        assert len(names(models.swin_t())) > 12
+        assert len(names(models.vgg11())) > 8
+
+
+def bad_arguments() -> list[str]:
+    already = shardtrain.shard(OddNet())
+    cases: list[Callable[[], object]] = [
+        lambda: shardtrain.shard(already),
+        lambda: shardtrain.shard(nn.Sequential(already)),
+        lambda: shardtrain.shard(nn.ModuleList([OddNet()])),
+        lambda: shardtrain.shard(OddNet(), units=[nn.ModuleList, Block][:1]),
+        lambda: shardtrain.shard(OddNet(), units=[nn.LSTM]),
+        lambda: shardtrain.shard(OddNet(), units=["Block"]),
+        lambda: shardtrain.shard(OddNet(), transport="pigeon"),
+        lambda: shardtrain.describe(OddNet()),
+        lambda: setattr(already.stem.weight, "data", torch.zeros(3)) or already(images(0)[0]),
+    ]
+    texts = []
+    for case in cases:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            case()
+        texts.append(str(caught.value))
+    return texts
+
+
+@several
+def test_every_refusal_says_what_is_wrong_on_every_rank(ranks: Ranks, world: int) -> None:
+    expected = [
+        "OddNet is sharded already",
+        "0 is sharded already",
+        "the root is a ModuleList, which has no forward of its own",
+        "units names ModuleList, but the model has no such module",
+        "units names LSTM, but the model has no such module",
+        "units must be module classes or a callable",
+        "transport must be 'auto' or 'process_group', got 'pigeon'",
+        "OddNet is not sharded: pass the module that shardtrain.shard() returned",
+        "parameter stem.weight now has 3 elements on this rank, but its local piece has",
+    ]
+    for texts in ranks(world, bad_arguments):
+        assert len(texts) == len(expected)
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start)
+
+
+def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2 but there is no process group"):
+        shardtrain.shard(OddNet())
+
+
+def sparse() -> None:
+    model = shardtrain.shard(nn.Sequential(nn.Embedding(10, 3, sparse=True)))
+    with pytest.raises(ValueError, match=r"parameter 0\.weight has a sparse gradient"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name(ranks: Ranks) -> None:
+    ranks(2, sparse)

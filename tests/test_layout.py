@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtrain.layout import Layout, Piece, even
+
+sizes = st.lists(st.integers(0, 200), max_size=12)
+worlds = st.integers(1, 9)
+aligns = st.sampled_from([1, 2, 4, 8])
+
+
+def test_the_docstring_s_worked_numbers() -> None:
+    layout = even([3, 4, 6], world=2, align=4)
+    assert layout.bounds == (0, 8, 16)
+    assert layout.pieces(0) == (Piece(0, 3, 0), Piece(0, 4, 3), Piece(0, 1, 7))
+    assert layout.pieces(1) == (Piece(3, 3, 0), Piece(4, 4, 0), Piece(1, 6, 0))
+
+
+@given(sizes, worlds, aligns)
+def test_pieces_tile_every_parameter_in_rank_order(sizes: list[int], world: int, align: int) -> None:
+    layout = even(sizes, world, align)
+    pieces = [layout.pieces(rank) for rank in range(world)]
+    for index, size in enumerate(sizes):
+        covered = [e for rank in range(world) for e in range(*pieces[rank][index][:2])]
+        assert covered == list(range(size))
+
+
+@given(sizes, worlds, aligns)
+def test_a_piece_lies_where_the_flat_vector_says(sizes: list[int], world: int, align: int) -> None:
+    layout = even(sizes, world, align)
+    flat = [(index, element) for index, size in enumerate(sizes) for element in range(size)]
+    flat += [(-1, -1)] * (layout.padded - layout.numel)
+    for rank in range(world):
+        mine = flat[layout.interval(rank)]
+        assert len(mine) == layout.length(rank)
+        for index, piece in enumerate(layout.pieces(rank)):
+            expected = [(index, element) for element in range(piece.start, piece.stop)]
+            assert mine[piece.offset : piece.offset + piece.numel] == expected
+
+
+@given(sizes, worlds, aligns)
+def test_a_rank_holds_less_than_one_alignment_unit_too_much(sizes: list[int], world: int, align: int) -> None:
+    layout = even(sizes, world, align)
+    for rank in range(world):
+        assert layout.length(rank) % align == 0
+        assert layout.length(rank) < layout.numel / world + align
+
+
+@given(sizes, worlds, aligns)
+def test_offsets_are_running_sums(sizes: list[int], world: int, align: int) -> None:
+    layout = even(sizes, world, align)
+    assert list(layout.offsets) == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert layout.world == world
+
+
+def test_one_rank_owns_everything() -> None:
+    layout = even([5, 7], world=1, align=4)
+    assert layout.pieces(0) == (Piece(0, 5, 0), Piece(0, 7, 5))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bounds"),
+    [((3, -1), (0, 4)), ((3,), (0,)), ((3,), (1, 4)), ((3,), (0, 4, 2)), ((9,), (0, 4, 8))],
+)
+def test_bad_cuts_are_refused(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must not be negative|do not cut"):
+        Layout(sizes, bounds)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0 and 4"):
+        even([3], world=0, align=4)

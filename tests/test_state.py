@@ -1,0 +1,181 @@
+"""Whole parameters: looking at them, editing, saving, loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardtrain
+from small import Block, OddNet, assert_at_rest, assert_same_parameters, sgd, sharded_and_replica, train
+
+Ranks = Callable[..., list[Any]]
+every = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+def edits(writeback: bool) -> None:
+    model, replica = sharded_and_replica()
+    with shardtrain.unsharded(model, writeback=writeback):
+        for (name, ours), theirs in zip(model.named_parameters(), replica.module.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+            with torch.no_grad():
+                ours.add_(1.0)
+                theirs.add_(1.0 if writeback else 0.0)
+        model.fc.bias.data = torch.full((5,), 3.0)
+        if writeback:
+            replica.module.fc.bias.data = torch.full((5,), 3.0)
+        with pytest.raises(ValueError, match="cannot be called inside forward, backward or unsharded"):
+            shardtrain.full_state_dict(model)
+    assert_same_parameters(model, replica, tolerance=0)
+    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+
+
+@every
+@pytest.mark.parametrize("writeback", [True, False])
+def test_unsharded_keeps_or_drops_edits(ranks: Ranks, world: int, writeback: bool) -> None:
+    ranks(world, edits, writeback)
+
+
+def edits_gradients(writeback: bool) -> None:
+    model, replica = sharded_and_replica()
+    for net in (model, replica):
+        train(net, torch.optim.SGD(net.parameters(), 0.0), 1)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with shardtrain.unsharded(model, grads=True, writeback=writeback):
+        for ours, theirs in zip(model.parameters(), replica.module.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+            ours.grad.mul_(2.0)
+    after = [p.grad for p in model.parameters()]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new, old * 2 if writeback else old)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("writeback", [True, False])
+def test_unsharded_gradients(ranks: Ranks, world: int, writeback: bool) -> None:
+    ranks(world, edits_gradients, writeback)
+
+
+def computes_inside_unsharded() -> None:
+    model, replica = sharded_and_replica()
+    x = torch.randn(2, 3, 5, 5)
+    with shardtrain.unsharded(model), torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), replica.module.eval()(x))
+        assert model.stem.weight.dim() == 4
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_model_computes_inside_unsharded(ranks: Ranks, world: int) -> None:
+    ranks(world, computes_inside_unsharded)
+
+
+def full_state(rank0_only: bool) -> None:
+    model, replica = sharded_and_replica()
+    train(model, sgd(model))
+    train(replica, sgd(replica))
+    plain = replica.module.state_dict()
+    whole = shardtrain.full_state_dict(model, rank0_only=rank0_only)
+    if rank0_only and dist.get_rank():
+        assert whole == {}
+        return
+    assert list(whole) == list(plain)
+    assert [(v.shape, v.dtype) for v in whole.values()] == [(v.shape, v.dtype) for v in plain.values()]
+    fresh = OddNet()
+    fresh.load_state_dict(whole)
+    assert list(model.state_dict()) == list(plain)
+
+
+@every
+@pytest.mark.parametrize("rank0_only", [True, False])
+def test_a_full_state_dict_is_the_plain_model_s(ranks: Ranks, world: int, rank0_only: bool) -> None:
+    ranks(world, full_state, rank0_only)
+
+
+def loads_from_rank_0() -> None:
+    torch.manual_seed(7)
+    source = OddNet()
+    source.blocks[0].norm.running_var.fill_(4.0)
+    model, _ = sharded_and_replica()
+    shardtrain.load_full_state_dict(model, source.state_dict() if dist.get_rank() == 0 else {})
+    assert_same_parameters(model, source, tolerance=0)
+    assert model.blocks[0].norm.running_var.eq(4.0).all()
+    part = {"fc.bias": torch.arange(5.0), "other": torch.zeros(1)}
+    shardtrain.load_full_state_dict(model, part if dist.get_rank() == 0 else {}, strict=False)
+    source.fc.bias.data = torch.arange(5.0)
+    assert_same_parameters(model, source, tolerance=0)
+
+
+@every
+def test_rank_0_s_state_is_loaded_everywhere(ranks: Ranks, world: int) -> None:
+    ranks(world, loads_from_rank_0)
+
+
+def refuses(damage: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    torch.manual_seed(7)
+    state = OddNet().state_dict()
+    damage(state)
+    model, replica = sharded_and_replica()
+    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+        shardtrain.load_full_state_dict(model, state if dist.get_rank() == 0 else {})
+    assert_same_parameters(model, replica, tolerance=0)
+    return str(caught.value)
+
+
+def _missing(state: dict[str, torch.Tensor]) -> None:
+    del state["fc.weight"], state["blocks.0.norm.running_mean"]
+
+
+def _unexpected(state: dict[str, torch.Tensor]) -> None:
+    state["extra"] = torch.zeros(1)
+
+
+def _misshapen(state: dict[str, torch.Tensor]) -> None:
+    state["fc.weight"] = state["fc.weight"].t()
+
+
+def _mistyped(state: dict[str, torch.Tensor]) -> None:
+    state["fc.weight"] = state["fc.weight"].long()
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (_missing, "fc.weight is missing; blocks.0.norm.running_mean is missing"),
+        (_unexpected, "extra is unexpected"),
+        (_misshapen, "fc.weight has shape (7, 5), expected (5, 7)"),
+        (_mistyped, "fc.weight is torch.int64, expected torch.float32"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_everywhere_and_nothing_is_loaded(
+    ranks: Ranks, damage: Any, text: str
+) -> None:
+    assert ranks(3, refuses, damage) == [f"nothing was loaded: {text}"] * 3
+
+
+def tied() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        model[1].weight = model[0].weight
+        return model
+
+    model, replica = sharded_and_replica(make, units=[nn.Linear])
+    whole = shardtrain.full_state_dict(model)
+    assert list(whole) == list(replica.module.state_dict())
+    shardtrain.load_full_state_dict(model, whole)
+    assert_same_parameters(model, replica, tolerance=0)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_tied_weights_are_saved_under_both_names(ranks: Ranks, world: int) -> None:
+    ranks(world, tied)
+
+
+def test_units_are_kept_apart_from_blocks() -> None:
+    names = [info.name for info in shardtrain.describe(shardtrain.shard(OddNet(), units=[Block]))]
+    assert names == ["(root)", "blocks.0", "blocks.1"]
