@@ -9,6 +9,7 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+
 import shardtrain
 from shardtrain import compose as compose_module
 from shardtrain.compose import compose

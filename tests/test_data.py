@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torchvision.datasets import CIFAR10
+
 from shardtrain import data
 from shardtrain.config import Cifar, Digits, Fake, ImageFolder
 from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, epoch_order, generator, uniform_draws
 from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
-from torchvision.datasets import CIFAR10
 
 CPU = torch.device("cpu")
 
@@ -109,7 +110,7 @@ def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty/train/cat").mkdir(parents=True)
     with pytest.raises(UserError, match="Found no valid file for the classes cat"):
         data.load(ImageFolder("imagefolder", str(tmp_path / "empty"), 12, 16, 0.5, 0))
-    with pytest.raises(UserError, match="data.resize=8: expected at least data.image_size=12"):
+    with pytest.raises(UserError, match=r"data.resize=8: expected at least data.image_size=12"):
         data.load(ImageFolder("imagefolder", str(tmp_path), 12, 8, 0.5, 0))
     with pytest.raises(UserError, match=r"data.crop_area=2: expected at most 1"):
         data.load(ImageFolder("imagefolder", str(tmp_path), 12, 16, 2, 0))

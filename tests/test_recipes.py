@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchvision.models import ResNet, resnet18
+
 from shardtrain import targets
 from shardtrain.errors import UserError
 from shardtrain.recipes.augment import Affine, CropFlip
 from shardtrain.recipes.models import classifier
-from torch import nn
-from torchvision.models import ResNet, resnet18
 
 MODELS = "shardtrain.recipes.models"
 
@@ -82,7 +82,7 @@ def test_models_that_cannot_be_built(arguments: dict[str, object], message: str)
 
 
 def test_a_missing_argument_is_named() -> None:
-    with pytest.raises(UserError, match="model: .*missing.*num_classes"):
+    with pytest.raises(UserError, match=r"model: .*missing.*num_classes"):
         targets.build({"_target_": f"{MODELS}.classifier", "name": "resnet18"}, "model")
 
 

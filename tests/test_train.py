@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torchvision.models import resnet18
+
 from shardtrain import comm, shard
 from shardtrain.build import build, forward_flops, lr_factor, parameter_groups
 from shardtrain.compose import compose
@@ -19,8 +22,6 @@ from shardtrain.errors import UserError
 from shardtrain.evaluate import Scores, evaluate
 from shardtrain.launch import Context, Place
 from shardtrain.train import train
-from torch import nn
-from torchvision.models import resnet18
 
 CPU = torch.device("cpu")
 TINY = (

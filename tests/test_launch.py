@@ -1,0 +1,179 @@
+"""From a shell to a job: places, devices, threads, exit codes, and who speaks; in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, Store
+
+from shardtrain import launch
+from shardtrain.config import Config
+from shardtrain.errors import UserError
+from shardtrain.launch import Context, Place, choose_device, cpu_threads
+
+ALONE = Place(0, 1, 0, 1)
+
+
+@pytest.fixture(autouse=True)
+def _process_restored() -> Iterator[None]:
+    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+    yield
+    signal.signal(signal.SIGINT, handler)
+    torch.set_num_threads(threads)
+
+
+def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None:
+    """Makes this process rank `rank` of two, with `store` for the launcher's."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launch, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
+    monkeypatch.setattr(launch, "PATIENCE", 0.0)
+
+
+def _arguments(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+
+
+def _no_job(config: Config, context: Context) -> None:
+    raise AssertionError("the job must not start")
+
+
+def test_places() -> None:
+    assert Place.from_environment({}) == ALONE
+    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert Place.from_environment(environ) == Place(5, 8, 1, 4)
+    with pytest.raises(UserError, match="WORLD_SIZE is set, but RANK is missing or no number"):
+        Place.from_environment({"WORLD_SIZE": "2"})
+
+
+def test_a_broken_environment_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(SystemExit) as left:
+        launch.run(_no_job)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE is set, but RANK")
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", ALONE) == choose_device("cpu", ALONE) == torch.device("cpu")
+    with pytest.raises(UserError, match="device=cuda, but torch finds no CUDA device here; device=cpu"):
+        choose_device("cuda", ALONE)
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert choose_device("auto", Place(1, 2, 1, 2)) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+    with pytest.raises(UserError, match="4 ranks on this host, but torch finds 2 GPUs; start 2 ranks a host"):
+        choose_device("cuda", Place(2, 4, 2, 4))
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    by_torchrun = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
+    assert cpu_threads(ALONE, {}) == 8
+    assert cpu_threads(Place(0, 3, 0, 3), by_torchrun) == 2
+    assert cpu_threads(Place(0, 16, 0, 16), by_torchrun) == 1
+    assert cpu_threads(Place(0, 2, 0, 2), {"OMP_NUM_THREADS": "1"}) == 1
+    assert cpu_threads(Place(0, 2, 0, 2), by_torchrun | {"OMP_NUM_THREADS": "3"}) == 3
+    assert cpu_threads(ALONE, by_torchrun) == 1
+
+
+def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Config, Context]] = []
+    _arguments(monkeypatch, "+recipe=resnet", "device=cpu", "threads=1", "run.name=here")
+    launch.run(lambda config, context: seen.append((config, context)))
+    (config, context) = seen[0]
+    assert config.run.name == "here"
+    assert context == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
+    assert torch.get_num_threads() == 1
+
+
+def test_directories_without_a_name_say_what_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+    _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
+    launch.run(lambda config, context: seen.append(context.run_dir))
+    assert seen[0].match("outputs/digits-resnet18-[0-9]*-[0-9]*")
+    _arguments(monkeypatch, "+recipe=resnet", "device=cpu", "run.dir=/some/where")
+    launch.run(lambda config, context: seen.append(context.run_dir))
+    assert seen[1] == Path("/some/where")
+
+
+def test_ranks_and_restarts_agree_on_what_the_first_proposed() -> None:
+    shared = HashStore()
+    shared.set_timeout(timedelta(seconds=5))
+    answers = []
+    for attempt, proposal in [(0, "first"), (0, "second"), (1, "after a restart")]:
+        place = Place(0, 2, 0, 2)
+        place.__dict__["store"] = PrefixStore(f"attempt_{attempt}", shared)
+        answers.append(place.agree("run_name", proposal))
+    assert answers == ["first"] * 3
+
+
+def test_a_mistake_is_told_once_and_reaches_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    store = HashStore()
+    _arguments(monkeypatch, "+recipe=resnet", "train.epoch=3")
+    for rank in (1, 0):  # rank 1 comes first, so it speaks
+        _two_ranks(monkeypatch, rank, store)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        with pytest.raises(SystemExit) as left:
+            launch.run(_no_job)
+        assert left.value.code == 2
+        message = "error: unknown key train.epoch; did you mean train.epochs?"
+        assert capsys.readouterr().err.startswith(message if rank == 1 else "") is True
+    report = json.loads((tmp_path / "1.json").read_text())["message"]
+    assert report["message"].startswith(message)
+    assert int(report["extraInfo"]["timestamp"]) > 0
+    assert not (tmp_path / "0.json").exists()
+
+
+def test_silence_when_the_store_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Gone:
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Connection reset by peer")
+
+    _two_ranks(monkeypatch, 1, Gone())  # type: ignore[arg-type]
+    _arguments(monkeypatch, "train.epochs=0")
+    with pytest.raises(SystemExit):
+        launch.run(_no_job)
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_leaves_with_130_and_a_second_one_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(config: Config, context: Context) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+
+    _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
+    with pytest.raises(SystemExit) as left:
+        launch.run(job)
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(config: Config, context: Context) -> None:
+        raise RuntimeError("as it was")
+
+    _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
+    with pytest.raises(RuntimeError, match="as it was"):
+        launch.run(job)
