@@ -90,8 +90,11 @@ class Schedule:
         return self._depth[unit] == 1
 
     def begin_forward(self) -> None:
-        """The root module is entered. What was gathered before may be older than the last update."""
-        if self._in_backward or self._in_forward:
+        """The root module is entered. What was gathered before may be older than the last update.
+
+        A forward still under way was interrupted from the keyboard, which runs no hooks.
+        """
+        if self._in_backward:
             return
         for unit in self.units:
             self._depth[unit] = 0

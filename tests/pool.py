@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 4
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 
 
 class RankFailed(AssertionError):

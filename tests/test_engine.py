@@ -19,6 +19,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.shard import ALIGN_BYTES
 from shardtrain.wrap import engine_of
+
 from small import (
     Block,
     OddNet,
@@ -273,7 +274,7 @@ def test_an_infinite_gradient_on_one_rank_is_seen_by_all(ranks: Ranks, world: in
 
 
 class Shared(nn.Module):
-    """One block called twice; a layer that never runs; a weight tied across units; two outputs, one unused."""
+    """One block called twice; a layer that never runs; a weight tied across units; an unused output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -580,15 +581,15 @@ def fails_then_recovers(where: str) -> None:
     optimizer = sgd(model)
 
     def boom(*_: Any) -> None:
-        raise Boom
+        raise KeyboardInterrupt if where == "Ctrl-C" else Boom
 
     target = model.blocks[1].norm
     x, y = images(9)
-    if where == "forward":
+    if where in ("forward", "Ctrl-C"):
         handle = target.register_forward_hook(boom)
     else:
         handle = target.register_full_backward_hook(boom)
-    with pytest.raises(Boom):
+    with pytest.raises((Boom, KeyboardInterrupt)):
         F.cross_entropy(model(x), y).backward()
     handle.remove()
     optimizer.zero_grad()
@@ -598,7 +599,7 @@ def fails_then_recovers(where: str) -> None:
 
 
 @every
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "Ctrl-C"])
 def test_a_clean_step_after_an_exception(ranks: Ranks, world: int, where: str) -> None:
     ranks(world, fails_then_recovers, where)
 

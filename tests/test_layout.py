@@ -65,7 +65,7 @@ def test_one_rank_owns_everything() -> None:
     [((3, -1), (0, 4)), ((3,), (0,)), ((3,), (1, 4)), ((3,), (0, 4, 2)), ((9,), (0, 4, 8))],
 )
 def test_bad_cuts_are_refused(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must not be negative|do not cut"):
+    with pytest.raises(ValueError, match=r"must not be negative|do not cut"):
         Layout(sizes, bounds)
 
 

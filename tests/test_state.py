@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardtrain
+
 from small import Block, OddNet, assert_at_rest, assert_same_parameters, sgd, sharded_and_replica, train
 
 Ranks = Callable[..., list[Any]]
