@@ -125,7 +125,7 @@ def test_start_table_says_what_a_rank_holds(tmp_path: Path) -> None:
         "11,172,810 parameters",
         "42.6 MiB parameters, 42.6 gradients, 85.2 optimizer",
         "digits, 1,437 + 360 held out, 8×8 pixels",
-        "96 = 1 ranks × 2 × 48",
+        "96 = 1 rank × 2 micro-batches × 48",
         "layer4.1",
     ):
         assert expected in table

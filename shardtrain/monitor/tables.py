@@ -23,7 +23,8 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     parameters = sum(unit.parameters for unit in units)
     own = sum(unit.local_bytes for unit in units) / MIB
     moments = 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
-    cores = f", {torch.get_num_threads()} threads a rank" if context.device.type == "cpu" else ""
+    ranks = _count(place.world_size, "rank")
+    threads = f", {_count(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     rows = [
         ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
         ("cost", f"{job.forward_flops / 1e9:.3g} GFLOP an image forward"),
@@ -32,14 +33,14 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("data", f"{job.data_name}, {config.data.image_size}×{config.data.image_size} pixels"),
         (
             "batch",
-            f"{share.batch_size} = {place.world_size} ranks × {share.accumulate} × {share.micro_batch}",
+            f"{share.batch_size} = {ranks} × {_count(share.accumulate, 'micro-batch')} × {share.micro_batch}",
         ),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} an epoch"),
         (
             "update",
             f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}",
         ),
-        ("world", f"{place.world_size} ranks, {context.device.type}{cores}, torch {torch.__version__}"),
+        ("world", f"{ranks}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", "none: dry_run" if config.dry_run else str(context.run_dir)),
     ]
     return f"{_aligned(rows)}\n{_unit_table(job)}"
@@ -72,6 +73,11 @@ def _unit_table(job: Job) -> str:
     lines = [f"  {'unit':<{width}}  {'parameters':>13}  {'MiB a rank':>10}"]
     lines += [f"  {name:<{width}}  {count:>13,}  {mib:>10.2f}" for name, count, mib in rows]
     return "\n".join(lines)
+
+
+def _count(number: int, word: str) -> str:
+    ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{ending}"
 
 
 def _model_name(model: Mapping[str, Any]) -> str:

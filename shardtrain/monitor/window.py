@@ -36,9 +36,9 @@ class Window:
         self._restart()
 
     def _restart(self) -> None:
-        self.sums = torch.zeros(
-            3, dtype=torch.float64, device=self.device
-        )  # loss, right at first guess, images
+        # Summed on the device, so that no step waits for it: loss times images, right first guesses.
+        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.images = 0
         self.steps = 0
         self.data_s = 0.0
         self.sent: Counter[str] = Counter()  # bytes by kind
@@ -62,8 +62,8 @@ class Window:
         """One micro-batch: mean loss, logits [batch, classes], labels [batch]."""
         with torch.no_grad():
             right = (logits.argmax(1) == labels).sum()
-            images = torch.tensor(len(labels), device=self.device)
-            self.sums += torch.stack([loss.double() * images, right.double(), images.double()])
+            self.sums += torch.stack([loss.double() * len(labels), right.double()])
+        self.images += len(labels)
 
     def step_done(self, traffic: comm.Meter) -> None:
         self.steps += 1
@@ -71,11 +71,12 @@ class Window:
 
     def close(self, step: int, grad_norm: Tensor) -> dict[str, float]:
         """Scalars since the last call, by tag. Collective; gradients have to be still there."""
-        loss, right, images = comm.all_reduce(self.sums).tolist()
+        loss, right = comm.all_reduce(self.sums).tolist()
         if not math.isfinite(loss):
             raise RuntimeError(f"train/loss is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
         ranks = comm.world_size()
+        images = self.images * ranks  # every rank has equally many
         scalars = {
             "train/loss": loss / images,
             "train/acc1": 100 * right / images,
