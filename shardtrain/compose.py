@@ -87,7 +87,9 @@ def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
 def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> str:
     """One line in place of Hydra's message, with the nearest valid name."""
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r}: expected key=value"
+        return (
+            f"cannot read {error.override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
+        )
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_choice(str(error.missing_cfg_file), list(error.options))
     bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))

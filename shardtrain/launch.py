@@ -172,7 +172,7 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
 def _run_dir(config: Config, place: Place) -> Path:
     """One directory for all ranks, whatever their clocks say."""
     if config.run.dir is not None:
-        return Path(config.run.dir)
+        return Path(config.run.dir).expanduser()
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     default = f"{config.data.name}-{config.model.get('name', 'model')}-{started}"
     return Path("outputs") / place.agree("run_name", config.run.name or default)

@@ -58,7 +58,7 @@ def image_folder(config: ImageFolder) -> DataSet:
 
 
 def _part(config: ImageFolder, part: str, crop: Callable[[Any], Any]) -> Folder:
-    path = Path(config.root) / part
+    path = Path(config.root).expanduser() / part
     if not path.is_dir():
         raise UserError(
             f"data.root={config.root}: there is no folder {path.absolute()}; "

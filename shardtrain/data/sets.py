@@ -108,7 +108,7 @@ def _cifar(config: Cifar) -> DataSet:
         parts = [kind(config.root, train=train) for train in (True, False)]
     except RuntimeError:
         raise UserError(
-            f"data.root={config.root}: no {config.name} in {Path(config.root).absolute()}; "
+            f"data.root={config.root}: no {config.name} in {Path(config.root).expanduser().absolute()}; "
             f"give the folder that has it, or data.download=true"
         ) from None
     train, val = (
