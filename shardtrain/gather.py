@@ -17,7 +17,7 @@ def launch(unit: Unit, transport: Transport) -> None:
     for segment in unit.segments:
         segment.resize_full(segment.layout.padded)
     flats = [segment.flat for segment in unit.segments]
-    unit.moving = transport.gather(unit.tag, flats) if flats else Pending()
+    unit.moving = transport.gather(unit.tag(0), flats) if flats else Pending()
     unit.state = State.GATHERING
 
 

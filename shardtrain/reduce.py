@@ -22,11 +22,11 @@ class FlatGradient:
     with a gradient of any backward since the last reduction (accumulation under ``no_sync``).
     """
 
-    def __init__(self, segment: Segment, world: int) -> None:
+    def __init__(self, segment: Segment, transport: Transport) -> None:
         self.segment = segment
         self.arrived: set[int] = set()
         self.filled: set[int] = set()
-        self._world = world
+        self._transport = transport
         self._clear()
 
     def _clear(self) -> None:
@@ -66,10 +66,10 @@ class FlatGradient:
 
     def _slot(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Where the gradient of parameter ``index`` belongs; on a single rank, the gradient itself."""
-        if self._world == 1:
+        if self._transport.world == 1:
             return self._whole.setdefault(index, grad)
         if self._flat is None:
-            self._flat = self.segment.full.new_empty(self.segment.layout.padded)
+            self._flat = self._transport.gradient(self.segment.layout, self.segment.local)
             self._views = self.segment.views_of(self._flat)
         return self._views[index]
 
@@ -84,7 +84,7 @@ class FlatGradient:
         """The flat gradient, zero where nothing arrived on this rank."""
         layout = self.segment.layout
         if self._flat is None:
-            flat = self.segment.full.new_zeros(layout.padded)
+            flat = self._transport.gradient(layout, self.segment.local).zero_()
         else:
             flat = self._flat
             flat[layout.numel :].zero_()
@@ -97,6 +97,8 @@ class FlatGradient:
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self.arrived.clear()
+        if self._flat is not None:
+            self._transport.discard(self._flat)
         self._clear()
 
 
@@ -105,7 +107,7 @@ class Reduction:
 
     def __init__(self, unit: Unit, transport: Transport) -> None:
         self.unit = unit
-        self.gradients = [FlatGradient(segment, transport.world) for segment in unit.segments]
+        self.gradients = [FlatGradient(segment, transport) for segment in unit.segments]
         self._transport = transport
         self._moving = Pending()
         self._intervals: list[tuple[Segment, torch.Tensor]] = []
@@ -136,7 +138,7 @@ class Reduction:
             segment = gradient.segment
             flats.append(Flat(gradient.take_flat(), torch.empty_like(segment.local), segment.layout))
         self._intervals = [(g.segment, flat.local) for g, flat in zip(trainable, flats, strict=True)]
-        self._moving = self._transport.reduce(self.unit.tag + 128, flats)
+        self._moving = self._transport.reduce(self.unit.tag(1), flats)
 
     def finish(self) -> None:
         """Wait for the movement and give every trainable parameter its piece of the mean."""

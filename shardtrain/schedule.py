@@ -99,6 +99,7 @@ class Schedule:
         for unit in self.units:
             self._depth[unit] = 0
             gather.release(unit)
+        self.transport.fence("before reading")
         self._forward.begin()
         self._in_forward = True
 
@@ -110,6 +111,7 @@ class Schedule:
         for unit in self.units:
             if unit.state is State.GATHERING:
                 gather.release(unit)
+        self.transport.fence("after reading")
 
     def before_forward(self, unit: Unit) -> None:
         """One of ``unit``'s modules is entered: its parameters must be whole."""
@@ -118,6 +120,7 @@ class Schedule:
             return
         if not (self._in_forward or self._in_backward):
             gather.release(unit)  # called by itself: gathered before some update, perhaps
+            self.transport.fence("before reading")
         gather.open_full(unit, self.transport)
         if self._in_forward and not self._in_backward:
             self._prefetch(self._forward.next_after(unit))
@@ -129,7 +132,11 @@ class Schedule:
         needed again. If not, they stay in full until the end of backward.
         """
         self._depth[unit] = max(0, self._depth[unit] - 1)
-        if self._depth[unit] or self._in_backward or unit.pinned or not backward_will_tell:
+        if self._depth[unit] or self._in_backward or unit.pinned:
+            return
+        if not self._in_forward:
+            self.transport.fence("after reading")
+        if not backward_will_tell:
             return
         if torch.is_grad_enabled() and (unit is self.root or not self.reshard_after_forward):
             unit.show_local()
@@ -214,6 +221,7 @@ class Schedule:
         if self._launched:
             self._reductions[self._launched[-1]].finish()
         self._rest()
+        self.transport.fence("after reading")
 
     def recover(self) -> None:
         """Forget a backward that did not end: an exception went through it."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardtrain.comm.transport import Flat, Pending, Transport
+from shardtrain.comm.transport import Flat, Pending, Tag, Transport
 from shardtrain.layout import Layout, Piece, even
 
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
@@ -64,10 +64,10 @@ class Segment:
         self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
-        self._rank, self._in_place = transport.rank, transport.in_place
-        self._cut(transport)
+        self._transport = transport
+        self._cut()
 
-    def _cut(self, transport: Transport) -> None:
+    def _cut(self) -> None:
         """Lay the whole parameters end to end, take rank 0's values, keep this rank's interval."""
         first = self.params[0]
         full = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
@@ -75,16 +75,16 @@ class Segment:
             view.copy_(param.data)
             param.grad = None
         if not full.is_meta:
-            transport.broadcast(full)
-        self._adopt(full if self._in_place else full[self.layout.interval(self._rank)].clone())
+            self._transport.broadcast(full)
+        self._adopt(full[self.layout.interval(self._transport.rank)])
         self.show_local()
 
     def _adopt(self, local: torch.Tensor) -> None:
-        """Make ``local`` this rank's interval, and an empty ``full`` to go with it."""
-        self.local = local
-        self.full = local if self._in_place else local.new_empty(self.layout.padded)
+        """Give the segment memory, and this rank's interval the values of ``local``."""
+        self.full, self.local = self._transport.allocate(self.layout, local)
+        self.local.copy_(local)
         self.full_views = self.views_of(self.full)
-        self.local_views = [local[p.offset : p.offset + p.numel] for p in self.pieces]
+        self.local_views = [self.local[p.offset : p.offset + p.numel] for p in self.pieces]
         self.resize_full(0)
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ class Segment:
 
     def resize_full(self, elements: int) -> None:
         """Give ``full`` memory for so many elements: all of them, or none."""
-        if not self._in_place and not self.full.is_meta:
+        if not self._transport.in_place and not self.full.is_meta:
             self.full.untyped_storage().resize_(elements * self.full.element_size())
 
     def show_full(self) -> None:
@@ -166,7 +166,7 @@ class Segment:
                     f"{self.places[0].name} of the same unit is {first.dtype} on {first.device}; "
                     "convert the whole model, or convert it before shard()"
                 )
-        local = torch.zeros(self.layout.length(self._rank), dtype=first.dtype, device=first.device)
+        local = torch.zeros(self.layout.length(self._transport.rank), dtype=first.dtype, device=first.device)
         for param, piece in zip(self.params, self.pieces, strict=True):
             local[piece.offset : piece.offset + piece.numel].copy_(param.data)
         self._adopt(local)
@@ -185,10 +185,9 @@ class Unit:
         self.moving = Pending()
         self.pinned = False  # held in full by `unsharded`: a release does nothing
 
-    @property
-    def tag(self) -> int:
-        """First of the unit's message tags: two movements of at most 128 segments each."""
-        return self.index * 256
+    def tag(self, movement: int) -> Tag:
+        """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""
+        return Tag(self.index * 256 + movement * 128, self.name or "the root")
 
     def holds(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""

@@ -47,49 +47,50 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     """
     engine = engine_of(module)
     _require_rest(engine, "unsharded")
-    segments = [segment for unit in engine.units for segment in unit.segments]
-    backup = [s.local.clone() for s in segments] if engine.transport.in_place and not writeback else []
     for unit in engine.units:
-        _open(unit, engine, grads)
+        _open(unit, engine.transport, grads)
     try:
         yield
     finally:
         for unit in engine.units:
-            _close(unit, engine, writeback, grads)
-        for segment, local in zip(segments, backup, strict=False):
-            segment.local.copy_(local)
+            _close(unit, engine.transport, writeback, grads)
 
 
-def _open(unit: Unit, engine: Engine, grads: bool) -> None:
-    gather.release(unit)  # what is still gathered may be older than the last update
-    whole = [_whole_grads(segment, engine.transport, unit.tag) for segment in unit.segments] if grads else []
-    gather.open_full(unit, engine.transport)
+def _open(unit: Unit, transport: Transport, grads: bool) -> None:
+    """Show private whole copies: edits are seen by nobody before they are written back."""
+    gather.release(unit)
     unit.pinned = True
-    for segment, found in zip(unit.segments, whole, strict=False):
-        for param, grad in zip(segment.params, found, strict=True):
-            param.grad = grad
+    for segment in unit.segments:
+        values = segment.views_of(_whole(segment, segment.local, transport, unit))
+        gradients = _whole_grads(segment, transport, unit) if grads else [None] * len(values)
+        segment.show_full()
+        for param, value, grad in zip(segment.params, values, gradients, strict=True):
+            param.data, param.grad = value, grad
 
 
-def _close(unit: Unit, engine: Engine, writeback: bool, grads: bool) -> None:
-    if writeback:
-        for segment in unit.segments:
-            _keep_edits(segment, engine.transport)
-            if grads:
-                segment.kept_grads = [_piece_of_grad(segment, i) for i in range(len(segment.params))]
+def _close(unit: Unit, transport: Transport, writeback: bool, grads: bool) -> None:
+    for segment in unit.segments:
+        if writeback:
+            for index, view in enumerate(segment.local_views):
+                piece = segment.pieces[index]
+                flat = in_memory_order(segment.params[index].data, segment.strides[index])
+                view.copy_(flat[piece.start : piece.stop])
+        if writeback and grads:
+            segment.kept_grads = [_piece_of_grad(segment, i) for i in range(len(segment.params))]
     unit.pinned = False
     gather.release(unit)
 
 
-def _keep_edits(segment: Segment, transport: Transport) -> None:
-    """Copy this rank's interval of the whole parameters into the local storage."""
-    for param, view in zip(segment.params, segment.full_views, strict=True):
-        if param.data_ptr() != view.data_ptr():  # replaced by `.data =` instead of edited in place
-            view.copy_(param.data)
-    if not transport.in_place:
-        segment.local.copy_(segment.full[segment.layout.interval(transport.rank)])
+def _whole(segment: Segment, local: torch.Tensor, transport: Transport, unit: Unit) -> torch.Tensor:
+    """A private flat vector, gathered from every rank's ``local`` interval."""
+    if transport.world == 1:
+        return local.clone()
+    full = local.new_empty(segment.layout.padded)
+    transport.gather(unit.tag(0), [Flat(full, local, segment.layout)]).wait()
+    return full
 
 
-def _whole_grads(segment: Segment, transport: Transport, tag: int) -> list[torch.Tensor | None]:
+def _whole_grads(segment: Segment, transport: Transport, unit: Unit) -> list[torch.Tensor | None]:
     """Every parameter's gradient, gathered and shaped; None where there is none."""
     has_grad = [param.grad is not None for param in segment.params]
     if not any(has_grad):
@@ -98,9 +99,8 @@ def _whole_grads(segment: Segment, transport: Transport, tag: int) -> list[torch
     for param, piece in zip(segment.params, segment.pieces, strict=True):
         if param.grad is not None:
             local[piece.offset : piece.offset + piece.numel].copy_(param.grad)
-    full = local if transport.in_place else local.new_empty(segment.layout.padded)
-    transport.gather(tag, [Flat(full, local, segment.layout)]).wait()
-    return [view if has else None for view, has in zip(segment.views_of(full), has_grad, strict=True)]
+    views = segment.views_of(_whole(segment, local, transport, unit))
+    return [view if has else None for view, has in zip(views, has_grad, strict=True)]
 
 
 def _piece_of_grad(segment: Segment, index: int) -> torch.Tensor | None:
@@ -125,12 +125,10 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     wanted = engine.transport.rank == 0 or not rank0_only
     values: dict[torch.Tensor, torch.Tensor] = {}
     for unit in engine.units:
-        gather.release(unit)
-        gather.open_full(unit, engine.transport)
-        if wanted:
-            params = [param for segment in unit.segments for param in segment.params]
-            values.update((param, param.detach().to("cpu", copy=True)) for param in params)
-        gather.release(unit)
+        for segment in unit.segments:
+            views = segment.views_of(_whole(segment, segment.local, engine.transport, unit))
+            if wanted:
+                values.update(zip(segment.params, (v.to("cpu", copy=True) for v in views), strict=True))
     for buffer, value in _equal_buffers(module, engine.transport):
         values[buffer] = value.to("cpu", copy=True)
     if not wanted:

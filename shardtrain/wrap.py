@@ -69,7 +69,8 @@ def shard(
         mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world.
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it, for more memory and one gather less.
-        transport: ``"auto"`` or ``"process_group"``.
+        transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
+            copy of the parameters between them; ``"auto"`` takes the latter wherever it works.
         ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
 
     Raises:
@@ -82,7 +83,9 @@ def shard(
     skipped = _ignored_parameters(ignored)
     anchors = _unit_modules(module, units)
     places = _places_by_unit(module, anchors, skipped)
-    link = comm.open_transport(mesh.get_group() if mesh is not None else None)
+    on_cpu = all(param.device.type in ("cpu", "meta") for param in module.parameters())
+    kind = "process_group" if transport == "auto" and not on_cpu else transport
+    link = comm.open_transport(kind, mesh.get_group() if mesh is not None else None)
     built = [
         Unit(name, index, anchors[name], segments_of(found, link))
         for index, (name, found) in enumerate(places.items())
@@ -160,8 +163,8 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _check(module: nn.Module, transport: str, mesh: DeviceMesh | None) -> None:
-    if transport not in ("auto", "process_group"):
-        raise ValueError(f"transport must be 'auto' or 'process_group', got {transport!r}")
+    if transport not in ("auto", "process_group", "shared_memory"):
+        raise ValueError(f"transport must be 'auto', 'process_group' or 'shared_memory', got {transport!r}")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"mesh must be a 1-D DeviceMesh, got {mesh.ndim} dimensions")
     for name, child in module.named_modules():

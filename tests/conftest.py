@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ def _pool() -> Iterator[Pool]:
     pool.stop()
 
 
-@pytest.fixture
-def ranks(_pool: Pool) -> Callable[..., list[Any]]:
-    """``ranks(world, body, *args)`` runs ``body`` on that many ranks and returns their results."""
-    return _pool.run
+@pytest.fixture(params=["process_group", "shared_memory"])
+def ranks(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``ranks(world, body, *args)`` runs ``body`` on that many ranks, once over each transport."""
+    return functools.partial(_pool.run, request.param)
 
 
 @pytest.fixture(autouse=True, scope="session")

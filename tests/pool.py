@@ -33,13 +33,16 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
 
-    def run(self, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``body(*args)`` on ``world`` ranks and return their results in rank order."""
+    def run(self, transport: str, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``body(*args)`` on ``world`` ranks, whose `small.shard` takes ``transport``.
+
+        Returns the results in rank order.
+        """
         if not self._ranks:
             self._ranks = [self._start(rank) for rank in range(LARGEST)]
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self._ranks[:world]):
-                pipe.send((body, args, rank, world, str(Path(folder) / "store")))
+                pipe.send((body, args, rank, world, str(Path(folder) / "store"), transport))
             answers = self._answers(world)
         failed = [f"--- rank {rank}\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
         if len(answers) < world:
@@ -86,9 +89,10 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     warnings.simplefilter("error")
     while True:
         try:
-            body, args, rank, world, store = pipe.recv()
+            body, args, rank, world, store, transport = pipe.recv()
         except EOFError:
             return
+        os.environ["SHARDTRAIN_TEST_TRANSPORT"] = transport
         pipe.send(_call(body, args, rank, world, store))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,11 @@ def images(
     return torch.randn(n, 3, size, size, generator=generator), torch.randint(5, (n,), generator=generator)
 
 
+def shard(module: nn.Module, **options: Any) -> nn.Module:
+    """`shardtrain.shard` over the transport that the test runs with."""
+    return shardtrain.shard(module, **{"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], **options})
+
+
 def sharded_and_replica(
     make: Callable[[], nn.Module] = OddNet, find_unused: bool = False, **options: Any
 ) -> tuple[nn.Module, DistributedDataParallel]:
@@ -60,7 +66,7 @@ def sharded_and_replica(
     plain = make()
     options.setdefault("units", [Block])
     return (
-        shardtrain.shard(copy.deepcopy(plain), **options),
+        shard(copy.deepcopy(plain), **options),
         DistributedDataParallel(plain, find_unused_parameters=find_unused),
     )
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.shard import ALIGN_BYTES
+from shardtrain.shard import ALIGN_BYTES, State
 from shardtrain.wrap import engine_of
 
 from small import (
@@ -27,6 +27,7 @@ from small import (
     assert_same_parameters,
     images,
     sgd,
+    shard,
     sharded_and_replica,
     train,
 )
@@ -133,7 +134,7 @@ def most_gathered_at_once() -> int:
 
     def look(*_: Any) -> None:
         nonlocal most
-        held = [u for u in engine.units for s in u.segments if s.full.untyped_storage().nbytes()]
+        held = [u for u in engine.units if u.segments and u.state is not State.SHARDED]
         most = max(most, len(held))
 
     for layer in model.children():
@@ -176,7 +177,7 @@ def optimizer_built_first(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     plain = OddNet()
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
     early = make(plain.parameters())
-    train(shardtrain.shard(plain, units=[Block]), early)
+    train(shard(plain, units=[Block]), early)
     train(replica, make(replica.parameters()))
     assert_same_parameters(plain, replica)
 
@@ -310,7 +311,7 @@ def shared_and_unused() -> None:
     replica = nn.parallel.DistributedDataParallel(
         FirstOutput(copy.deepcopy(plain)), find_unused_parameters=True
     )
-    model = shardtrain.shard(plain, units=[Block, nn.Linear])
+    model = shard(plain, units=[Block, nn.Linear])
 
     def three_class_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = images(step)
@@ -375,7 +376,7 @@ def used_on_one_rank_only() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(Conditional(dist.get_rank()) for _ in range(3)))
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(layers), find_unused_parameters=True)
-    model = shardtrain.shard(layers, units=[Conditional])
+    model = shard(layers, units=[Conditional])
     for step in range(2):
         x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
         for net in (model, replica):
@@ -426,7 +427,7 @@ def frozen_then_unfrozen() -> None:
     plain = OddNet()
     plain.blocks.requires_grad_(False)
     plain.blocks[0].norm.requires_grad_(True)
-    model, replica = shardtrain.shard(copy.deepcopy(plain), units=[Block]), copy.deepcopy(plain)
+    model, replica = shard(copy.deepcopy(plain), units=[Block]), copy.deepcopy(plain)
     replica = nn.parallel.DistributedDataParallel(replica)
     with comm.meter() as meter:
         train(model, sgd(model), 1)
@@ -451,7 +452,7 @@ def left_alone() -> None:
     torch.manual_seed(0)
     model = OddNet()
     weight, shape = model.fc.weight, model.fc.weight.shape
-    shardtrain.shard(model, units=[Block], ignored=[model.fc])
+    shard(model, units=[Block], ignored=[model.fc])
     train(model, sgd(model), 1)
     assert weight is model.fc.weight
     assert weight.shape == shape
@@ -469,7 +470,7 @@ def uneven_initial_weights() -> None:
     model.blocks[0].norm.running_mean.fill_(dist.get_rank())
     torch.manual_seed(0)
     expected = OddNet()
-    shardtrain.shard(model)
+    shard(model)
     assert_same_parameters(model, expected, tolerance=0)
     assert model.blocks[0].norm.running_mean.eq(0).all()
 
@@ -537,7 +538,7 @@ def from_meta() -> None:
     expected = OddNet()
     with torch.device("meta"):
         model = OddNet()
-    shardtrain.shard(model, units=[Block])
+    shard(model, units=[Block])
     with pytest.raises(ValueError, match=r"still on the meta device: scale, stem\.weight.*to_empty"):
         model(images(0)[0])
     model.to_empty(device="cpu")
@@ -645,15 +646,15 @@ def test_automatic_units_of_torchvision_models() -> None:
 
 
 def bad_arguments() -> list[str]:
-    already = shardtrain.shard(OddNet())
+    already = shard(OddNet())
     cases: list[Callable[[], object]] = [
-        lambda: shardtrain.shard(already),
-        lambda: shardtrain.shard(nn.Sequential(already)),
-        lambda: shardtrain.shard(nn.ModuleList([OddNet()])),
-        lambda: shardtrain.shard(OddNet(), units=[nn.ModuleList, Block][:1]),
-        lambda: shardtrain.shard(OddNet(), units=[nn.LSTM]),
-        lambda: shardtrain.shard(OddNet(), units=["Block"]),
-        lambda: shardtrain.shard(OddNet(), transport="pigeon"),
+        lambda: shard(already),
+        lambda: shard(nn.Sequential(already)),
+        lambda: shard(nn.ModuleList([OddNet()])),
+        lambda: shard(OddNet(), units=[nn.ModuleList, Block][:1]),
+        lambda: shard(OddNet(), units=[nn.LSTM]),
+        lambda: shard(OddNet(), units=["Block"]),
+        lambda: shard(OddNet(), transport="pigeon"),
         lambda: shardtrain.describe(OddNet()),
         lambda: setattr(already.stem.weight, "data", torch.zeros(3)) or already(images(0)[0]),
     ]
@@ -674,7 +675,7 @@ def test_every_refusal_says_what_is_wrong_on_every_rank(ranks: Ranks, world: int
         "units names ModuleList, but the model has no such module",
         "units names LSTM, but the model has no such module",
         "units must be module classes or a callable",
-        "transport must be 'auto' or 'process_group', got 'pigeon'",
+        "transport must be 'auto', 'process_group' or 'shared_memory', got 'pigeon'",
         "OddNet is not sharded: pass the module that shardtrain.shard() returned",
         "parameter stem.weight now has 3 elements on this rank, but its local piece has",
     ]
@@ -691,7 +692,7 @@ def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def sparse() -> None:
-    model = shardtrain.shard(nn.Sequential(nn.Embedding(10, 3, sparse=True)))
+    model = shard(nn.Sequential(nn.Embedding(10, 3, sparse=True)))
     with pytest.raises(ValueError, match=r"parameter 0\.weight has a sparse gradient"):
         model(torch.tensor([1, 2])).sum().backward()
 

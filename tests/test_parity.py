@@ -12,10 +12,8 @@ import torch.distributed as dist
 import torchvision
 from torch.nn import functional as F
 
-import shardtrain
-
 from naive_twin import NaiveTwin
-from small import OddNet, assert_same_parameters, images, sgd, sharded_and_replica, train
+from small import OddNet, assert_same_parameters, images, sgd, shard, sharded_and_replica, train
 
 Ranks = Callable[..., list[Any]]
 Optimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -60,7 +58,7 @@ def resnet_exactly_like_ddp(optimizer: Optimizer, repeat: bool) -> None:
     assert losses == expected
     assert_same_parameters(sharded, replica, tolerance=0)
     if repeat:
-        shardtrain.shard(again)
+        shard(again)
         assert train(again, optimizer(again), 20, resnet_batch) == losses
         assert_same_parameters(again, replica, tolerance=0)
 
@@ -100,7 +98,7 @@ def like_the_naive_twin(steps: int) -> None:
     torch.manual_seed(0)
     model = OddNet()
     twin = NaiveTwin(copy.deepcopy(model), lr=0.05, momentum=0.9)
-    sharded = shardtrain.shard(model, units=lambda name, module: name.startswith("blocks."))
+    sharded = shard(model, units=lambda name, module: name.startswith("blocks."))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05, momentum=0.9)
     losses = train(sharded, optimizer, steps)
     for step, loss in enumerate(losses):

@@ -12,7 +12,15 @@ from torch import nn
 
 import shardtrain
 
-from small import Block, OddNet, assert_at_rest, assert_same_parameters, sgd, sharded_and_replica, train
+from small import (
+    Block,
+    OddNet,
+    assert_at_rest,
+    assert_same_parameters,
+    sgd,
+    sharded_and_replica,
+    train,
+)
 
 Ranks = Callable[..., list[Any]]
 every = pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -7,19 +7,27 @@ group, and without one they act as a single rank: nothing moves.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
 
 from shardtrain.comm.meter import Meter, meter
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.transport import Alone, Flat, Pending, Transport
+from shardtrain.comm.shared_memory import SharedMemoryTransport, open_shared_memory
+from shardtrain.comm.signals import Diverged, PeerLost
+from shardtrain.comm.transport import Alone, Flat, Pending, Tag, Transport
 
 __all__ = [
     "Alone",
+    "Diverged",
     "Flat",
     "Meter",
+    "PeerLost",
     "Pending",
     "ProcessGroupTransport",
+    "SharedMemoryTransport",
+    "Tag",
     "Transport",
     "all_reduce",
     "barrier",
@@ -42,13 +50,33 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def open_transport(group: dist.ProcessGroup | None = None) -> Transport:
-    """The transport between the ranks of ``group`` (default: the world)."""
+def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
+    """The transport between the ranks of ``group`` (default: the world). Collective.
+
+    Args:
+        kind: ``"process_group"``; ``"shared_memory"``; ``"auto"``, which shares memory where it can and
+            says in one log line why it cannot.
+
+    Raises:
+        ValueError: ``"shared_memory"`` is asked for and the ranks cannot share memory.
+    """
     if not dist.is_initialized():
         return Alone()
     group = group or dist.group.WORLD
     assert group is not None
-    return Alone() if dist.get_world_size(group) == 1 else ProcessGroupTransport(group)
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    inner = ProcessGroupTransport(group)
+    if kind == "process_group":
+        return inner
+    try:
+        return open_shared_memory(inner)
+    except ValueError as error:
+        if kind == "shared_memory":
+            raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
+        if inner.rank == 0:
+            logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
+        return inner
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm.meter import count
-from shardtrain.comm.transport import Flat, Pending
+from shardtrain.comm.transport import Flat, Pending, Tag
+from shardtrain.layout import Layout
 
 # Renamed in torch 2.13, where the old names warn. Only this file knows.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,17 +46,29 @@ class ProcessGroupTransport:
         self._has_gloo = "gloo" in dist.get_backend_config(group)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def gather(self, tag: int, flats: Sequence[Flat]) -> Pending:
+    def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(layout.padded)
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        pass
+
+    def fence(self, what: str) -> None:
+        pass
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
         if self._by_messages(flats):
-            return self._gather_by_messages(_FIRST_TAG + tag, flats)
+            return self._gather_by_messages(_FIRST_TAG + tag.number, flats)
         return self._start(self._gather_natively, flats)
 
-    def reduce(self, tag: int, flats: Sequence[Flat]) -> Pending:
+    def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         away = [flat.full.nbytes - self._own(flat).nbytes for flat in flats]
         count("reduce_scatter", sum(away))
         if self._by_messages(flats):
-            return self._reduce_by_messages(_FIRST_TAG + tag, flats)
+            return self._reduce_by_messages(_FIRST_TAG + tag.number, flats)
         return self._start(self._reduce_natively, flats)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:

@@ -1,4 +1,8 @@
-"""What the engine asks of a transport: two movements, each started now and finished later."""
+"""What the engine asks of a transport: memory for flat vectors, and two movements between ranks.
+
+A movement is started now and finished later. Between movements, `fence` keeps writers of parameters
+apart from readers on other ranks where ranks share memory; elsewhere it costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shardtrain.layout import Layout
+
+
+class Tag(NamedTuple):
+    """Which movement: ``number`` is unique to it within a step, ``name`` is for people."""
+
+    number: int
+    name: str
 
 
 class Flat(NamedTuple):
@@ -38,19 +49,34 @@ class Pending:
 class Transport(Protocol):
     """Moves bytes between the ranks of one shard group.
 
-    ``in_place``: the local interval lies inside the full vector, so nothing is copied by a gather and
-    nothing can be given back by a release.
+    ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a gather
+    copies nothing and a release can give nothing back.
     """
 
     rank: int
     world: int
     in_place: bool
 
-    def gather(self, tag: int, flats: Sequence[Flat]) -> Pending:
+    def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A full vector and this rank's interval, of ``like``'s dtype and device; values undefined.
+
+        Collective. Unless ``in_place``, the full vector's storage may be resized at will.
+        """
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a full gradient that `reduce` will read; 1-D, values undefined."""
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        """Take back memory that `gradient` gave and that will not be reduced."""
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         """Start filling every ``full`` from all ranks' ``local``."""
 
-    def reduce(self, tag: int, flats: Sequence[Flat]) -> Pending:
+    def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         """Start filling every ``local`` with the mean over ranks of that interval of ``full``."""
+
+    def fence(self, what: str) -> None:
+        """Return when every rank has come here: before parameters are read, and after."""
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
@@ -66,11 +92,24 @@ class Alone:
     world = 1
     in_place = True
 
-    def gather(self, tag: int, flats: Sequence[Flat]) -> Pending:
+    def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        full = like.new_empty(layout.padded)
+        return full, full
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("on a single rank the gradient is already the interval")
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        pass
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         return Pending()
 
-    def reduce(self, tag: int, flats: Sequence[Flat]) -> Pending:
+    def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         raise AssertionError("a single rank has nothing to reduce")
+
+    def fence(self, what: str) -> None:
+        pass
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         pass
