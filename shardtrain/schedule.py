@@ -99,19 +99,20 @@ class Schedule:
         for unit in self.units:
             self._depth[unit] = 0
             gather.release(unit)
-        self.transport.fence("before reading")
+        self.transport.fence("entering")
         self._forward.begin()
         self._in_forward = True
 
-    def end_forward(self) -> None:
-        """The root module is left, by return or by exception: nothing stays half gathered."""
+    def end_forward(self, failed: bool) -> None:
+        """The root module is left, by return or (``failed``) by exception: nothing stays half gathered."""
         if self._in_backward:
             return
         self._in_forward = False
         for unit in self.units:
             if unit.state is State.GATHERING:
                 gather.release(unit)
-        self.transport.fence("after reading")
+        if not failed:  # an exception is to be heard at once, not after the others
+            self.transport.fence("leaving")
 
     def before_forward(self, unit: Unit) -> None:
         """One of ``unit``'s modules is entered: its parameters must be whole."""
@@ -120,12 +121,12 @@ class Schedule:
             return
         if not (self._in_forward or self._in_backward):
             gather.release(unit)  # called by itself: gathered before some update, perhaps
-            self.transport.fence("before reading")
+            self.transport.fence("entering")
         gather.open_full(unit, self.transport)
         if self._in_forward and not self._in_backward:
             self._prefetch(self._forward.next_after(unit))
 
-    def after_forward(self, unit: Unit, backward_will_tell: bool) -> None:
+    def after_forward(self, unit: Unit, backward_will_tell: bool, failed: bool) -> None:
         """One of ``unit``'s modules is left.
 
         ``backward_will_tell``: whether ``before_backward`` is sure to be called before the parameters are
@@ -134,8 +135,8 @@ class Schedule:
         self._depth[unit] = max(0, self._depth[unit] - 1)
         if self._depth[unit] or self._in_backward or unit.pinned:
             return
-        if not self._in_forward:
-            self.transport.fence("after reading")
+        if not (self._in_forward or failed):
+            self.transport.fence("leaving")
         if not backward_will_tell:
             return
         if torch.is_grad_enabled() and (unit is self.root or not self.reshard_after_forward):
@@ -221,7 +222,7 @@ class Schedule:
         if self._launched:
             self._reductions[self._launched[-1]].finish()
         self._rest()
-        self.transport.fence("after reading")
+        self.transport.fence("leaving")
 
     def recover(self) -> None:
         """Forget a backward that did not end: an exception went through it."""

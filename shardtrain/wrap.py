@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -287,9 +288,10 @@ class Engine:
             self.schedule.before_forward(unit)
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            self.schedule.after_forward(unit, self._hook_outputs(unit, output))
+            failed = output is None and sys.exc_info()[0] is not None
+            self.schedule.after_forward(unit, self._hook_outputs(unit, output), failed)
             if called is self.module:
-                self.schedule.end_forward()
+                self.schedule.end_forward(failed)
 
         self.handles.append(module.register_forward_pre_hook(before, prepend=True))
         self.handles.append(module.register_forward_hook(after, always_call=True))

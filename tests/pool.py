@@ -62,8 +62,8 @@ class Pool:
                 rank = pipes.pop(ready)  # type: ignore[arg-type]
                 try:
                     answers[rank] = ready.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    return answers
+                except EOFError:  # it died: the others have a moment to say what they saw of that
+                    deadline = min(deadline, time.monotonic() + 12)
         return answers
 
     def _start(self, rank: int) -> tuple[Any, Connection]:

@@ -4,8 +4,8 @@ The full flat vector of a unit exists once per host. Every rank maps it, and a r
 part of it: a gather moves nothing, and the optimizer's update of an interval is what the others read in
 the next forward. Two fences keep writers from readers::
 
-    forward begins    before reading   every rank has left its optimizer step, so all intervals are final
-    forward, backward end: after reading   every rank is through, so owners may write again
+    entering forward            every rank has left its optimizer step, so all intervals are final
+    leaving forward, backward   every rank is through, so owners may write again
 
 Gradients come together in an arena, memory of each rank that all others map. To reduce a unit, a rank
 says where in its arena the unit's gradient lies, waits until all have said so, and adds up its own
@@ -119,7 +119,7 @@ class SharedMemoryTransport:
         ):
             return self.inner.gather(tag, flats)
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
-        self._signals.post("gather", tag.number, tag.name)
+        self._signals.post("gathering", tag.number, tag.name)
         return Pending()
 
     def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -128,7 +128,7 @@ class SharedMemoryTransport:
         )
         offsets = [self._in_arena(flat.full) for flat in flats]
         positions = [
-            self._signals.post("reduce", tag.number + index, tag.name, offset)
+            self._signals.post("reducing", tag.number + index, tag.name, offset)
             for index, offset in enumerate(offsets)
         ]
 
@@ -150,7 +150,7 @@ class SharedMemoryTransport:
         self._signals.done(position)
 
     def fence(self, what: str) -> None:
-        if what == "before reading":
+        if what == "entering":
             self._signals.step += 1
         self._signals.wait(self._signals.post(what, 0, "the model"))
 
@@ -194,7 +194,7 @@ class SharedMemoryTransport:
 
     def _share(self, size: int, owner: int) -> torch.Tensor:
         """``size`` bytes that ``owner`` makes and every rank maps; uint8."""
-        position = self._signals.post("allocate", size % (1 << 31), f"{size} shared bytes", owner)
+        position = self._signals.post("sharing", size % (1 << 31), f"{size} bytes", owner)
         if self.rank == owner:
             handle = os.memfd_create("shardtrain")
             os.ftruncate(handle, max(size, 1))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 _MESSAGE = struct.Struct("<iiqq")  # kind, number, value, then the movement's position
 _DONE = 0  # not a movement: "I have read what your movement at this position offered"
-_KINDS = ("done", "gather", "reduce", "before reading", "after reading", "allocate")
+_KINDS = ("done", "gathering", "reducing", "entering", "leaving", "sharing")
 
 
 class Movement(NamedTuple):
@@ -112,14 +112,14 @@ class Signals:
         movement = Movement(_KINDS.index(kind), number, value)
         position = self._first + len(self._own)
         self._own.append((movement, name))
-        if kind != "gather":
+        if kind != "gathering":
             self._awaited.add(position)
-        self._send(_MESSAGE.pack(*movement, position), name)
+        self._send(_MESSAGE.pack(*movement, position), f"{kind} {name}")
         return position
 
     def done(self, position: int) -> None:
         """Tell every peer that this rank has read what their movement at ``position`` offered."""
-        self._send(_MESSAGE.pack(_DONE, 0, 0, position), "")
+        self._send(_MESSAGE.pack(_DONE, 0, 0, position), self._name(position))
 
     def wait(self, position: int) -> dict[int, int]:
         """Return when every peer has come to ``position``: the value that each rank offered there.
@@ -145,13 +145,13 @@ class Signals:
             peer.receive()
         return all(position in peer.done for peer in self.peers)
 
-    def _send(self, message: bytes, name: str) -> None:
+    def _send(self, message: bytes, where: str) -> None:
         for peer in self.peers:
             try:
                 self._send_all(peer, message)
             except OSError:
                 self._compare()
-                raise PeerLost(self._lost(peer, name)) from None
+                raise PeerLost(self._lost(peer, where)) from None
 
     def _send_all(self, peer: Peer, message: bytes) -> None:
         while message:
@@ -192,8 +192,8 @@ class Signals:
                 if theirs[:2] != ours[:2]:
                     raise Diverged(
                         f"step {self.step}: rank {peer.rank} takes another path than rank {self.rank}: "
-                        f"rank {self.rank} is at {_KINDS[ours.kind]} of {name} (number {ours.number}), "
-                        f"rank {peer.rank} at {_KINDS[theirs.kind]} (number {theirs.number})"
+                        f"rank {self.rank} is {_KINDS[ours.kind]} {name} (number {ours.number}), "
+                        f"rank {peer.rank} is {_KINDS[theirs.kind]} number {theirs.number}"
                     )
         self._prune()
 
@@ -212,7 +212,7 @@ class Signals:
         if not 0 <= index < len(self._own):
             return "an earlier movement"
         movement, name = self._own[index]
-        return f"{_KINDS[movement.kind]} of {name}"
+        return f"{_KINDS[movement.kind]} {name}"
 
     def _lost(self, peer: Peer, where: str) -> str:
         return f"rank {peer.rank} has ended: rank {self.rank} was at step {self.step}, {where}"

@@ -76,7 +76,7 @@ class Transport(Protocol):
         """Start filling every ``local`` with the mean over ranks of that interval of ``full``."""
 
     def fence(self, what: str) -> None:
-        """Return when every rank has come here: before parameters are read, and after."""
+        """Return when every rank is ``entering`` the model, before parameters are read, or ``leaving`` it."""
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
