@@ -135,7 +135,7 @@ class Constant:
 @dataclass(frozen=True)
 class Parallel:
     reshard_after_forward: bool
-    transport: str = one_of("auto", "process_group")
+    transport: str = one_of("auto", "process_group", "shared_memory")
 
 
 @dataclass(frozen=True)

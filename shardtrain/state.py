@@ -157,8 +157,9 @@ def load_full_state_dict(
     _require_rest(engine, "load_full_state_dict")
     transport, device = engine.transport, engine.device
     problems, missing = _compare(engine, state, strict) if transport.rank == 0 else ([], [])
-    message = json.dumps({"problems": problems, "missing": missing})
-    verdict = json.loads(comm.broadcast_text(message, transport, device))
+    found = {"problems": problems, "missing": missing}
+    message = comm.broadcast_text(json.dumps(found), transport, device)
+    verdict = json.loads(message) if message else found  # a simulated world delivers nothing
     if verdict["problems"]:
         raise ValueError("nothing was loaded: " + "; ".join(verdict["problems"]))
     skipped = set(verdict["missing"])

@@ -93,7 +93,7 @@ def test_fast_dry_run() -> None:
         ("optim.nesterov=1", r"optim.nesterov=1: expected true or false"),
         ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
         ("device=gpu", r"device=gpu.*\(valid: auto, cpu, cuda\)"),
-        ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group\)"),
+        ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group, shared_memory\)"),
         ("run.name=[]", r"run.name=\[\]: expected a text"),
         ("train=3", r"train=3: expected a group of keys"),
         ("optim=3", r"Config group override must be a string or a list"),

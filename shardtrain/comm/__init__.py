@@ -67,7 +67,7 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
     if dist.get_world_size(group) == 1:
         return Alone()
     inner = ProcessGroupTransport(group)
-    if kind == "process_group":
+    if kind == "process_group" or (kind == "auto" and not inner.has_gloo):
         return inner
     try:
         return open_shared_memory(inner)
@@ -94,11 +94,11 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
 def broadcast_text(text: str, transport: Transport, device: torch.device, src: int = 0) -> str:
     """Rank ``src``'s ``text`` on every rank. Bytes travel, never pickles."""
     data = text.encode()
-    length = torch.tensor([len(data)], device=device)
+    length = torch.tensor([len(data) if transport.rank == src else 0], device=device)
     transport.broadcast(length, src)
-    payload = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if transport.rank == src:
-        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else None
+    if transport.rank != src:
+        data = bytes(int(length.item()))
+    payload = torch.tensor(list(data), dtype=torch.uint8, device=device)
     if payload.numel():
         transport.broadcast(payload, src)
     return bytes(payload.tolist()).decode()

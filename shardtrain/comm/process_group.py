@@ -43,7 +43,7 @@ class ProcessGroupTransport:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._has_gloo = "gloo" in dist.get_backend_config(group)
+        self.has_gloo = "gloo" in dist.get_backend_config(group)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +80,7 @@ class ProcessGroupTransport:
         dist.all_reduce(tensor, _OPS[op], group=self.group)
 
     def _by_messages(self, flats: Sequence[Flat]) -> bool:
-        return self._has_gloo and all(flat.full.device.type == "cpu" for flat in flats)
+        return self.has_gloo and all(flat.full.device.type == "cpu" for flat in flats)
 
     def _own(self, flat: Flat) -> torch.Tensor:
         return flat.full[flat.layout.interval(self.rank)]

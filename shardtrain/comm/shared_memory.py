@@ -243,7 +243,7 @@ def _why_not(inner: ProcessGroupTransport) -> str:
     inner.all_reduce(least, "min")
     inner.all_reduce(most, "max")
     if not least[0]:
-        return "memfd_create needs Linux"
+        return "that needs Linux"
     return "" if least[1] == most[1] else "the ranks are on several hosts"
 
 

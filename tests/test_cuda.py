@@ -1,0 +1,87 @@
+"""The CUDA paths. Skipped without a device; those between ranks, without two."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import shardtrain
+from shardtrain.comm import Flat, ProcessGroupTransport, Tag
+from shardtrain.layout import even
+
+from small import Block, OddNet, assert_at_rest, images, sgd
+
+one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def steps(model: torch.nn.Module, rank: int, device: torch.device, count: int = 4) -> list[float]:
+    optimizer = sgd(model)
+    losses = []
+    for step in range(count):
+        x, y = (tensor.to(device) for tensor in images(step, rank))
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@one_gpu
+def test_one_rank_on_a_gpu_equals_the_plain_model() -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    plain = OddNet().to(device)
+    model = shardtrain.shard(copy.deepcopy(plain), units=[Block])
+    assert steps(model, 0, device) == pytest.approx(steps(plain, 0, device), rel=1e-5)
+    assert_at_rest(model)
+
+
+@one_gpu
+def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
+    """A group of one rank: what is tested is the order of streams, not the exchange."""
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        assert dist.group.WORLD is not None
+        transport = ProcessGroupTransport(dist.group.WORLD)
+        layout = even([1 << 20], world=1, align=4)
+        for value in range(20):
+            local = torch.full((1 << 20,), float(value), device="cuda")
+            full = torch.empty_like(local)
+            transport.gather(Tag(0, "unit"), [Flat(full, local, layout)]).wait()
+            reduced = torch.empty_like(local)
+            transport.reduce(Tag(128, "unit"), [Flat(full * 2, reduced, layout)]).wait()
+            assert full.eq(value).all()
+            assert reduced.eq(2 * value).all()
+    finally:
+        dist.destroy_process_group()
+
+
+def nccl_rank(rank: int, world: int, store: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, device_id=device
+    )
+    torch.manual_seed(0)
+    plain = OddNet().to(device)
+    model = shardtrain.shard(copy.deepcopy(plain), units=[Block])
+    replica = DistributedDataParallel(plain, device_ids=[rank])
+    assert steps(model, rank, device) == pytest.approx(steps(replica, rank, device), rel=1e-4)
+    assert_at_rest(model)
+    dist.destroy_process_group()
+
+
+@two_gpus
+def test_two_nccl_ranks_equal_ddp(tmp_path: Path) -> None:
+    mp.spawn(nccl_rank, (2, str(tmp_path / "store")), nprocs=2)

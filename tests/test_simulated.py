@@ -1,0 +1,50 @@
+"""Large worlds in one process: torch's fake process group, whose collectives move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.shard import ALIGN_BYTES
+
+from small import OddNet, sgd
+
+
+@pytest.fixture(params=[(0, 8), (5, 8), (1023, 1024)], ids=str)
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    rank, world = request.param
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    yield world
+    dist.destroy_process_group()
+
+
+def test_a_step_runs_in_a_simulated_world(world: int) -> None:
+    model = shardtrain.shard(
+        OddNet(), units=lambda name, _: name.startswith("blocks.") and name.count(".") == 1
+    )
+    optimizer = sgd(model)
+    for _ in range(2):
+        with comm.meter() as meter:
+            model(torch.randn(2, 3, 5, 5)).sum().backward()
+        shardtrain.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
+    assert list(shardtrain.full_state_dict(model)) == list(OddNet().state_dict())
+    shardtrain.load_full_state_dict(model, OddNet().state_dict())
+
+
+def test_resnet50_wastes_less_than_one_alignment_unit_per_unit(world: int) -> None:
+    with torch.device("meta"):
+        model = shardtrain.shard(torchvision.models.resnet50())
+    infos = shardtrain.describe(model)
+    for info in infos:
+        assert info.bytes / world <= info.local_bytes < info.bytes / world + ALIGN_BYTES
+    assert sum(i.local_bytes for i in infos) * world < 1.01 * sum(i.bytes for i in infos)
