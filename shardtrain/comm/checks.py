@@ -33,7 +33,7 @@ def placement(mailbox: Mailbox, items: Sequence[torch.Tensor]) -> None:
     """All ``items`` are plain tensors on one device, of a type that the group's backend moves."""
     first = items[0].device
     for item in items:
-        if item.layout != torch.strided:
+        if item.layout is not torch.strided:
             raise ValueError(f"expected dense tensors, found {item.layout}")
         if item.device != first:
             raise ValueError(f"expected all tensors on one device, found {first} and {item.device}")
@@ -44,8 +44,10 @@ def placement(mailbox: Mailbox, items: Sequence[torch.Tensor]) -> None:
 
 def readable(item: torch.Tensor) -> torch.Tensor:
     """``item`` flat, contiguous, outside autograd; complex values as pairs of real ones."""
-    plain = item.detach().resolve_conj().resolve_neg().contiguous()
-    return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
+    plain = item.detach().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    return plain.contiguous().view(-1)
 
 
 def writable(item: torch.Tensor, name: str) -> torch.Tensor:

@@ -8,11 +8,10 @@
   (``agreement.py``); what the outputs then hold is undefined, and the group remains usable;
 - inputs may be strided; outputs must be contiguous.
 
-Each call has the same three steps: look at this rank's arguments (``plans.py``), agree with
-the others, move.
-With ``async_op=True`` on gloo a thread does the last two, so that they proceed while the caller computes,
-and ``wait()`` raises what they raise. On other backends the agreement is reached inside the call, and the
-backend's own ``Work`` is returned.
+Each call has the same three steps: look at this rank's arguments (``plans.py``), agree with the others,
+move; on gloo the last two go on together. With ``async_op=True`` a thread completes them on gloo, so that
+they proceed while the caller computes, and ``wait()`` raises what they raise. On other backends the
+agreement is reached inside the call, and the backend's own ``Work`` is returned.
 
 The meter counts the payload that this rank sends, not the agreement: two ranks gathering 8 bytes in all
 send 4 each.
@@ -20,6 +19,7 @@ send 4 each.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -28,12 +28,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from shardtrain.comm import native, plans
+from shardtrain.comm import plans
 from shardtrain.comm.agreement import Agreement, Claim
-from shardtrain.comm.messages import Mailbox
+from shardtrain.comm.messages import WINDOW, Mailbox
 from shardtrain.comm.meter import count
 from shardtrain.comm.plans import Op, Plan
+from shardtrain.comm.transport import Pending
 from shardtrain.comm.work import Background, Work
+
+# Calls under way at the same time may have one size and so one tag: all their receives are posted at
+# once, in the order of the calls, and none later.
+_EVERYTHING = sys.maxsize
 
 
 def all_gather_into_tensor(
@@ -129,34 +134,36 @@ def _run(
         claim = plan.claim
     # Whatever it is, the others must hear of it, or they would wait for this rank until the time-out.
     except Exception as error:
-        claim = Claim(fault=str(error))
+        claim = _fault(str(error), mailbox.world)
     agreement = Agreement(mailbox, claim)
+    moving = Pending()
+    if plan is not None and claim.posted:
+        moving = plan.by_messages(_EVERYTHING if async_op else WINDOW)
+        count(plan.kind, _sent(claim, mailbox.rank))
 
-    def settle() -> tuple[Plan, list[int]]:
+    def finish() -> None:
         try:
-            tags = agreement.settle()
+            agreement.settle(moving)
         except ValueError as refusal:
             raise ValueError(f"{name} {refusal}") from None
-        assert plan is not None, "a fault of this rank's own makes every rank refuse"
-        count(plan.kind, plan.sent)
-        return plan, tags
+        moving.wait()
 
-    def move() -> None:
-        agreed, tags = settle()
-        agreed.by_messages(tags).wait()
-
-    if plan is not None and not _by_messages(mailbox, plan.device):
-        return settle()[0].natively(group=mailbox.group, async_op=async_op)
+    if plan is not None and not claim.posted:
+        finish()
+        count(plan.kind, _sent(claim, mailbox.rank))
+        return plan.natively(group=mailbox.group, async_op=async_op)
     if async_op:
-        return Background(move)
-    move()
+        return Background(finish)
+    finish()
     return None
 
 
-def _by_messages(mailbox: Mailbox, device: torch.device) -> bool:
-    if mailbox.group is None or mailbox.world == 1:
-        return True
-    return device.type == "cpu" and native.has_gloo(mailbox.group)
+def _fault(text: str, world: int) -> Claim:
+    return Claim((), [0] * world, [0] * world, lambda: text, fault=True)
+
+
+def _sent(claim: Claim, rank: int) -> int:
+    return sum(claim.sends) - claim.sends[rank]
 
 
 def _open_mailbox(group: dist.ProcessGroup | None) -> Mailbox:

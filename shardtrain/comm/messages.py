@@ -30,6 +30,9 @@ from shardtrain.comm.transport import Pending
 CHUNK_BYTES = 1 << 20
 WINDOW = 8
 
+# `tag_of(part)`: what marks a part's messages. Both sides of a message must find the same tag.
+TagOf = Callable[[torch.Tensor], int]
+
 # `merge(parts, out)`: every rank's part of one interval, in rank order, into `out`.
 Merge = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
@@ -45,32 +48,31 @@ class Mailbox(NamedTuple):
         """The other ranks, nearest first, so that not all ranks turn to the same one at once."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def receive(self, into: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(into, group=self.group, group_src=peer, tag=tag)
-        assert work is not None, "only members of a group exchange messages in it"
-        return work
+    def receive(self, into: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+        """Start filling ``into`` (1-D) with what ``peer`` sends, one message per chunk."""
+        # The group's own methods: `dist.irecv` around them takes as long again, twice per peer and call.
+        assert self.group is not None, "there are no peers without a process group"
+        return [self.group.recv([into[span]], peer, tag) for span in chunks(into)]
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
-        assert work is not None, "only members of a group exchange messages in it"
-        return work
+    def send(self, part: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+        """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
+        assert self.group is not None, "there are no peers without a process group"
+        return [self.group.send([part[span]], peer, tag) for span in chunks(part)]
 
 
 def start_exchange(
-    mailbox: Mailbox, tags: Sequence[int], outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    mailbox: Mailbox, tag_of: TagOf, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
 ) -> Pending:
     """Start sending ``outgoing[r]`` to rank ``r`` and filling ``incoming[r]`` with what rank ``r`` sends.
 
     ``outgoing``, ``incoming``: ``world`` contiguous 1-D tensors; what one rank sends has as many bytes as
-    the other expects. A part without elements makes no message. ``tags[r]`` marks what rank ``r`` sends.
+    the other expects. A part without elements makes no message.
     """
     works = []
     for peer in mailbox.peers():
-        into = incoming[peer]
-        works += [mailbox.receive(into[span], peer, tags[peer]) for span in chunks(into)]
+        works += mailbox.receive(incoming[peer], peer, tag_of(incoming[peer]))
     for peer in mailbox.peers():
-        part = outgoing[peer]
-        works += [mailbox.send(part[span], peer, tags[mailbox.rank]) for span in chunks(part)]
+        works += mailbox.send(outgoing[peer], peer, tag_of(outgoing[peer]))
     own, mine = outgoing[mailbox.rank], incoming[mailbox.rank]
     if own.data_ptr() != mine.data_ptr():
         mine.copy_(own)
@@ -78,28 +80,34 @@ def start_exchange(
 
 
 def start_reduce_scatter(
-    mailbox: Mailbox, tags: Sequence[int], parts: Sequence[torch.Tensor], out: torch.Tensor, merge: Merge
+    mailbox: Mailbox,
+    tag_of: TagOf,
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    merge: Merge,
+    window: int = WINDOW,
 ) -> Pending:
     """Start sending ``parts[r]`` to rank ``r``; finishing merges every rank's part of ours into ``out``.
 
     ``parts``: ``world`` contiguous 1-D tensors, on every rank of the same sizes. ``out``: 1-D, as many
-    elements as ``parts[rank]``; ``merge`` decides about a wider dtype.
+    elements as ``parts[rank]``; ``merge`` decides about a wider dtype. ``window``: chunks per peer that
+    have room in the inbox. Beyond it receives are posted while finishing, so until then no other movement
+    between these ranks may use the same tag.
     """
     own = parts[mailbox.rank]
-    spans = chunks(own)
-    if not spans:
-        works = _send_parts(mailbox, tags[mailbox.rank], parts)
-        return Pending(lambda: wait_all(works))
-    slots = min(WINDOW, len(spans))
-    inbox = own.new_empty((slots, mailbox.world, spans[0].stop))
+    tag, spans = tag_of(own), chunks(own)
+    slots = min(window, len(spans))
+    inbox = own.new_empty((slots, mailbox.world, spans[0].stop if spans else 0))
 
     def receive(index: int) -> list[dist.Work]:
         length = spans[index].stop - spans[index].start
         slot = inbox[index % slots]
-        return [mailbox.receive(slot[peer, :length], peer, tags[peer]) for peer in mailbox.peers()]
+        return [work for peer in mailbox.peers() for work in mailbox.receive(slot[peer, :length], peer, tag)]
 
     arriving = deque(receive(index) for index in range(slots))
-    sends = _send_parts(mailbox, tags[mailbox.rank], parts)
+    sends = [
+        work for peer in mailbox.peers() for work in mailbox.send(parts[peer], peer, tag_of(parts[peer]))
+    ]
 
     def finish() -> None:
         for index, span in enumerate(spans):
@@ -113,14 +121,6 @@ def start_reduce_scatter(
         wait_all(sends)
 
     return Pending(finish)
-
-
-def _send_parts(mailbox: Mailbox, tag: int, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
-    works = []
-    for peer in mailbox.peers():
-        part = parts[peer]
-        works += [mailbox.send(part[span], peer, tag) for span in chunks(part)]
-    return works
 
 
 def chunks(flat: torch.Tensor) -> list[slice]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import checks, native
-from shardtrain.comm.agreement import Claim
+from shardtrain.comm.agreement import Claim, by_size
 from shardtrain.comm.arithmetic import check_op, merge, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.transport import Pending
@@ -24,15 +24,13 @@ Op = dist.ReduceOp.RedOpType
 class Plan(NamedTuple):
     """A call whose arguments are good on this rank.
 
-    ``sent``: bytes of payload that this rank sends. ``by_messages(tags)`` starts it point to point,
-    ``natively(group, async_op=...)`` calls the backend's own.
+    ``by_messages(window)`` starts it point to point, with room for ``window`` chunks per peer where it
+    needs room; ``natively(group=..., async_op=...)`` calls the backend's own.
     """
 
     kind: str
     claim: Claim
-    sent: int
-    device: torch.device
-    by_messages: Callable[[Sequence[int]], Pending]
+    by_messages: Callable[[int], Pending]
     natively: Callable[..., dist.Work | None]
 
 
@@ -51,10 +49,8 @@ def gather(output: torch.Tensor, input: torch.Tensor, mailbox: Mailbox) -> Plan:
     text = partial(_text, "all_gather_into_tensor of {}", [local])
     return Plan(
         "all_gather",
-        Claim(signature, text=text),
-        read.nbytes * (world - 1),
-        local.device,
-        lambda tags: start_exchange(mailbox, tags, [read] * world, _rows(write, world)),
+        Claim(signature, [read.nbytes] * world, [read.nbytes] * world, text, _by_messages(mailbox, local)),
+        lambda _: start_exchange(mailbox, by_size, [read] * world, _rows(write, world)),
         partial(native.all_gather, write, read),
     )
 
@@ -71,14 +67,13 @@ def reduce_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, mailbox: Ma
             f"expected input of {world} x {write.numel()} elements for output {checks.shape(local)}, "
             f"found {checks.shape(full)}"
         )
+    parts = _rows(read, world)
     text = partial(_text, f"reduce_scatter_tensor ({op_name(op)}) of {{}}", [full])
     signature = ("reduce_scatter", op_name(op), read.dtype, list(full.shape), full.device.type)
     return Plan(
         "reduce_scatter",
-        Claim(signature, text=text),
-        write.nbytes * (world - 1),
-        full.device,
-        lambda tags: start_reduce_scatter(mailbox, tags, _rows(read, world), write, partial(merge, op=op)),
+        Claim(signature, [write.nbytes] * world, [write.nbytes] * world, text, _by_messages(mailbox, full)),
+        lambda window: start_reduce_scatter(mailbox, by_size, parts, write, partial(merge, op=op), window),
         partial(native.reduce_scatter, write, read, op=op),
     )
 
@@ -100,11 +95,12 @@ def reduce_list(output: torch.Tensor, input_list: list[torch.Tensor], op: Op, ma
         "reduce_scatter",
         Claim(
             ("reduce_scatter", op_name(op), write.dtype, shapes, local.device.type),
-            text=partial(_text, f"reduce_scatter ({op_name(op)}) of a list of {{}}", parts),
+            [read.nbytes for read in reads],
+            [write.nbytes] * mailbox.world,
+            partial(_text, f"reduce_scatter ({op_name(op)}) of a list of {{}}", parts),
+            _by_messages(mailbox, local),
         ),
-        sum(read.nbytes for read in reads) - write.nbytes,
-        local.device,
-        lambda tags: start_reduce_scatter(mailbox, tags, reads, write, partial(merge, op=op)),
+        lambda window: start_reduce_scatter(mailbox, by_size, reads, write, partial(merge, op=op), window),
         partial(dist.reduce_scatter, write, reads, op),
     )
 
@@ -158,19 +154,29 @@ def _to_all(
 ) -> Plan:
     checks.one_dtype(*reads, *writes)
     own = reads[mailbox.rank]
+    if own.numel() != writes[mailbox.rank].numel():
+        raise ValueError(
+            f"expected {own.numel()} elements from itself, as many as it sends itself, "
+            f"found room for {writes[mailbox.rank].numel()}"
+        )
     return Plan(
         "all_to_all",
         Claim(
             ("all_to_all", own.dtype, own.device.type),
-            [read.numel() for read in reads],
-            [write.numel() for write in writes],
+            [read.nbytes for read in reads],
+            [write.nbytes for write in writes],
             text,
+            _by_messages(mailbox, own),
         ),
-        sum(read.nbytes for read in reads) - own.nbytes,
-        own.device,
-        lambda tags: start_exchange(mailbox, tags, reads, writes),
+        lambda _: start_exchange(mailbox, by_size, reads, writes),
         natively,
     )
+
+
+def _by_messages(mailbox: Mailbox, item: torch.Tensor) -> bool:
+    if mailbox.group is None or mailbox.world == 1:
+        return True
+    return item.device.type == "cpu" and native.has_gloo(mailbox.group)
 
 
 def _rows(flat: torch.Tensor, world: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.transport import Flat, Pending
 
@@ -70,15 +70,15 @@ class ProcessGroupTransport:
     def _gather_by_messages(self, tag: int, flats: Sequence[Flat]) -> Pending:
         moving = []
         for index, flat in enumerate(flats):
-            tags, everyone = [tag + index] * self.world, [flat.local] * self.world
-            moving.append(start_exchange(self._mailbox, tags, everyone, self._intervals(flat)))
+            everyone = [flat.local] * self.world
+            moving.append(start_exchange(self._mailbox, _fixed(tag + index), everyone, self._intervals(flat)))
         return _all(moving)
 
     def _reduce_by_messages(self, tag: int, flats: Sequence[Flat]) -> Pending:
         moving = []
         for index, flat in enumerate(flats):
-            tags = [tag + index] * self.world
-            moving.append(start_reduce_scatter(self._mailbox, tags, self._intervals(flat), flat.local, _mean))
+            parts = self._intervals(flat)
+            moving.append(start_reduce_scatter(self._mailbox, _fixed(tag + index), parts, flat.local, _mean))
         return _all(moving)
 
     def _intervals(self, flat: Flat) -> list[torch.Tensor]:
@@ -111,6 +111,10 @@ class ProcessGroupTransport:
                 movement(flat)
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
+
+
+def _fixed(tag: int) -> TagOf:
+    return lambda _: tag
 
 
 def _mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
