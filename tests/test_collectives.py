@@ -182,6 +182,11 @@ def test_gathers(ranks: Ranks, world: int, async_op: bool) -> None:
     ranks(world, gathers, torch.float64, (3, 1), "flat", async_op)
 
 
+def reduces_all(cases: list[tuple[str, torch.dtype, int]], async_op: bool) -> None:
+    for op_name, dtype, n in cases:
+        reduces(op_name, dtype, n, async_op)
+
+
 def reduces(op_name: str, dtype: torch.dtype, n: int, async_op: bool) -> None:
     rank, world = comm.rank(), comm.world_size()
     op = getattr(comm.ReduceOp, op_name)
@@ -213,14 +218,15 @@ def reduces(op_name: str, dtype: torch.dtype, n: int, async_op: bool) -> None:
 @every
 @pytest.mark.parametrize("async_op", [False, True])
 def test_reductions(ranks: Ranks, world: int, async_op: bool) -> None:
-    for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8):
-            ranks(world, reduces, op, dtype, 5, async_op)
-    for op in ("BAND", "BOR", "BXOR"):
-        ranks(world, reduces, op, torch.int32, 1, async_op)
-    for op in ("SUM", "AVG"):
-        ranks(world, reduces, op, torch.complex64, 1, async_op)
-    ranks(world, reduces, "SUM", torch.float32, 0, async_op)
+    cases = [
+        (op, dtype, 5)
+        for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+        for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    ]
+    cases += [(op, torch.int32, 1) for op in ("BAND", "BOR", "BXOR")]
+    cases += [(op, torch.complex64, 1) for op in ("SUM", "AVG")]
+    cases += [("SUM", torch.float32, 0), ("AVG", torch.float16, 2), ("PRODUCT", torch.int64, 2)]
+    ranks(world, reduces_all, cases, async_op)
 
 
 def reduces_uneven_lists() -> None:
@@ -665,6 +671,19 @@ def test_the_backend_s_own_collectives(ranks: Ranks, world: int) -> None:
     texts = ranks(world, by_the_backend)
     assert all(text == texts[0] for text in texts)
     assert f"rank 1: expected output of {world} x 3 elements" in texts[0][0]
+
+
+def test_a_simulated_world_looks_at_its_own_arguments_only() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch_dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=5)
+    try:
+        comm.all_gather_into_tensor(torch.empty(15), torch.ones(3))
+        comm.all_to_all_single(torch.empty(6), torch.ones(5), [0, 1, 1, 2, 2], [1, 0, 1, 3, 0])
+        with pytest.raises(ValueError, match="rank 2: expected output of 5 x 3 elements"):
+            comm.all_gather_into_tensor(torch.empty(10), torch.ones(3))
+    finally:
+        torch_dist.destroy_process_group()
 
 
 def test_merging_keeps_integers_and_divides_toward_zero() -> None:

@@ -1,4 +1,4 @@
-"""Before anything moves, the ranks of a public collective find out whether they all mean the same call.
+"""How the ranks of a public collective find out whether they all mean the same call.
 
 Every rank tells every other, in one small message of fixed size, what it is about to do. All ranks then
 judge the same table, so they agree without another word: go on, or refuse. Only when they refuse do they
@@ -18,7 +18,7 @@ have no counterpart, and supplies it. Nothing is left behind, and the group stay
 
 On other backends the rows are one small all-gather on the backend's device before the payload, which the
 host waits for: some tens of microseconds, and the calls of that group issued earlier. Over torch's fake
-process group, which moves nothing, a rank hears only itself.
+process group, which moves nothing, a rank looks at its own arguments only.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ class Agreement:
 
     def __init__(self, mailbox: Mailbox, claim: Claim) -> None:
         self._mailbox, self._claim = mailbox, claim
+        self._alone = mailbox.group is None or mailbox.world == 1 or not native.moves_bytes(mailbox.group)
+        if self._alone:
+            return
         digest = zlib.crc32(repr(claim.signature).encode())
         row = [claim.fault, digest, claim.posted, *claim.sends, *claim.expects]
         self._table, self._pending = self._share(torch.tensor(row, dtype=torch.int64), _ROW_TAG)
@@ -95,6 +98,10 @@ class Agreement:
 
         ``moving``: the payload, if it is under way already. A refusal completes it first.
         """
+        if self._alone:
+            if self._claim.fault:
+                raise ValueError(f"refused on every rank: rank {self._mailbox.rank}: {self._claim.text()}")
+            return
         self._pending.wait()
         rows = [_Row.of(numbers) for numbers in self._table.tolist()]
         if any(row.fault for row in rows) or len({row.digest for row in rows}) > 1 or _first_crossing(rows):
@@ -114,10 +121,8 @@ class Agreement:
 
     def _share(self, mine: torch.Tensor, tag: int) -> tuple[torch.Tensor, Pending]:
         """Start sending ``mine`` to every rank; the table ``[world, len(mine)]`` of what all of them send."""
-        world = self._mailbox.world
-        group = self._mailbox.group
-        if group is None or world == 1 or not native.moves_bytes(group):
-            return mine.expand(world, -1), Pending()
+        world, group = self._mailbox.world, self._mailbox.group
+        assert group is not None, "a rank alone shares nothing"
         if native.has_gloo(group):
             table = mine.new_empty((world, mine.numel()))
             return table, start_exchange(self._mailbox, lambda _: tag, [mine] * world, list(table))

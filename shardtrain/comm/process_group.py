@@ -1,7 +1,7 @@
 """The process-group transport: NCCL's own collectives, and on gloo point-to-point messages.
 
-Gloo's own collectives take two to four times as long as messages sent straight to the rank that needs
-them; ``messages.py`` tells how that goes.
+Gloo's own collectives take about twice as long as messages sent straight to the rank that needs them;
+``messages.py`` tells how that goes.
 
 On CUDA both movements run on a stream of their own. That stream waits for the compute stream when a
 movement starts, and the compute stream waits for an event when its result is needed. So memory is
