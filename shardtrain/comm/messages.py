@@ -1,7 +1,8 @@
 """Movements built from point-to-point messages: the algorithms for gloo, once for the engine and the public.
 
 Gloo's own reduce-scatter is an all-reduce per rank, and its all-gather goes round a ring. Sending every
-interval straight to the rank that needs it takes about half the time at tens of megabytes. Two ranks, intervals ``[a b]``::
+interval straight to the rank that needs it takes about half the time at tens of megabytes. Two ranks,
+intervals ``[a b]``::
 
     exchange         rank 0 sends its b-bound part to rank 1, rank 1 its a-bound part to rank 0
                      (a gather: the same part to everyone; an all-to-all: another part to each)
