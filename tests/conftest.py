@@ -23,6 +23,12 @@ def ranks(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any
     return functools.partial(_pool.run, request.param)
 
 
+@pytest.fixture
+def on_ranks(_pool: Pool) -> Callable[..., list[Any]]:
+    """``on_ranks(world, body, *args)``: the same, once; for bodies that choose their transports themselves."""
+    return functools.partial(_pool.run, "auto")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_left_in_shared_memory() -> Iterator[None]:
     shared = Path("/dev/shm")

@@ -28,12 +28,6 @@ from small import Block, OddNet, images, sgd, train
 Ranks = Callable[..., list[Any]]
 
 
-@pytest.fixture
-def on_ranks(_pool: Pool) -> Ranks:
-    """``on_ranks(world, body, *args)``; bodies here choose their transports themselves."""
-    return lambda *args: _pool.run("auto", *args)
-
-
 def both_transports() -> tuple[list[list[float]], list[dict[str, torch.Tensor]], list[dict[str, int]]]:
     losses, states, sent = [], [], []
     for transport in ("process_group", "shared_memory"):

@@ -1,8 +1,12 @@
 """Everything that moves between ranks goes through this package, and nothing else calls a collective.
 
-Read ``transport.py`` (what the engine asks for), ``process_group.py`` (how it is done), ``meter.py``
-(what it cost). The functions below serve the code around the engine. They work on the default process
-group, and without one they act as a single rank: nothing moves.
+Read ``transport.py`` (what the engine asks for), ``process_group.py`` over ``messages.py``, and
+``shared_memory.py`` over ``signals.py`` (how it is done), ``collectives.py`` (the same for everyone, under
+torch's names), ``meter.py`` (what it cost). The functions below serve the code around the engine. They
+work on the default process group, and without one they act as a single rank: nothing moves.
+
+``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: beside the
+collectives, the few names that such programs need are passed on as they are. Their traffic is not metered.
 """
 
 from __future__ import annotations
@@ -11,12 +15,34 @@ import logging
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (
+    ReduceOp,
+    destroy_process_group,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+    new_group,
+    scatter,
+)
 
+from shardtrain.comm.collectives import (
+    all_gather_into_tensor,
+    all_to_all,
+    all_to_all_single,
+    reduce_scatter,
+    reduce_scatter_tensor,
+)
 from shardtrain.comm.meter import Meter, meter
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.shared_memory import SharedMemoryTransport, open_shared_memory
 from shardtrain.comm.signals import Diverged, PeerLost
 from shardtrain.comm.transport import Alone, Flat, Pending, Tag, Transport
+from shardtrain.comm.work import Work
+
+# What torch calls them from 2.13 on.
+all_gather_single = all_gather_into_tensor
+reduce_scatter_single = reduce_scatter_tensor
 
 __all__ = [
     "Alone",
@@ -26,16 +52,32 @@ __all__ = [
     "PeerLost",
     "Pending",
     "ProcessGroupTransport",
+    "ReduceOp",
     "SharedMemoryTransport",
     "Tag",
     "Transport",
+    "Work",
+    "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "broadcast_text",
+    "destroy_process_group",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
     "meter",
+    "new_group",
     "open_transport",
     "rank",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
     "world_size",
 ]
 

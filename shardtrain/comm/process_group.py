@@ -1,12 +1,7 @@
 """The process-group transport: NCCL's own collectives, and on gloo point-to-point messages.
 
-Gloo's reduce-scatter is an all-reduce per rank, and its all-gather goes round a ring. Sending every
-interval straight to the rank that needs it takes about half the time, and summing happens locally, in
-rank order, in fp32 at least: deterministic, and exact for low-precision wires. Two ranks, intervals
-``[a0 a1]``::
-
-    gather   rank 0 sends its a0 to rank 1, rank 1 sends its a1 to rank 0
-    reduce   rank 0 sends its gradient of a1, rank 1 its gradient of a0; each adds what came to its own
+Gloo's own collectives take about twice as long as messages sent straight to the rank that needs them;
+``messages.py`` tells how that goes.
 
 On CUDA both movements run on a stream of their own. That stream waits for the compute stream when a
 movement starts, and the compute stream waits for an event when its result is needed. So memory is
@@ -20,13 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from shardtrain.comm import native
+from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.transport import Flat, Pending, Tag
 from shardtrain.layout import Layout
-
-# Renamed in torch 2.13, where the old names warn. Only this file knows.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Our messages' tags start here, out of the way of tags that a user's own messages may carry.
 _FIRST_TAG = 1 << 20
@@ -43,7 +37,8 @@ class ProcessGroupTransport:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self.has_gloo = "gloo" in dist.get_backend_config(group)
+        self._mailbox = Mailbox(group, self.rank, self.world)
+        self.has_gloo = native.has_gloo(group)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,51 +80,32 @@ class ProcessGroupTransport:
     def _own(self, flat: Flat) -> torch.Tensor:
         return flat.full[flat.layout.interval(self.rank)]
 
-    def _peers(self) -> list[int]:
-        """The other ranks, nearest first, so that not all ranks turn to the same one at once."""
-        return [(self.rank + step) % self.world for step in range(1, self.world)]
-
     def _gather_by_messages(self, tag: int, flats: Sequence[Flat]) -> Pending:
-        works = []
+        moving = []
         for index, flat in enumerate(flats):
-            for peer in self._peers():
-                into = flat.full[flat.layout.interval(peer)]
-                works.append(dist.irecv(into, group=self.group, group_src=peer, tag=tag + index))
-            for peer in self._peers():
-                works.append(dist.isend(flat.local, group=self.group, group_dst=peer, tag=tag + index))
-            self._own(flat).copy_(flat.local)
-        return Pending(lambda: _wait_all(works))
+            everyone = [flat.local] * self.world
+            moving.append(start_exchange(self._mailbox, _fixed(tag + index), everyone, self._intervals(flat)))
+        return _all(moving)
 
     def _reduce_by_messages(self, tag: int, flats: Sequence[Flat]) -> Pending:
-        works, finishing = [], []
+        moving = []
         for index, flat in enumerate(flats):
-            own = self._own(flat)
-            inbox = own.new_empty((self.world - 1, own.numel()))
-            parts = [own] * self.world
-            for row, peer in enumerate(self._peers()):
-                parts[peer] = inbox[row]
-                works.append(dist.irecv(inbox[row], group=self.group, group_src=peer, tag=tag + index))
-            for peer in self._peers():
-                out = flat.full[flat.layout.interval(peer)]
-                works.append(dist.isend(out, group=self.group, group_dst=peer, tag=tag + index))
-            finishing.append((parts, flat.local))
+            parts = self._intervals(flat)
+            moving.append(start_reduce_scatter(self._mailbox, _fixed(tag + index), parts, flat.local, _mean))
+        return _all(moving)
 
-        def finish() -> None:
-            _wait_all(works)
-            for parts, out in finishing:
-                mean_in_rank_order(parts, out)
-
-        return Pending(finish)
+    def _intervals(self, flat: Flat) -> list[torch.Tensor]:
+        return [flat.full[flat.layout.interval(rank)] for rank in range(self.world)]
 
     def _gather_natively(self, flat: Flat) -> None:
-        _all_gather(flat.full, flat.local, group=self.group)
+        native.all_gather(flat.full, flat.local, self.group)
 
     def _reduce_natively(self, flat: Flat) -> None:
         out = flat.local if flat.local.dtype == flat.full.dtype else flat.local.to(flat.full.dtype)
         if flat.full.device.type == "cuda":
-            _reduce_scatter(out, flat.full, op=dist.ReduceOp.AVG, group=self.group)
+            native.reduce_scatter(out, flat.full, self.group, dist.ReduceOp.AVG)
         else:
-            _reduce_scatter(out, flat.full, group=self.group)
+            native.reduce_scatter(out, flat.full, self.group)
             out.div_(self.world)
         if out is not flat.local:
             flat.local.copy_(out)
@@ -141,7 +117,9 @@ class ProcessGroupTransport:
             for flat in flats:
                 movement(flat)
             return Pending()
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for flat in flats:
@@ -150,21 +128,17 @@ class ProcessGroupTransport:
         return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
 
 
-def mean_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """``out = (((parts[0] + parts[1]) + parts[2]) + ...) / len(parts)``, summed in fp32 at least."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-    torch.add(parts[0], parts[1], out=total) if parts[0].dtype == wide else total.copy_(parts[0]).add_(
-        parts[1]
-    )
-    for part in parts[2:]:
-        total.add_(part)
-    total.div_(len(parts))
-    if total is not out:
-        out.copy_(total)
+def _fixed(tag: int) -> TagOf:
+    return lambda _: tag
 
 
-def _wait_all(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None, "every rank of a shard group is a member of it"
-        work.wait()
+def _mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    merge(parts, out, dist.ReduceOp.AVG)
+
+
+def _all(moving: Sequence[Pending]) -> Pending:
+    def finish() -> None:
+        for pending in moving:
+            pending.wait()
+
+    return Pending(finish)

@@ -25,9 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed import ReduceOp
 
+from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.meter import count
-from shardtrain.comm.process_group import ProcessGroupTransport, mean_in_rank_order
+from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals, connect
 from shardtrain.comm.transport import Flat, Pending, Tag
 from shardtrain.layout import Layout
@@ -146,7 +148,7 @@ class SharedMemoryTransport:
         size = flat.full.nbytes
         for rank, offset in theirs.items():
             parts[rank] = self._theirs[rank][offset : offset + size].view(flat.full.dtype)[interval]
-        mean_in_rank_order(parts, flat.local)
+        merge(parts, flat.local, ReduceOp.AVG)
         self._signals.done(position)
 
     def fence(self, what: str) -> None:

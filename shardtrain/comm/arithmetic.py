@@ -1,0 +1,79 @@
+"""The arithmetic of a reduction that is summed here, not in the backend.
+
+Sums, means and products of fp16, bf16 and fp8 values are accumulated in fp32 and rounded once at the end;
+integers stay integers. Parts are taken in rank order, so the result is the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed import ReduceOp
+
+_MERGES: dict[object, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
+
+
+def check_op(op: object, dtype: torch.dtype) -> None:
+    """Refuse an operation that is unknown or has no meaning for ``dtype``."""
+    if op not in _MERGES:
+        raise ValueError(f"expected op to be one of {', '.join(map(op_name, _MERGES))}, found {op}")
+    if dtype.is_complex and op not in _LINEAR:
+        raise ValueError(f"expected SUM or AVG for {dtype}, found {op_name(op)}")
+    if op in _BITWISE and dtype.is_floating_point:
+        raise ValueError(f"expected integers or bool for {op_name(op)}, found {dtype}")
+    if op == ReduceOp.AVG and dtype == torch.bool:
+        raise ValueError(f"expected numbers for AVG, found {dtype}")
+
+
+def op_name(op: object) -> str:
+    """``SUM`` for ``ReduceOp.SUM``."""
+    return str(op).rpartition(".")[2]
+
+
+def merge(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object) -> None:
+    """``out = ((parts[0] op parts[1]) op parts[2]) ...``; divided by ``len(parts)`` for AVG.
+
+    ``parts`` share one dtype and length; ``out`` has their length and their dtype or a wider one, and may
+    be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and ``[3.0 5.0]`` give ``[2.0 3.5]``.
+    """
+    wide = _accumulator(out.dtype, op)
+    shared = any(part.data_ptr() == out.data_ptr() for part in parts)
+    total = torch.empty_like(out, dtype=wide) if shared or out.dtype != wide else out
+    combine = _MERGES[op]
+    if len(parts) > 1 and parts[0].dtype == wide:
+        combine(parts[0], parts[1], out=total)
+    else:
+        total.copy_(parts[0])
+        if len(parts) > 1:
+            combine(total, _as(parts[1], wide), out=total)
+    for part in parts[2:]:
+        combine(total, _as(part, wide), out=total)
+    if op == ReduceOp.AVG:
+        total.div_(len(parts), rounding_mode=None if wide.is_floating_point or wide.is_complex else "trunc")
+    if total is not out:
+        out.copy_(total)
+
+
+def _as(part: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """fp8 has no arithmetic of its own; the other types are widened inside the operation."""
+    return part.to(wide) if part.element_size() == 1 and part.is_floating_point() else part
+
+
+def _accumulator(dtype: torch.dtype, op: object) -> torch.dtype:
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return torch.float32
+    if dtype.is_floating_point and op in (*_LINEAR, ReduceOp.PRODUCT):
+        return torch.promote_types(dtype, torch.float32)
+    return dtype

@@ -1,0 +1,137 @@
+"""Movements built from point-to-point messages: the algorithms for gloo, once for the engine and the public.
+
+Gloo's own reduce-scatter is an all-reduce per rank, and its all-gather goes round a ring. Sending every
+interval straight to the rank that needs it takes about half the time at tens of megabytes. Two ranks,
+intervals ``[a b]``::
+
+    exchange         rank 0 sends its b-bound part to rank 1, rank 1 its a-bound part to rank 0
+                     (a gather: the same part to everyone; an all-to-all: another part to each)
+    reduce-scatter   rank 0 sends its values of b, rank 1 its values of a; each merges what came with
+                     its own: rank 0 gets a = a0 + a1, rank 1 gets b = b0 + b1
+
+Values are merged in rank order whichever message came first, so results do not depend on timing.
+
+Messages longer than ``CHUNK_BYTES`` go in chunks. A reduction receives into an inbox of ``WINDOW`` chunks
+per peer that is used again and again: a chunk is merged while the next ones arrive and while it is still
+in the cache, and no memory as large as the interval is needed. At 64 MiB that took 0.5 to 0.9 of the time
+of one message per peer (2 and 4 ranks on 2 busy cores). Both sides cut by bytes, so they agree on the
+chunks whatever the dtype.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardtrain.comm.transport import Pending
+
+CHUNK_BYTES = 2 << 20
+WINDOW = 4
+
+# `tag_of(part)`: what marks a part's messages. Both sides of a message must find the same tag.
+TagOf = Callable[[torch.Tensor], int]
+
+# `merge(parts, out)`: every rank's part of one interval, in rank order, into `out`.
+Merge = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+
+
+class Mailbox(NamedTuple):
+    """This rank's end of the messages within ``group``. A group of one needs no process group."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world: int
+
+    def peers(self) -> list[int]:
+        """The other ranks, nearest first, so that not all ranks turn to the same one at once."""
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def receive(self, into: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+        """Start filling ``into`` (1-D) with what ``peer`` sends, one message per chunk."""
+        # The group's own methods: `dist.irecv` around them takes as long again, twice per peer and call.
+        assert self.group is not None, "there are no peers without a process group"
+        return [self.group.recv([into[span]], peer, tag) for span in chunks(into)]
+
+    def send(self, part: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+        """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
+        assert self.group is not None, "there are no peers without a process group"
+        return [self.group.send([part[span]], peer, tag) for span in chunks(part)]
+
+
+def start_exchange(
+    mailbox: Mailbox, tag_of: TagOf, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+) -> Pending:
+    """Start sending ``outgoing[r]`` to rank ``r`` and filling ``incoming[r]`` with what rank ``r`` sends.
+
+    ``outgoing``, ``incoming``: ``world`` contiguous 1-D tensors; what one rank sends has as many bytes as
+    the other expects. A part without elements makes no message.
+    """
+    works = []
+    for peer in mailbox.peers():
+        works += mailbox.receive(incoming[peer], peer, tag_of(incoming[peer]))
+    for peer in mailbox.peers():
+        works += mailbox.send(outgoing[peer], peer, tag_of(outgoing[peer]))
+    own, mine = outgoing[mailbox.rank], incoming[mailbox.rank]
+    if own.data_ptr() != mine.data_ptr():
+        mine.copy_(own)
+    return Pending(lambda: wait_all(works))
+
+
+def start_reduce_scatter(
+    mailbox: Mailbox,
+    tag_of: TagOf,
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    merge: Merge,
+    window: int = WINDOW,
+) -> Pending:
+    """Start sending ``parts[r]`` to rank ``r``; finishing merges every rank's part of ours into ``out``.
+
+    ``parts``: ``world`` contiguous 1-D tensors, on every rank of the same sizes. ``out``: 1-D, as many
+    elements as ``parts[rank]``; ``merge`` decides about a wider dtype. ``window``: chunks per peer that
+    have room in the inbox. Beyond it receives are posted while finishing, so until then no other movement
+    between these ranks may use the same tag.
+    """
+    own = parts[mailbox.rank]
+    tag, spans = tag_of(own), chunks(own)
+    slots = min(window, len(spans))
+    inbox = own.new_empty((slots, mailbox.world, spans[0].stop if spans else 0))
+
+    def receive(index: int) -> list[dist.Work]:
+        length = spans[index].stop - spans[index].start
+        slot = inbox[index % slots]
+        return [work for peer in mailbox.peers() for work in mailbox.receive(slot[peer, :length], peer, tag)]
+
+    arriving = deque(receive(index) for index in range(slots))
+    sends = [
+        work for peer in mailbox.peers() for work in mailbox.send(parts[peer], peer, tag_of(parts[peer]))
+    ]
+
+    def finish() -> None:
+        for index, span in enumerate(spans):
+            wait_all(arriving.popleft())
+            mine = own[span]
+            came = [slot[: mine.numel()] for slot in inbox[index % slots]]
+            came[mailbox.rank] = mine
+            merge(came, out[span])
+            if index + slots < len(spans):
+                arriving.append(receive(index + slots))
+        wait_all(sends)
+
+    return Pending(finish)
+
+
+def chunks(flat: torch.Tensor) -> list[slice]:
+    """Cut a 1-D tensor into slices of ``CHUNK_BYTES``, the last one shorter; none if it is empty."""
+    total = flat.numel()
+    length = CHUNK_BYTES // flat.element_size()
+    return [slice(start, min(start + length, total)) for start in range(0, total, length)]
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

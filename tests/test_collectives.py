@@ -1,0 +1,696 @@
+"""The public collectives: torch's documented examples, odd sizes, refusals on every rank, traffic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as torch_dist
+
+from shardtrain import comm
+from shardtrain import comm as dist
+from shardtrain.comm import messages, plans
+from shardtrain.comm.arithmetic import merge
+
+Ranks = Callable[..., list[Any]]
+several = pytest.mark.parametrize("world", [2, 3, 4])
+every = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+def equal(found: torch.Tensor, expected: Any) -> None:
+    expected = expected if isinstance(expected, torch.Tensor) else torch.tensor(expected, dtype=found.dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# torch's documented examples, word for word but for the device
+
+
+def gather_example() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    tensor_in = torch.arange(2, dtype=torch.int64, device=device) + 1 + 2 * rank
+    # Output in concatenation form
+    tensor_out = torch.zeros(world_size * 2, dtype=torch.int64, device=device)
+    dist.all_gather_single(tensor_out, tensor_in)
+    equal(tensor_out, [1, 2, 3, 4])
+    tensor_out = torch.zeros(world_size * 2, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(tensor_out, tensor_in)
+    equal(tensor_out, [1, 2, 3, 4])
+    # Output in stack form
+    tensor_out2 = torch.zeros(world_size, 2, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(tensor_out2, tensor_in)
+    equal(tensor_out2, [[1, 2], [3, 4]])
+
+
+def reduce_example() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    tensor_out = torch.zeros(2, dtype=torch.int64, device=device)
+    # Input in concatenation form
+    tensor_in = torch.arange(world_size * 2, dtype=torch.int64, device=device)
+    dist.reduce_scatter_single(tensor_out, tensor_in)
+    equal(tensor_out, [[0, 2], [4, 6]][rank])
+    # Input in stack form
+    tensor_in = torch.reshape(tensor_in, (world_size, 2))
+    dist.reduce_scatter_tensor(tensor_out, tensor_in)
+    equal(tensor_out, [[0, 2], [4, 6]][rank])
+
+
+@pytest.mark.parametrize("example", [gather_example, reduce_example])
+def test_documented_examples_of_two_ranks(on_ranks: Ranks, example: Callable[[], None]) -> None:
+    on_ranks(2, example)
+
+
+def four_ranks_gather_and_reduce() -> None:
+    rank = dist.get_rank()
+    stacked = torch.empty(4, 2, dtype=torch.int64)
+    dist.all_gather_into_tensor(stacked, torch.tensor([rank, rank]))
+    equal(stacked, [[0, 0], [1, 1], [2, 2], [3, 3]])
+    output = torch.empty(1)
+    dist.reduce_scatter(output, list(torch.arange(4.0).chunk(4)))
+    equal(output, [4.0 * rank])
+
+
+def to_all_single_examples() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    input = torch.arange(4) + rank * 4
+    output = torch.empty([4], dtype=torch.int64)
+    dist.all_to_all_single(output, input)
+    equal(output, [rank, 4 + rank, 8 + rank, 12 + rank])
+    # Essentially, it is similar to following operation:
+    expected, output = output, torch.empty([4], dtype=torch.int64)
+    scatter_list = list(input.chunk(world_size))
+    gather_list = list(output.chunk(world_size))
+    for i in range(world_size):
+        dist.scatter(gather_list[i], scatter_list if i == rank else [], src=i)
+    equal(output, expected)
+    # Another example with uneven split
+    input, input_splits, output_splits, expected = uneven(rank)
+    output = torch.empty(sum(output_splits), dtype=torch.int64)
+    dist.all_to_all_single(output, input, output_splits, input_splits)
+    equal(output, expected)
+    # Another example with tensors of torch.cfloat type; its int64 output cannot hold them in torch either
+    input = torch.tensor([1 + 1j, 2 + 2j, 3 + 3j, 4 + 4j], dtype=torch.cfloat) + 4 * rank * (1 + 1j)
+    output = torch.empty([4], dtype=torch.cfloat)
+    dist.all_to_all_single(output, input)
+    equal(output, torch.tensor([1 + rank, 5 + rank, 9 + rank, 13 + rank]) * (1 + 1j))
+
+
+def uneven(rank: int) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
+    input = [
+        torch.arange(0, 6),
+        torch.arange(10, 19),
+        torch.arange(20, 25),
+        torch.arange(30, 37),
+    ][rank]
+    input_splits = [[2, 2, 1, 1], [3, 2, 2, 2], [2, 1, 1, 1], [2, 2, 2, 1]][rank]
+    output_splits = [[2, 3, 2, 2], [2, 2, 1, 2], [1, 2, 1, 2], [1, 2, 1, 1]][rank]
+    expected = [
+        [0, 1, 10, 11, 12, 20, 21, 30, 31],
+        [2, 3, 13, 14, 22, 32, 33],
+        [4, 15, 16, 23, 34, 35],
+        [5, 17, 18, 24, 36],
+    ][rank]
+    return input, input_splits, output_splits, expected
+
+
+def to_all_examples() -> None:
+    rank = dist.get_rank()
+    input = torch.arange(4) + rank * 4
+    input = list(input.chunk(4))
+    output = list(torch.empty([4], dtype=torch.int64).chunk(4))
+    dist.all_to_all(output, input)
+    equal(torch.cat(output), [rank, 4 + rank, 8 + rank, 12 + rank])
+    input, input_splits, output_splits, expected = uneven(rank)
+    input = list(input.split(input_splits))
+    output = [torch.empty(size, dtype=torch.int64) for size in output_splits]
+    dist.all_to_all(output, input)
+    equal(torch.cat(output), expected)
+    input = torch.tensor([1 + 1j, 2 + 2j, 3 + 3j, 4 + 4j], dtype=torch.cfloat) + 4 * rank * (1 + 1j)
+    input = list(input.chunk(4))
+    output = list(torch.empty([4], dtype=torch.cfloat).chunk(4))
+    dist.all_to_all(output, input)
+    equal(torch.cat(output), torch.tensor([1 + rank, 5 + rank, 9 + rank, 13 + rank]) * (1 + 1j))
+
+
+@pytest.mark.parametrize("example", [four_ranks_gather_and_reduce, to_all_single_examples, to_all_examples])
+def test_documented_examples_of_four_ranks(on_ranks: Ranks, example: Callable[[], None]) -> None:
+    on_ranks(4, example)
+
+
+# results
+
+
+def gathers(dtype: torch.dtype, shape: tuple[int, ...], form: str, async_op: bool) -> None:
+    rank, world = comm.rank(), comm.world_size()
+    inputs = [values(r, shape, dtype) for r in range(world)]
+    stacked = torch.stack(inputs)
+    expected = {"stack": stacked, "flat": stacked.flatten(), "cat": stacked.reshape(-1, *shape[1:])}[form]
+    output = torch.empty_like(expected)
+    work = comm.all_gather_into_tensor(output, inputs[rank], async_op=async_op)
+    finish(work, async_op)
+    equal(output, expected)
+
+
+def values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_complex:
+        return torch.randn(*shape, dtype=dtype, generator=generator)
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def finish(work: comm.Work | None, async_op: bool) -> None:
+    if not async_op:
+        assert work is None
+        return
+    assert work is not None
+    assert work.wait() is True
+    assert work.is_completed()
+    assert work.wait() is True
+
+
+@every
+@pytest.mark.parametrize("async_op", [False, True])
+def test_gathers(on_ranks: Ranks, world: int, async_op: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn):
+        on_ranks(world, gathers, dtype, (3, 5), "cat", async_op)
+    for shape in ((7,), (0, 3), ()):
+        on_ranks(world, gathers, torch.int16, shape, "stack", async_op)
+    on_ranks(world, gathers, torch.float64, (3, 1), "flat", async_op)
+
+
+def reduces_all(cases: list[tuple[str, torch.dtype, int]], async_op: bool) -> None:
+    for op_name, dtype, n in cases:
+        reduces(op_name, dtype, n, async_op)
+
+
+def reduces(op_name: str, dtype: torch.dtype, n: int, async_op: bool) -> None:
+    rank, world = comm.rank(), comm.world_size()
+    op = getattr(comm.ReduceOp, op_name)
+    inputs = [values(r, (world, n, 3), dtype) for r in range(world)]
+    parts = [full[rank] for full in inputs]
+    wide = [part.float() if dtype in (torch.bfloat16, torch.float16) else part for part in parts]
+    expected = wide[0].clone()
+    for part in wide[1:]:
+        expected = {
+            "SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul,
+            "MIN": torch.minimum, "MAX": torch.maximum,
+            "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
+        }[op_name](expected, part)  # fmt: skip
+    if op_name == "AVG":
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        expected = torch.view_as_real(expected) if dtype.is_complex else expected
+        expected = expected.div(world, rounding_mode="trunc" if whole else None)
+        expected = torch.view_as_complex(expected) if dtype.is_complex else expected
+    expected = expected.to(dtype)
+    for full in (inputs[rank], inputs[rank].reshape(world * n, 3)):
+        output = torch.empty(n, 3, dtype=dtype)
+        finish(comm.reduce_scatter_tensor(output, full, op, async_op=async_op), async_op)
+        equal(output, expected)
+    output = torch.empty(n, 3, dtype=dtype)
+    finish(comm.reduce_scatter(output, list(inputs[rank]), op, async_op=async_op), async_op)
+    equal(output, expected)
+
+
+@every
+@pytest.mark.parametrize("async_op", [False, True])
+def test_reductions(on_ranks: Ranks, world: int, async_op: bool) -> None:
+    cases = [
+        (op, dtype, 5)
+        for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+        for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    ]
+    cases += [(op, torch.int32, 1) for op in ("BAND", "BOR", "BXOR")]
+    cases += [(op, torch.complex64, 1) for op in ("SUM", "AVG")]
+    cases += [("SUM", torch.float32, 0), ("AVG", torch.float16, 2), ("PRODUCT", torch.int64, 2)]
+    on_ranks(world, reduces_all, cases, async_op)
+
+
+def reduces_uneven_lists() -> None:
+    rank, world = comm.rank(), comm.world_size()
+    sizes = [(3 * r + 2) % 4 for r in range(world)]
+    lists = [[torch.full((size,), 10.0 * r + i) for i, size in enumerate(sizes)] for r in range(world)]
+    output = torch.empty(sizes[rank])
+    comm.reduce_scatter(output, lists[rank])
+    equal(output, torch.stack([parts[rank] for parts in lists]).sum(0))
+
+
+@every
+def test_uneven_lists_are_reduced(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, reduces_uneven_lists)
+
+
+def sums_low_precision_in_fp32() -> None:
+    world = comm.world_size()
+    share = 256.0 if comm.rank() == 0 else 1.0
+    for dtype in (torch.bfloat16, torch.float8_e5m2):
+        output = torch.empty(1, dtype=dtype)
+        comm.reduce_scatter_tensor(output, torch.full((world,), share).to(dtype))
+        equal(output, torch.tensor([256.0 + world - 1]).to(dtype))
+
+
+def test_low_precision_is_summed_in_fp32_and_rounded_once(on_ranks: Ranks) -> None:
+    assert torch.tensor(256.0, dtype=torch.bfloat16) + 1 + 1 == 256
+    on_ranks(3, sums_low_precision_in_fp32)
+
+
+def sums_in_rank_order_across_chunks(window: int) -> list[float]:
+    rank, world = comm.rank(), comm.world_size()
+    messages.CHUNK_BYTES, chunk = 64, messages.CHUNK_BYTES
+    try:
+        n = 16 * 11 + 5
+        inputs = [torch.randn(world, n, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+        expected = inputs[0][rank].clone()
+        for full in inputs[1:]:
+            expected += full[rank]
+        output = torch.empty(n)
+        mailbox = messages.Mailbox(torch_dist.group.WORLD, rank, world)
+        plan = plans.reduce_tensor(output, inputs[rank], comm.ReduceOp.SUM, mailbox)
+        plan.by_messages(window).wait()
+        equal(output, expected)
+        for async_op in (False, True):
+            output.zero_()
+            finish(comm.reduce_scatter_tensor(output, inputs[rank], async_op=async_op), async_op)
+            equal(output, expected)
+    finally:
+        messages.CHUNK_BYTES = chunk
+    return output.tolist()
+
+
+@several
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_chunks_change_nothing_and_results_repeat(on_ranks: Ranks, world: int, window: int) -> None:
+    first = on_ranks(world, sums_in_rank_order_across_chunks, window)
+    assert first == on_ranks(world, sums_in_rank_order_across_chunks, window)
+
+
+def large_and_odd() -> None:
+    rank, world = comm.rank(), comm.world_size()
+    n = messages.CHUNK_BYTES // 4 * 2 + 3
+    output = torch.empty(world, n)
+    comm.all_gather_into_tensor(output, torch.full((n,), float(rank)))
+    assert all(output[r].eq(r).all() for r in range(world))
+    total = torch.empty(n)
+    comm.reduce_scatter_tensor(total, output, comm.ReduceOp.AVG)
+    assert total.eq(rank).all()
+
+
+@several
+def test_messages_of_several_chunks(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, large_and_odd)
+
+
+def odd_tensors() -> None:
+    rank, world = comm.rank(), comm.world_size()
+    # strided, expanded and conjugated inputs; inputs that want gradients; results where inputs lie
+    output = torch.empty(world * 3, 2)
+    comm.all_gather_into_tensor(output, torch.arange(6.0).view(2, 3).t())
+    equal(output, torch.arange(6.0).view(2, 3).t().repeat(world, 1))
+    comm.all_gather_into_tensor(output.view(-1)[:world], torch.ones(1, requires_grad=True))
+    assert not output.requires_grad
+    turned = torch.empty(world, dtype=torch.cfloat)
+    comm.all_gather_into_tensor(turned, torch.tensor([1 + 2j]).conj())
+    equal(turned, torch.full((world,), 1 - 2j))
+    reals = torch.empty(world, 2)
+    comm.all_to_all_single(reals, torch.full((world,), 1 + 2j, dtype=torch.cfloat))
+    equal(reals, torch.tensor([1.0, 2.0]).expand(world, 2))
+    place = torch.zeros(world, 2)
+    place[rank] = rank
+    comm.all_gather_into_tensor(place, place[rank])
+    equal(place, torch.arange(float(world)).view(-1, 1).expand(world, 2))
+    comm.reduce_scatter_tensor(place[rank], place)
+    equal(place[rank], [float(world * rank)] * 2)
+    with torch.inference_mode():
+        output = torch.empty(world)
+        work = comm.reduce_scatter_tensor(output[:1], torch.ones(world), async_op=True)
+        finish(work, True)
+    equal(output[:1], [float(world)])
+
+
+@every
+def test_odd_tensors(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, odd_tensors)
+
+
+def splits_with_nothing() -> None:
+    rank, world = comm.rank(), comm.world_size()
+    sends = [r if rank == 0 else 0 for r in range(world)]
+    gets = [rank if r == 0 else 0 for r in range(world)]
+    output = torch.empty(sum(gets), 2)
+    comm.all_to_all_single(output, torch.ones(sum(sends), 2), gets, sends)
+    equal(output, torch.ones(rank, 2))
+
+
+@several
+def test_splits_of_no_rows(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, splits_with_nothing)
+
+
+def many_at_once() -> None:
+    rank, world = comm.rank(), comm.world_size()
+    full = torch.arange(float(world * 3))
+    outputs = [torch.empty(3) for _ in range(20)]
+    works = [
+        comm.reduce_scatter_tensor(output, full * (index + 1), async_op=True)
+        for index, output in enumerate(outputs)
+    ]
+    for work in reversed(works):
+        finish(work, True)
+    for index, output in enumerate(outputs):
+        equal(output, full.view(world, 3)[rank] * world * (index + 1))
+
+
+@several
+def test_calls_under_way_together_keep_apart(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, many_at_once)
+
+
+def completes_without_wait() -> bool:
+    if comm.rank() == 1:
+        time.sleep(0.2)
+    output = torch.empty(comm.world_size())
+    work = comm.all_gather_into_tensor(output, torch.ones(1), async_op=True)
+    assert work is not None
+    early = work.is_completed()
+    deadline = time.monotonic() + 10
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert output.eq(1).all()
+    finish(work, True)
+    return early
+
+
+def test_asynchronous_work_completes_by_itself(on_ranks: Ranks) -> None:
+    assert ranks(2, completes_without_wait)[0] is False
+
+
+def in_a_group() -> None:
+    rank = comm.rank()
+    group = comm.new_group([0, 2])
+    if rank == 1:
+        with pytest.warns(UserWarning, match="all_to_all_single called on a rank that does not belong"):
+            assert comm.all_to_all_single(torch.empty(2), torch.empty(2), group=group) is None
+        return
+    output = torch.empty(2)
+    comm.all_to_all_single(output, torch.tensor([0.0, 1.0]) + rank, group=group)
+    equal(output, [[0.0, 2.0], [1.0, 3.0]][rank // 2])
+
+
+def test_groups(on_ranks: Ranks) -> None:
+    on_ranks(3, in_a_group)
+
+
+def test_without_a_process_group_the_input_is_the_output() -> None:
+    output = torch.empty(1, 3)
+    comm.all_gather_into_tensor(output, torch.arange(3.0))
+    equal(output, [[0.0, 1.0, 2.0]])
+    comm.reduce_scatter(output, [torch.ones(1, 3)], comm.ReduceOp.AVG)
+    finish(comm.all_to_all([output[0]], [torch.arange(3.0)], async_op=True), True)
+    equal(output, [[0.0, 1.0, 2.0]])
+    with pytest.raises(ValueError, match=r"^all_to_all refused on every rank: rank 0: expected input_list"):
+        comm.all_to_all([output[0]], [])
+
+
+# traffic
+
+
+def metered() -> tuple[dict[str, int], dict[str, int]]:
+    world = comm.world_size()
+    full = torch.zeros(world * 5)
+    with comm.meter() as meter:
+        comm.all_gather_into_tensor(full, torch.ones(5))
+        comm.reduce_scatter_tensor(torch.empty(5), full)
+        comm.reduce_scatter(torch.empty(5), list(full.view(world, 5)))
+        comm.all_to_all_single(torch.empty(world * 5), full)
+        finish(comm.all_to_all(list(torch.empty(world, 5)), list(full.view(world, 5)), async_op=True), True)
+    return dict(meter.calls), dict(meter.bytes)
+
+
+@every
+def test_the_meter_counts_the_payload(on_ranks: Ranks, world: int) -> None:
+    for calls, sent in on_ranks(world, metered):
+        assert calls == {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 2}
+        share = (world - 1) * 5 * 4
+        assert sent == {"all_gather": share, "reduce_scatter": 2 * share, "all_to_all": 2 * share}
+
+
+# refusals: (what rank 1 passes, what all ranks must read), other ranks' arguments being good
+
+
+def _gather(output: Any = None, input: Any = None, **options: Any) -> comm.Work | None:
+    world = comm.world_size()
+    output = torch.empty(world * 3) if output is None else output
+    return comm.all_gather_into_tensor(output, torch.ones(3) if input is None else input, **options)
+
+
+def _reduce(output: Any = None, input: Any = None, op: Any = comm.ReduceOp.SUM) -> comm.Work | None:
+    world = comm.world_size()
+    output = torch.empty(3) if output is None else output
+    return comm.reduce_scatter_tensor(output, torch.ones(world * 3) if input is None else input, op)
+
+
+def _reduce_list(output: Any = None, parts: Any = None) -> comm.Work | None:
+    world = comm.world_size()
+    return comm.reduce_scatter(
+        torch.empty(3) if output is None else output, [torch.ones(3)] * world if parts is None else parts
+    )
+
+
+def _to_all(outputs: Any = None, inputs: Any = None) -> comm.Work | None:
+    world = comm.world_size()
+    return comm.all_to_all(
+        list(torch.empty(world, 3)) if outputs is None else outputs,
+        [torch.ones(3)] * world if inputs is None else inputs,
+    )
+
+
+def _single(output: Any = None, input: Any = None, gets: Any = None, sends: Any = None) -> comm.Work | None:
+    world = comm.world_size()
+    return comm.all_to_all_single(
+        torch.empty(world, 3) if output is None else output,
+        torch.ones(world, 3) if input is None else input,
+        gets,
+        sends,
+    )
+
+
+F64 = torch.float64
+REFUSALS: list[tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] = [
+    (_gather, lambda: (torch.empty(7),),
+     "all_gather_into_tensor refused on every rank: "
+     "rank 1: expected output of 2 x 3 elements for input float32 [3], found float32 [7]"),
+    (_gather, lambda: (torch.empty(6), [1]), "rank 1: expected input to be a tensor, found list"),
+    (_gather, lambda: (torch.empty(6, dtype=F64),),
+     "rank 1: expected all tensors to have one dtype, found float32, float64"),
+    (_gather, lambda: (torch.empty(3, 2).t(),),
+     "rank 1: expected output to be contiguous, found strides (1, 2) of float32 [2, 3]"),
+    (_gather, lambda: (torch.empty(6, device="meta"),),
+     "rank 1: expected all tensors on one device, found cpu and meta"),
+    (_gather, lambda: (torch.empty(6, device="meta"), torch.empty(3, device="meta")),
+     "rank 1: expected tensors on a device that this group moves (cpu, cuda), found meta"),
+    (_gather, lambda: (torch.empty(6), torch.ones(3).to_sparse()),
+     "rank 1: expected dense tensors, found torch.sparse_coo"),
+    (_gather, lambda: (torch.empty(8), torch.ones(4)),
+     "rank 1: expected the same as on rank 0, all_gather_into_tensor of float32 [3], "
+     "found all_gather_into_tensor of float32 [4]"),
+    (_gather, lambda: (torch.empty(6, dtype=F64), torch.ones(3, dtype=F64)),
+     "found all_gather_into_tensor of float64 [3]"),
+    (_reduce, lambda: (torch.empty(4),),
+     "reduce_scatter_tensor refused on every rank: "
+     "rank 1: expected input of 2 x 4 elements for output float32 [4], found float32 [6]"),
+    (_reduce, lambda: (torch.empty(4), torch.ones(8)),
+     "rank 1: expected the same as on rank 0, reduce_scatter_tensor (SUM) of float32 [6], "
+     "found reduce_scatter_tensor (SUM) of float32 [8]"),
+    (_reduce, lambda: (None, None, comm.ReduceOp.MAX), "found reduce_scatter_tensor (MAX) of float32 [6]"),
+    (_reduce, lambda: (None, None, comm.ReduceOp.BOR),
+     "rank 1: expected integers or bool for BOR, found torch.float32"),
+    (_reduce, lambda: (None, None, "sum"),
+     "rank 1: expected op to be one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, found sum"),
+    (_reduce, lambda: (torch.empty(3, dtype=torch.bool), torch.ones(6, dtype=torch.bool), comm.ReduceOp.AVG),
+     "rank 1: expected numbers for AVG, found torch.bool"),
+    (_reduce, lambda: (torch.empty(3) * 1j, torch.ones(6) * 1j, comm.ReduceOp.PRODUCT),
+     "rank 1: expected SUM or AVG for torch.complex64, found PRODUCT"),
+    (_reduce_list, lambda: (None, [torch.ones(3)]),
+     "reduce_scatter refused on every rank: "
+     "rank 1: expected input_list to hold 2 tensors, one per rank, found 1"),
+    (_reduce_list, lambda: (None, torch.ones(3)),
+     "rank 1: expected input_list to be a list of 2 tensors, found Tensor"),
+    (_reduce_list, lambda: (None, [torch.ones(3), 5]),
+     "rank 1: expected input_list[1] to be a tensor, found int"),
+    (_reduce_list, lambda: (torch.empty(2),),
+     "rank 1: expected output of the size of input_list[1], float32 [3], found float32 [2]"),
+    (_reduce_list, lambda: (None, [torch.ones(2), torch.ones(3)]),
+     "rank 1: expected the same as on rank 0, reduce_scatter (SUM) of a list of float32 [3], [3], "
+     "found reduce_scatter (SUM) of a list of float32 [2], [3]"),
+    (_to_all, lambda: ([torch.empty(3), torch.empty(4)],),
+     "all_to_all refused on every rank: "
+     "rank 1: expected 3 elements from itself, as many as it sends itself, found room for 4"),
+    (_to_all, lambda: (None, [torch.ones(4), torch.ones(3)]),
+     "rank 0: expected 12 bytes from rank 1 (all_to_all from a list of float32 [3], [3] to a list of "
+     "float32 [3], [3]), found that rank 1 sends it 16 (all_to_all from a list of float32 [4], [3]"),
+    (_to_all, lambda: ([torch.empty(3), torch.empty(6).view(3, 2)[:, 0]],),
+     "rank 1: expected output_list[1] to be contiguous, found strides (2,) of float32 [3]"),
+    (_single, lambda: (None, None, [1, 2]),
+     "all_to_all_single refused on every rank: rank 1: expected the split sizes of output to add up to its "
+     "2 rows, found [1, 2], which add up to 3"),
+    (_single, lambda: (None, None, None, [2]),
+     "rank 1: expected 2 split sizes of at least 0 for input, found [2]"),
+    (_single, lambda: (None, None, None, [3, -1]),
+     "rank 1: expected 2 split sizes of at least 0 for input, found [3, -1]"),
+    (_single, lambda: (torch.empty(3, 3),),
+     "rank 1: expected output to have rows for 2 ranks alike, found float32 [3, 3]"),
+    (_single, lambda: (torch.tensor(1.0),),
+     "rank 1: expected output to have a first dimension to split, found a tensor without any"),
+    (_single, lambda: (None, torch.ones(3, 3), None, [2, 1]),
+     "rank 0: expected 12 bytes from rank 1 (all_to_all_single from float32 [2, 3] split into [3, 3] to "
+     "float32 [2, 3] split into [3, 3] elements), found that rank 1 sends it 24"),
+    (_single, lambda: (torch.empty(2, 3, dtype=torch.int64), torch.ones(2, 3) * 1j),
+     "rank 1: expected all tensors to have one dtype, found float32, int64"),
+]  # fmt: skip
+
+
+def refused(case: int) -> str:
+    call, bad, _ = REFUSALS[case]
+    with pytest.raises(ValueError, match="refused on every rank") as caught:
+        call(*(bad() if comm.rank() == 1 else ()))
+    # the group is as good as before
+    output = torch.empty(comm.world_size() * 3)
+    comm.all_gather_into_tensor(output, torch.full((3,), float(comm.rank())))
+    equal(output, torch.arange(float(comm.world_size())).repeat_interleave(3))
+    total = torch.empty(3)
+    comm.reduce_scatter_tensor(total, output)
+    equal(total, torch.full((3,), float(comm.rank() * comm.world_size())))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", range(len(REFUSALS)))
+def test_every_rank_refuses_what_one_rank_gets_wrong(on_ranks: Ranks, case: int) -> None:
+    texts = on_ranks(2, refused, case)
+    assert texts[0] == texts[1]
+    assert REFUSALS[case][2] in texts[0]
+
+
+@pytest.mark.parametrize("case", [7, 10, 22, 24, 29])
+def test_four_ranks_refuse_what_one_gets_wrong(on_ranks: Ranks, case: int) -> None:
+    texts = on_ranks(4, refused, case)
+    assert len(set(texts)) == 1
+    assert "rank 1" in texts[0]
+
+
+def another_collective(large: bool) -> str:
+    n = messages.CHUNK_BYTES * 3 if large else 5
+    world = comm.world_size()
+
+    def call() -> None:
+        if comm.rank() == 2:
+            comm.reduce_scatter_tensor(torch.empty(n), torch.ones(world * n))
+        else:
+            comm.all_gather_into_tensor(torch.empty(world * 7), torch.ones(7))
+
+    with pytest.raises(ValueError, match="refused on every rank") as caught:
+        call()
+    return str(caught.value).partition(" ")[2]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_ranks_in_different_collectives_are_told(on_ranks: Ranks, large: bool) -> None:
+    texts = on_ranks(3, another_collective, large)
+    assert len(set(texts)) == 1
+    assert "rank 2: expected the same as on rank 0, all_gather_into_tensor of float32 [7]" in texts[0]
+
+
+def every_rank_wrong() -> str:
+    with pytest.raises(ValueError, match="refused") as caught:
+        comm.all_gather_into_tensor(torch.empty(3), torch.empty(3))
+    return str(caught.value)
+
+
+def test_more_wrong_ranks_than_a_message_names(on_ranks: Ranks) -> None:
+    texts = on_ranks(4, every_rank_wrong)
+    assert len(set(texts)) == 1
+    assert "rank 3: expected output of 4 x 3" in texts[0]
+
+
+def refused_asynchronously() -> str:
+    size = 4 if comm.rank() == 1 else 3
+    work = _gather(torch.empty(2 * size), torch.empty(size), async_op=True)
+    assert work is not None
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected the same as on rank 0") as caught:
+            work.wait()
+    assert work.is_completed()
+    return str(caught.value)
+
+
+def test_asynchronous_refusals_come_from_wait(on_ranks: Ranks) -> None:
+    assert len(set(ranks(2, refused_asynchronously))) == 1
+
+
+# the backend's own collectives, as on other backends than gloo
+
+
+def by_the_backend() -> list[str]:
+    rank, world = comm.rank(), comm.world_size()
+    from shardtrain.comm import native
+
+    native.has_gloo, saved = lambda _: False, native.has_gloo
+    try:
+        output = torch.empty(world * 3)
+        finish_native(comm.all_gather_into_tensor(output, torch.full((3,), float(rank)), async_op=True))
+        equal(output, torch.arange(float(world)).repeat_interleave(3))
+        stacked = torch.empty(world, 3)
+        comm.all_gather_into_tensor(stacked, torch.full((3,), float(rank)))
+        equal(stacked, output.view(world, 3))
+        total = torch.empty(3)
+        comm.reduce_scatter_tensor(total, stacked, comm.ReduceOp.MAX)
+        equal(total, [float(rank)] * 3)
+        comm.reduce_scatter(total, list(stacked))
+        equal(total, [float(world * rank)] * 3)
+        comm.all_to_all_single(output, torch.arange(float(world)).repeat_interleave(3))
+        equal(output, [float(rank)] * 3 * world)
+        with pytest.raises(ValueError, match="refused on every rank") as one:
+            _gather(torch.empty(world * 3 + (rank == 1)))
+        with pytest.raises(ValueError, match="refused on every rank") as other:
+            _single(sends=[2, 0, *[1] * (world - 2)] if rank == 0 else None)
+        return [str(one.value), str(other.value)]
+    finally:
+        native.has_gloo = saved
+
+
+def finish_native(work: comm.Work | None) -> None:
+    assert work is not None
+    assert work.wait()
+    assert work.is_completed()
+
+
+@several
+def test_the_backend_s_own_collectives(on_ranks: Ranks, world: int) -> None:
+    texts = on_ranks(world, by_the_backend)
+    assert all(text == texts[0] for text in texts)
+    assert f"rank 1: expected output of {world} x 3 elements" in texts[0][0]
+
+
+def test_a_simulated_world_looks_at_its_own_arguments_only() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch_dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=5)
+    try:
+        comm.all_gather_into_tensor(torch.empty(15), torch.ones(3))
+        comm.all_to_all_single(torch.empty(6), torch.ones(5), [0, 1, 1, 2, 2], [1, 0, 1, 3, 0])
+        with pytest.raises(ValueError, match="rank 2: expected output of 5 x 3 elements"):
+            comm.all_gather_into_tensor(torch.empty(10), torch.ones(3))
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def test_merging_keeps_integers_and_divides_toward_zero() -> None:
+    out = torch.empty(2, dtype=torch.int32)
+    merge(
+        [torch.tensor([-3, 5], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)],
+        out,
+        comm.ReduceOp.AVG,
+    )
+    equal(out, [-1, 3])
