@@ -384,7 +384,7 @@ def completes_without_wait() -> bool:
 
 
 def test_asynchronous_work_completes_by_itself(on_ranks: Ranks) -> None:
-    assert ranks(2, completes_without_wait)[0] is False
+    assert on_ranks(2, completes_without_wait)[0] is False
 
 
 def in_a_group() -> None:
@@ -626,7 +626,7 @@ def refused_asynchronously() -> str:
 
 
 def test_asynchronous_refusals_come_from_wait(on_ranks: Ranks) -> None:
-    assert len(set(ranks(2, refused_asynchronously))) == 1
+    assert len(set(on_ranks(2, refused_asynchronously))) == 1
 
 
 # the backend's own collectives, as on other backends than gloo
