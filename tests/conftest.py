@@ -25,7 +25,7 @@ def ranks(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any
 
 @pytest.fixture
 def on_ranks(_pool: Pool) -> Callable[..., list[Any]]:
-    """``on_ranks(world, body, *args)``: the same, once; for bodies that choose their transports themselves."""
+    """``on_ranks(world, body, *args)``: the same, once; bodies choose transports themselves."""
     return functools.partial(_pool.run, "auto")
 
 
