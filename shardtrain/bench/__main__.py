@@ -1,0 +1,105 @@
+"""``-m shardtrain.bench [collectives] [key=value ...]``: which program, on which ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shardtrain import launch
+from shardtrain.bench import collectives, memory, report, settings, steps
+from shardtrain.bench.cases import SUITE
+from shardtrain.bench.report import Report
+from shardtrain.bench.settings import Settings
+from shardtrain.launch import Place
+
+COLLECTIVES = "collectives"
+
+
+def bench(chosen: Settings, program: str, place: Place, device: torch.device) -> None:
+    """Measure, and report also what an interruption leaves."""
+    output = Report(chosen, program, place, device)
+    with _quiet_peers(), _group_of_one(device):
+        if program == COLLECTIVES:
+            points = collectives.Points()
+            _reporting(
+                lambda: collectives.measure(points, chosen, device),
+                lambda interrupted: collectives.report(output, points, interrupted),
+            )
+        elif chosen.memory:
+            peaks = memory.Peaks()
+            _reporting(
+                lambda: memory.measure(peaks, chosen, place, device),
+                lambda interrupted: memory.report(output, peaks, interrupted),
+            )
+        else:
+            _bench_steps(chosen, output, device)
+
+
+def _bench_steps(chosen: Settings, output: Report, device: torch.device) -> None:
+    measurements: list[steps.Measurement] = []
+
+    def run() -> None:
+        for name in SUITE if chosen.suite else (chosen.model,):
+            measurements.append(steps.Measurement(steps.case_of(chosen, name), chosen.reference))
+            steps.measure(measurements[-1], chosen, device)
+
+    _reporting(run, lambda interrupted: report.of_steps(output, measurements, interrupted))
+
+
+def _reporting(run: Callable[[], None], tell: Callable[[bool], None]) -> None:
+    """``tell(interrupted)`` after ``run()``, whether it ended by itself or by Ctrl-C."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        tell(True)
+        raise
+    tell(False)
+
+
+@contextlib.contextmanager
+def _quiet_peers() -> Iterator[None]:
+    """Peers warn of their own deprecations at every step; a table has no room for that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _group_of_one(device: torch.device) -> Iterator[None]:
+    """Peers need a process group even for a single rank."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@record
+def main() -> None:
+    program = COLLECTIVES if sys.argv[1:2] == [COLLECTIVES] else "steps"
+
+    def read(arguments: Sequence[str], speak: bool) -> Settings | None:
+        found = settings.read(arguments[1:] if program == COLLECTIVES else arguments, speak)
+        return found and settings.with_default_threads(found, Place.from_environment(os.environ))
+
+    launch.start(read, lambda chosen, place, device: bench(chosen, program, place, device))
+
+
+if __name__ == "__main__":
+    main()
