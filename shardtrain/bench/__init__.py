@@ -1,7 +1,7 @@
 """The benchmark: shardtrain beside its peers, interleaved in one run, on the user's own machine.
 
     torchrun --nproc-per-node 2 -m shardtrain.bench model=resnet50          one case
-    torchrun --nproc-per-node 2 -m shardtrain.bench suite=true              the standard cases, geometric means
+    torchrun --nproc-per-node 2 -m shardtrain.bench suite=true              the standard cases
     torchrun --nproc-per-node 2 -m shardtrain.bench memory=true             the whole job's peak memory
     torchrun --nproc-per-node 2 -m shardtrain.bench collectives             gather and reduce by themselves
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain import launch
@@ -79,7 +80,7 @@ def _group_of_one(device: torch.device) -> Iterator[None]:
         return
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.HashStore(),
+        store=HashStore(),
         rank=0,
         world_size=1,
         device_id=device if device.type == "cuda" else None,

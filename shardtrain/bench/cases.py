@@ -26,7 +26,10 @@ def _vit(layers: int, width: int, heads: int) -> Callable[[int], nn.Module]:
     def build(image_size: int) -> nn.Module:
         if image_size % 4:
             raise UserError(f"image_size={image_size}: the ViT's patches of 4 pixels do not divide it")
-        return VisionTransformer(image_size, 4, layers, heads, width, 4 * width, num_classes=CLASSES)
+        model: nn.Module = VisionTransformer(
+            image_size, 4, layers, heads, width, 4 * width, num_classes=CLASSES
+        )
+        return model
 
     return build
 

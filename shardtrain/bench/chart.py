@@ -11,7 +11,7 @@ MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[benc
 
 
 def draw(path: Path, title: str, label: str, groups: Mapping[str, Mapping[str, Spread]]) -> str | None:
-    """One panel a group, one bar an entry. Returns why there is no picture, if there is none."""
+    """One panel a group, one bar an entry, in the order given. Returns why there is no picture, if there is none."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def draw(path: Path, title: str, label: str, groups: Mapping[str, Mapping[str, S
 
 
 def _panel(axes, name: str, bars: Mapping[str, Spread]) -> None:  # type: ignore[no-untyped-def]
-    names = sorted(bars, key=lambda bar: bars[bar].median, reverse=True)
+    names = list(bars)[::-1]  # matplotlib counts from the bottom
     values = [bars[bar].median for bar in names]
     below = [bars[bar].median - bars[bar].low for bar in names]
     above = [bars[bar].high - bars[bar].median for bar in names]

@@ -120,7 +120,8 @@ def _fill(point: Point, found: Mapping[str, Contest], settings: Settings, device
     for name, contest in found.items():
         point.tracks[name] = Track(failure=attempt(lambda contest=contest: _check(contest), device))  # type: ignore[misc]
     runners = {name: _repeat(contest.run, point.repetitions) for name, contest in found.items()}
-    progress = Progress(f"{point.movement} {_size(point.size)}", settings.rounds, speaks=comm.rank() == 0)
+    title = f"{point.movement} {_size(point.size)}"
+    progress = Progress(title, settings.rounds, speaks=comm.rank() == 0, lines=1)
     first, last = settings.warmup, settings.warmup + settings.rounds
     interleave(runners, point.tracks, range(first), device, timed=False)
     interleave(runners, point.tracks, range(first, last), device, timed=True, tick=progress.tick)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,9 @@ TITLES = {
     "no_communication": "no communication",
 }
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, fused=True),
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"fused": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
 }
 
 # Trusted in this order to have the right losses. It never trains alone: each rank has data of its own.
@@ -71,12 +72,20 @@ class Contender:
         return torch.stack(losses).sum()
 
 
-MakeOptimizer = Callable[..., Optimizer]
+class Update(NamedTuple):
+    """The optimizer, to be built once the model has its final parameters."""
+
+    cls: type[Optimizer]
+    options: dict[str, Any]
+
+    def of(self, model: nn.Module) -> Optimizer:
+        return self.cls(model.parameters(), **self.options)
 
 
 def build(name: str, model: nn.Module, optimizer: str, lr: float, device: torch.device) -> Contender:
     """The contender ``name`` around ``model``. Whatever the peer raises comes through."""
-    return _BUILDERS[name](model, partial(OPTIMIZERS[optimizer], lr=lr), device)
+    cls, options = OPTIMIZERS[optimizer]
+    return _BUILDERS[name](model, Update(cls, {**options, "lr": lr}), device)
 
 
 def default_is_process_group() -> bool:
@@ -85,12 +94,12 @@ def default_is_process_group() -> bool:
     return isinstance(engine.transport, ProcessGroupTransport | Alone)
 
 
-def _shardtrain(model: nn.Module, make: MakeOptimizer, device: torch.device, transport: str) -> Contender:
+def _shardtrain(model: nn.Module, update: Update, device: torch.device, transport: str) -> Contender:
     shardtrain.shard(model, transport=transport)
-    return Contender(model, make(model.parameters()), lambda: shardtrain.no_sync(model))
+    return Contender(model, update.of(model), lambda: shardtrain.no_sync(model))
 
 
-def _fsdp2(model: nn.Module, make: MakeOptimizer, device: torch.device, reshard: bool) -> Contender:
+def _fsdp2(model: nn.Module, update: Update, device: torch.device, reshard: bool) -> Contender:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in model.modules():
         if isinstance(module, BLOCKS):
@@ -105,27 +114,25 @@ def _fsdp2(model: nn.Module, make: MakeOptimizer, device: torch.device, reshard:
         finally:
             sharded.set_requires_gradient_sync(True)
 
-    return Contender(model, make(model.parameters()), no_sync)
+    return Contender(model, update.of(model), no_sync)
 
 
-def _fsdp1(model: nn.Module, make: MakeOptimizer, device: torch.device) -> Contender:
+def _fsdp1(model: nn.Module, update: Update, device: torch.device) -> Contender:
     wrapped = FullyShardedDataParallel(
         model, auto_wrap_policy=ModuleWrapPolicy(BLOCKS), use_orig_params=True, device_id=device
     )
-    return Contender(wrapped, make(wrapped.parameters()), wrapped.no_sync)
+    return Contender(wrapped, update.of(wrapped), wrapped.no_sync)
 
 
-def _ddp(model: nn.Module, make: MakeOptimizer, device: torch.device) -> Contender:
+def _ddp(model: nn.Module, update: Update, device: torch.device) -> Contender:
     wrapped = _data_parallel(model, device)
-    return Contender(wrapped, make(wrapped.parameters()), wrapped.no_sync)
+    return Contender(wrapped, update.of(wrapped), wrapped.no_sync)
 
 
-def _zero1(model: nn.Module, make: MakeOptimizer, device: torch.device) -> Contender:
+def _zero1(model: nn.Module, update: Update, device: torch.device) -> Contender:
     wrapped = _data_parallel(model, device)
-    assert isinstance(make, partial)
-    return Contender(
-        wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), make.func, **make.keywords), wrapped.no_sync
-    )
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), update.cls, **update.options)
+    return Contender(wrapped, optimizer, wrapped.no_sync)
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -137,11 +144,11 @@ def _data_parallel(model: nn.Module, device: torch.device) -> DistributedDataPar
     )
 
 
-def _no_communication(model: nn.Module, make: MakeOptimizer, device: torch.device) -> Contender:
-    return Contender(model, make(model.parameters()), contextlib.nullcontext)
+def _no_communication(model: nn.Module, update: Update, device: torch.device) -> Contender:
+    return Contender(model, update.of(model), contextlib.nullcontext)
 
 
-_BUILDERS: dict[str, Callable[[nn.Module, MakeOptimizer, torch.device], Contender]] = {
+_BUILDERS: dict[str, Callable[[nn.Module, Update, torch.device], Contender]] = {
     "shardtrain": partial(_shardtrain, transport="auto"),
     "shardtrain_process_group": partial(_shardtrain, transport="process_group"),
     "fsdp2": partial(_fsdp2, reshard=True),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardtrain import comm
+from shardtrain.errors import UserError
 
 # Does the timed work; the scalar it returns, a loss, is recorded as the mean over ranks.
 Runner = Callable[[int], torch.Tensor]
@@ -59,10 +60,15 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
 
 
 def attempt(work: Callable[[], object], device: torch.device) -> str | None:
-    """Do ``work`` on every rank; the first failing rank's reason, on every rank, if it failed on any."""
+    """Do ``work`` on every rank; the first failing rank's reason, on every rank, if it failed on any.
+
+    A mistake of the user's is no failure of the work's: it is the same on every rank, and comes through.
+    """
     reason = None
     try:
         work()
+    except UserError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0][:300]
     return _agreed(reason, device)

@@ -39,8 +39,13 @@ def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:
     where = f"{hardware['cpu']}, {hardware['cores']} cores"
     if "gpu" in hardware:
         where += f", {hardware['gpu']}"
-    ranks = f"{hardware['ranks']} ranks × {hardware['threads_per_rank']} threads, {hardware['backend']}"
-    return f"{where}; {ranks}; torch {versions['torch']}, python {versions['python']}"
+    ranks = _count(hardware["ranks"], "rank")
+    threads = _count(hardware["threads_per_rank"], "thread")
+    return f"{where}; {ranks} × {threads}, {hardware['backend']}; torch {versions['torch']}, python {versions['python']}"
+
+
+def _count(number: str | int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _cpu_name() -> str:

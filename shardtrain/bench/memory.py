@@ -21,7 +21,7 @@ from shardtrain.bench.interleave import attempt
 from shardtrain.bench.memory_rank import Task
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.statistics import TOLERANCE, Spread, loss_difference
+from shardtrain.bench.statistics import TOLERANCE, loss_difference, spread
 from shardtrain.bench.steps import case_of, to_run
 from shardtrain.bench.table import aligned
 from shardtrain.launch import Place
@@ -81,7 +81,7 @@ def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
         f"{peaks.case.shape if peaks.case else ''}, peak of the whole job above its imports, {STEPS} steps"
     )
     left_out = [f"{TITLES[name]}: not ranked: {reason}" for name, reason in reasons.items() if reason]
-    ratios = {TITLES[n]: Spread(*[p.total / base] * 3, 1) for n, p in right.items()} if base else {}
+    ratios = {TITLES[name]: spread([right[name].total / base]) for name in ranked} if base else {}
     bars = (f"peak memory over {TITLES[reference]}'s (less is better)", {title: ratios})
     results = {"steps": STEPS, "reference": reference, "contenders": _as_json(peaks, reasons, base)}
     output.write(results, "\n".join([title, *aligned(rows), *left_out]), bars, interrupted)

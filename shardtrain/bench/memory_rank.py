@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import HashStore, PrefixStore
 
 from shardtrain.bench import contenders
 from shardtrain.bench.cases import CASES, POOL, Case, build_data, build_model
@@ -46,7 +46,7 @@ class Task:
 def _meet(task: Task, place: Place, device: torch.device) -> None:
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.HashStore() if place.world_size == 1 else PrefixStore(task.meeting, place.store),
+        store=HashStore() if place.world_size == 1 else PrefixStore(task.meeting, place.store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=START_UP,

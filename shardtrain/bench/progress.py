@@ -6,14 +6,14 @@ import sys
 import time
 
 WIDTH = 24  # characters of the bar
-LINES = 5  # of a measurement, where there is no terminal
 
 
 class Progress:
-    """``tick()`` after each of ``rounds`` rounds."""
+    """``tick()`` after each of ``rounds`` rounds; about ``lines`` lines where there is no terminal."""
 
-    def __init__(self, title: str, rounds: int, speaks: bool) -> None:
+    def __init__(self, title: str, rounds: int, speaks: bool, lines: int = 5) -> None:
         self.title, self.rounds, self.speaks = title, rounds, speaks
+        self.every = max(1, rounds // lines)
         self.done = 0
         self.started = time.perf_counter()
         self.bar = sys.stdout.isatty()
@@ -27,7 +27,7 @@ class Progress:
             drawn = "█" * filled + "·" * (WIDTH - filled)
             end = "\r\x1b[K" if self.done == self.rounds else ""
             print(f"\r\x1b[K{drawn} {self._report()}", end=end, flush=True)
-        elif self.done % max(1, self.rounds // LINES) == 0 or self.done == self.rounds:
+        elif self.done % self.every == 0 or self.done == self.rounds:
             print(self._report(), flush=True)
 
     def _report(self) -> str:

@@ -125,4 +125,4 @@ def _spread(found: Spread | None) -> dict[str, float] | None:
 
 
 def _titled(found: Mapping[str, Spread]) -> dict[str, Spread]:
-    return {TITLES[name]: value for name, value in found.items()}
+    return {TITLES[name]: found[name] for name in sorted(found, key=lambda name: found[name].median)}

@@ -10,7 +10,7 @@ from shardtrain.bench.steps import Measurement, Verdict
 
 
 def of_steps(measurement: Measurement) -> str:
-    """One line a contender: time of a step, ratio to the reference, its quartiles, largest loss difference."""
+    """One line a contender: time of a step, ratio to the reference with quartiles, loss difference."""
     verdicts = measurement.verdicts()
     ok = {name: verdict for name, verdict in verdicts.items() if verdict.status == "ok"}
     ranked = sorted(ok, key=lambda name: _order(ok[name]))
