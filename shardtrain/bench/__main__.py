@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain import launch
 from shardtrain.bench import collectives, memory, report, settings, steps
 from shardtrain.bench.cases import SUITE
+from shardtrain.bench.group import process_group
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.launch import Place
@@ -26,7 +25,8 @@ COLLECTIVES = "collectives"
 def bench(chosen: Settings, program: str, place: Place, device: torch.device) -> None:
     """Measure, and report also what an interruption leaves."""
     output = Report(chosen, program, place, device)
-    with _quiet_peers(), _group_of_one(device):
+    alone = place.world_size == 1
+    with _quiet_peers(), process_group(place, device, "") if alone else contextlib.nullcontext():
         if program == COLLECTIVES:
             points = collectives.Points()
             _reporting(
@@ -70,25 +70,6 @@ def _quiet_peers() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def _group_of_one(device: torch.device) -> Iterator[None]:
-    """Peers need a process group even for a single rank."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=device if device.type == "cuda" else None,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @record

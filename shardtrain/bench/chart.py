@@ -11,7 +11,10 @@ MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[benc
 
 
 def draw(path: Path, title: str, label: str, groups: Mapping[str, Mapping[str, Spread]]) -> str | None:
-    """One panel a group, one bar an entry, in the order given. Returns why there is no picture, if there is none."""
+    """One panel a group, one bar an entry, in the order given.
+
+    Returns why there is no picture, if there is none.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

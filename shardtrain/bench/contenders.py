@@ -7,7 +7,7 @@ buckets and does not broadcast BatchNorm's statistics every step, which no other
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +107,7 @@ def _fsdp2(model: nn.Module, update: Update, device: torch.device, reshard: bool
     sharded: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
     @contextlib.contextmanager
-    def no_sync():  # type: ignore[no-untyped-def]
+    def no_sync() -> Iterator[None]:
         sharded.set_requires_gradient_sync(False)
         try:
             yield

@@ -41,7 +41,8 @@ def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:
         where += f", {hardware['gpu']}"
     ranks = _count(hardware["ranks"], "rank")
     threads = _count(hardware["threads_per_rank"], "thread")
-    return f"{where}; {ranks} × {threads}, {hardware['backend']}; torch {versions['torch']}, python {versions['python']}"
+    software = f"torch {versions['torch']}, python {versions['python']}"
+    return f"{where}; {ranks} × {threads}, {hardware['backend']}; {software}"
 
 
 def _count(number: str | int, what: str) -> str:

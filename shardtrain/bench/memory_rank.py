@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, PrefixStore
 
 from shardtrain.bench import contenders
 from shardtrain.bench.cases import CASES, POOL, Case, build_data, build_model
-from shardtrain.launch import START_UP, Place, choose_device
+from shardtrain.bench.group import process_group
+from shardtrain.launch import Place, choose_device
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,6 @@ class Task:
         return Case(self.model, CASES[self.model].build, self.image_size, self.batch_size)
 
 
-def _meet(task: Task, place: Place, device: torch.device) -> None:
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        store=HashStore() if place.world_size == 1 else PrefixStore(task.meeting, place.store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=START_UP,
-        device_id=device if device.type == "cuda" else None,
-    )
-    dist.barrier()
-
-
 def _train(task: Task, place: Place, device: torch.device) -> dict[str, object]:
     data = build_data(task.case, task.accumulate, task.seed, place.rank, device)
     model = build_model(task.case, task.seed, device)
@@ -66,22 +54,25 @@ def _train(task: Task, place: Place, device: torch.device) -> dict[str, object]:
     return {"losses": losses, "device_bytes": on_device}
 
 
+def _answer(task: Task, place: Place, device: torch.device) -> dict[str, object]:
+    try:
+        return _train(task, place, device)
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]}
+
+
 def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     warnings.simplefilter("ignore")
     place = Place.from_environment(os.environ)
     device = choose_device(task.device, place)
     torch.set_num_threads(task.threads)
-    _meet(task, place, device)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    try:
-        answer = _train(task, place, device)
-    except Exception as error:
-        answer = {"failure": f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]}
-    print(json.dumps(answer), flush=True)
-    sys.stdin.readline()  # stay, with everything mapped, until the others have answered
-    dist.destroy_process_group()
+    with process_group(place, device, task.meeting):
+        dist.barrier()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(json.dumps(_answer(task, place, device)), flush=True)
+        sys.stdin.readline()  # stay, with everything mapped, until the others have answered
 
 
 if __name__ == "__main__":

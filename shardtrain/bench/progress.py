@@ -6,6 +6,7 @@ import sys
 import time
 
 WIDTH = 24  # characters of the bar
+MOST_ROUNDS = 20  # between two lines
 
 
 class Progress:
@@ -13,7 +14,7 @@ class Progress:
 
     def __init__(self, title: str, rounds: int, speaks: bool, lines: int = 5) -> None:
         self.title, self.rounds, self.speaks = title, rounds, speaks
-        self.every = max(1, rounds // lines)
+        self.every = max(1, min(rounds // lines, MOST_ROUNDS))
         self.done = 0
         self.started = time.perf_counter()
         self.bar = sys.stdout.isatty()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class Report:
     def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "bench.json").touch()
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass  # better now than after the measurement
         except OSError as error:
             raise UserError(
                 f"out={self.folder}: cannot write there ({error.strerror}); choose another out=DIR"

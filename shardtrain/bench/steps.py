@@ -88,6 +88,7 @@ def case_of(settings: Settings, name: str) -> Case:
 
 def measure(measurement: Measurement, settings: Settings, device: torch.device) -> None:
     """Fill ``measurement``, which holds what has been measured so far at any moment."""
+    gc.collect()  # wrappers refer to one another: the case before is freed only now
     case = measurement.case
     data = build_data(case, settings.accumulate, settings.seed, comm.rank(), device)
     runners: dict[str, Runner] = {}
