@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 
 from shardtrain import comm
+from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.interleave import Runner, Track, attempt, interleave
 from shardtrain.bench.progress import Progress
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import Spread, ratios, spread
 from shardtrain.bench.table import aligned, quartiles
-from shardtrain.comm import Flat, Transport
-from shardtrain.layout import even
+from shardtrain.comm import Flat, Tag, Transport
+from shardtrain.layout import Layout, even
 
-OURS, NATIVE, COPY = "shardtrain", "native", "copy"
+OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
 MOVEMENTS = ("gather", "reduce")
 ENOUGH = 4 * 2**20  # bytes that one timing moves at least, in repetitions, so that a clock can see it
 MOST = 32  # repetitions
@@ -48,48 +49,123 @@ class Points:
 
 
 class Contest(NamedTuple):
-    """One way to do a movement: ``run()`` does it, and ``right()`` tells whether the result is right."""
+    """One way to do a movement: ``run()`` does it; ``check()`` does it on known values and looks."""
 
     run: Callable[[], object]
-    right: Callable[[], bool]
+    check: Callable[[], bool]
 
 
-def contests(movement: str, size: int, transport: Transport, device: torch.device) -> dict[str, Contest]:
-    """The engine's movement, the backend's own and a copy, on vectors that they share.
+def contests(
+    movement: str, size: int, transports: Mapping[str, Transport], device: torch.device
+) -> dict[str, Contest]:
+    """The engine's movement by each of ``transports``, the backend's own, and a copy.
 
     Rank r starts from values r + 1. Of two ranks a gather gives ``1 … 1 2 … 2``; a reduction gives their
     mean, 1.5, and the backend's own their sum, 3.
     """
-    world, value = transport.world, float(transport.rank + 1)
-    layout = even([size // 4], world, align=4)
-    full, target = (torch.zeros(layout.padded, device=device) for _ in range(2))
-    local = torch.zeros(layout.length(transport.rank), device=device)
-    flat = Flat(full, local, layout)
-    copy = Contest(lambda: target.copy_(full), lambda: torch.equal(target, full))
-    if movement == "gather":
-        local.fill_(value)
-        whole = torch.arange(1.0, world + 1, device=device).repeat_interleave(layout.length(0))
-        return {
-            OURS: Contest(lambda: transport.gather(0, [flat]).wait(), lambda: torch.equal(full, whole)),
-            NATIVE: Contest(lambda: _all_gather(full, local), lambda: torch.equal(full, whole)),
-            COPY: copy,
-        }
-    full.fill_(value)
-    total = world * (world + 1) / 2
-    return {
-        OURS: Contest(lambda: transport.reduce(0, [flat]).wait(), lambda: _all_are(local, total / world)),
-        NATIVE: Contest(lambda: _reduce_scatter(local, full), lambda: _all_are(local, total)),
-        COPY: copy,
-    }
+    layout = even([size // 4], comm.world_size(), align=4)
+    ours, native = (_gather, _native_gather) if movement == "gather" else (_reduce, _native_reduce)
+    found = {name: ours(transport, layout, device) for name, transport in transports.items()}
+    return {**found, NATIVE: native(layout, device), COPY: _copy(layout, device)}
+
+
+def _gather(transport: Transport, layout: Layout, device: torch.device) -> Contest:
+    """With the fences about it, which are what a gather costs where ranks share memory."""
+    full, local = transport.allocate(layout, torch.zeros(layout.length(transport.rank), device=device))
+    if not transport.in_place:
+        full.untyped_storage().resize_(layout.padded * full.element_size())
+
+    def run() -> None:
+        transport.fence("entering")
+        transport.gather(Tag(0, "bench"), [Flat(full, local, layout)]).wait()
+        transport.fence("leaving")
+
+    def check() -> bool:
+        local.fill_(transport.rank + 1)
+        run()
+        return torch.equal(full, _whole(layout, device))
+
+    return Contest(run, check)
+
+
+def _reduce(transport: Transport, layout: Layout, device: torch.device) -> Contest:
+    like = torch.zeros(layout.length(transport.rank), device=device)
+    transport.allocate(layout, like)  # where ranks share memory, this decides how much gradients get
+    own, out = like.new_zeros(layout.padded), like.clone()
+
+    def run(value: float | None = None) -> None:
+        # Shared memory is given back by a reduction; other memory can serve again.
+        gradient = transport.gradient(layout, like) if transport.in_place else own
+        if value is not None:
+            gradient.fill_(value)
+        transport.reduce(Tag(0, "bench"), [Flat(gradient, out, layout)]).wait()
+
+    def check() -> bool:
+        run(transport.rank + 1)
+        return _all_are(out, (transport.world + 1) / 2)
+
+    return Contest(run, check)
+
+
+def _native_gather(layout: Layout, device: torch.device) -> Contest:
+    full = torch.zeros(layout.padded, device=device)
+    local = torch.full((layout.length(comm.rank()),), comm.rank() + 1.0, device=device)
+
+    def run() -> None:
+        _all_gather(full, local)
+
+    def check() -> bool:
+        run()
+        return torch.equal(full, _whole(layout, device))
+
+    return Contest(run, check)
+
+
+def _native_reduce(layout: Layout, device: torch.device) -> Contest:
+    full = torch.full((layout.padded,), comm.rank() + 1.0, device=device)
+    out = torch.zeros(layout.length(comm.rank()), device=device)
+
+    def run() -> None:
+        _reduce_scatter(out, full)
+
+    def check() -> bool:
+        run()
+        return _all_are(out, layout.world * (layout.world + 1) / 2)
+
+    return Contest(run, check)
+
+
+def _copy(layout: Layout, device: torch.device) -> Contest:
+    source, target = torch.ones(layout.padded, device=device), torch.zeros(layout.padded, device=device)
+
+    def run() -> None:
+        target.copy_(source)
+
+    def check() -> bool:
+        run()
+        return torch.equal(source, target)
+
+    return Contest(run, check)
+
+
+def _whole(layout: Layout, device: torch.device) -> torch.Tensor:
+    return torch.arange(1.0, layout.world + 1, device=device).repeat_interleave(layout.length(0))
 
 
 def measure(points: Points, settings: Settings, device: torch.device) -> None:
     """Fill ``points``, smallest vectors first."""
-    transport = comm.open_transport()
+    transports = _transports(device)
     for size in sizes(settings):
-        for movement in MOVEMENTS if transport.world > 1 else ():
+        for movement in MOVEMENTS if comm.world_size() > 1 else ():
             points.found.append(Point(movement, size, _repetitions(size), {}))
-            _fill(points.found[-1], contests(movement, size, transport, device), settings, device)
+            _fill(points.found[-1], contests(movement, size, transports, device), settings, device)
+
+
+def _transports(device: torch.device) -> dict[str, Transport]:
+    """What the engine uses by default, and the process group where that is something else."""
+    group = comm.open_transport("process_group")
+    default = comm.open_transport("auto") if device.type == "cpu" else group
+    return {OURS: default} if type(default) is type(group) else {OURS: default, GROUP: group}
 
 
 def sizes(settings: Settings) -> Iterator[int]:
@@ -100,19 +176,19 @@ def sizes(settings: Settings) -> Iterator[int]:
 
 
 def report(output: Report, points: Points, interrupted: bool) -> None:
-    native = f"{output.hardware['backend']}'s own"
+    native = str(output.hardware["backend"])
     lines: list[str] = []
     panels: dict[str, dict[str, Spread]] = {}
     for movement in MOVEMENTS:
         found = [point for point in points.found if point.movement == movement]
-        rows = [["", "shardtrain ms", f"{native} ms", "copy ms", f"of {native}", "quartiles", "of a copy"]]
-        rows += [_row(point) for point in found]
-        panels[movement] = {_size(p.size): r for p in found if (r := _ratio(p, NATIVE)) is not None}
-        lines += [movement, *aligned(rows), *_failures(found), ""]
+        for name in _ours(found[0]) if found else ():
+            found_ratios = {_size(point.size): _ratio(point, name, NATIVE) for point in found}
+            panels[f"{movement}, {TITLES[name]}"] = {size: r for size, r in found_ratios.items() if r}
+        lines += [movement, *_table(found, native), *_failures(found), ""] if found else []
     if not points.found:
         lines = ["A single rank has no collectives: start it with torchrun --nproc-per-node N."]
     results = {"points": [_as_json(point) for point in points.found]}
-    bars = (f"shardtrain's time over {native} (less is better)", panels)
+    bars = (f"time over {native}'s own (less is better)", panels)
     output.write(results, "\n".join(lines).rstrip(), bars, interrupted)
 
 
@@ -128,8 +204,7 @@ def _fill(point: Point, found: Mapping[str, Contest], settings: Settings, device
 
 
 def _check(contest: Contest) -> None:
-    contest.run()
-    if not contest.right():
+    if not contest.check():
         raise ValueError("the result is wrong")
 
 
@@ -150,25 +225,34 @@ def _repeat(run: Callable[[], object], times: int) -> Runner:
     return runner
 
 
-def _ratio(point: Point, name: str) -> Spread | None:
-    """Our time over that of ``name``."""
-    own, other = point.tracks[OURS].seconds, point.tracks[name].seconds
-    return ratios(own, other) if own and other else None
+def _ratio(point: Point, own: str, other: str) -> Spread | None:
+    own_seconds, other_seconds = point.tracks[own].seconds, point.tracks[other].seconds
+    return ratios(own_seconds, other_seconds) if own_seconds and other_seconds else None
+
+
+def _ours(point: Point) -> list[str]:
+    return [name for name in (OURS, GROUP) if name in point.tracks]
+
+
+def _table(found: Sequence[Point], native: str) -> list[str]:
+    """One row a size: milliseconds of each, then each of ours over the native one and over a copy."""
+    titles = {OURS: "shardtrain", GROUP: "process group", NATIVE: native, COPY: "copy"}
+    rows = [["ms", *(titles[name] for name in found[0].tracks)]]
+    for name in _ours(found[0]):
+        rows[0] += [f"{titles[name]} / {native}", "quartiles", f"{titles[name]} / copy"]
+    return aligned([*rows, *(_row(point) for point in found)])
 
 
 def _row(point: Point) -> list[str]:
-    def time(name: str) -> str:
-        seconds = point.tracks[name].seconds
-        return f"{spread(seconds).median / point.repetitions * 1e3:.3f}" if seconds else "-"
-
-    native, copy = _ratio(point, NATIVE), _ratio(point, COPY)
-    return [
-        _size(point.size),
-        *(time(name) for name in (OURS, NATIVE, COPY)),
-        f"{native.median:.2f}" if native else "-",
-        quartiles(native) if native else "-",
-        f"{copy.median:.2f}" if copy else "-",
-    ]
+    cells = [_size(point.size)]
+    for track in point.tracks.values():
+        each = spread(track.seconds).median / point.repetitions * 1e3 if track.seconds else None
+        cells.append("-" if each is None else f"{each:.3f}")
+    for name in _ours(point):
+        native, copy = _ratio(point, name, NATIVE), _ratio(point, name, COPY)
+        cells += [f"{native.median:.2f}", quartiles(native)] if native else ["-", "-"]
+        cells.append(f"{copy.median:.2f}" if copy else "-")
+    return cells
 
 
 def _failures(found: Sequence[Point]) -> list[str]:
@@ -181,14 +265,17 @@ def _failures(found: Sequence[Point]) -> list[str]:
 
 
 def _as_json(point: Point) -> dict[str, Any]:
-    found = {name: _ratio(point, name) for name in (NATIVE, COPY)}
+    found = {name: {other: _ratio(point, name, other) for other in (NATIVE, COPY)} for name in _ours(point)}
     return {
         "movement": point.movement,
         "bytes": point.size,
         "repetitions": point.repetitions,
         "seconds": {name: track.seconds for name, track in point.tracks.items()},
         "failures": {name: track.failure for name, track in point.tracks.items()},
-        "ratio_to": {name: ratio._asdict() if ratio else None for name, ratio in found.items()},
+        "ratios": {
+            name: {other: ratio._asdict() if ratio else None for other, ratio in row.items()}
+            for name, row in found.items()
+        },
     }
 
 
