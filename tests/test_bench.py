@@ -21,7 +21,7 @@ from shardtrain.bench.cases import CASES
 from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.interleave import Track, interleave, rotated
 from shardtrain.bench.report import suite_means
-from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference, ratios, spread
+from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference, losses_agree, ratios, spread
 from shardtrain.bench.steps import Measurement
 from shardtrain.errors import UserError
 
@@ -64,6 +64,14 @@ def test_loss_difference_is_the_largest_at_any_step() -> None:
     assert loss_difference([2.0, 1.0], [2.0, 1.0]) == 0.0
     assert loss_difference([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
     assert loss_difference([2.0, math.nan, 1.0], [2.0, 1.0, 1.0]) == math.inf
+
+
+def test_losses_agree_strictly_first_and_loosely_later() -> None:
+    right = [2.0] * 8
+    assert losses_agree(right, right)
+    assert losses_agree([*right[:7], 2.01], right)
+    assert not losses_agree([2.0, 2.01, *right[2:]], right)
+    assert not losses_agree([*right[:7], 2.2], right)
 
 
 def measured(**tracks: Track) -> Measurement:

@@ -21,7 +21,7 @@ from shardtrain.bench.interleave import attempt
 from shardtrain.bench.memory_rank import Task
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.statistics import TOLERANCE, loss_difference, spread
+from shardtrain.bench.statistics import loss_difference, losses_agree, spread
 from shardtrain.bench.steps import case_of, to_run
 from shardtrain.bench.table import aligned
 from shardtrain.launch import Place
@@ -141,8 +141,9 @@ def _reasons(peaks: Peaks) -> dict[str, str | None]:
     for name, peak in peaks.found.items():
         reasons[name] = peak.failure
         if peak.failure is None and judges and name not in EXEMPT:
-            difference = loss_difference(peak.losses, peaks.found[judges[0]].losses)
-            if difference > TOLERANCE:
+            right = peaks.found[judges[0]].losses
+            if not losses_agree(peak.losses, right):
+                difference = loss_difference(peak.losses, right)
                 reasons[name] = f"losses differ from {judges[0]}'s by up to {difference:.1e} of their value"
     return reasons
 

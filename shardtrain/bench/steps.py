@@ -15,7 +15,7 @@ from shardtrain.bench.contenders import EXEMPT, JUDGES, Contender
 from shardtrain.bench.interleave import Runner, Track, attempt, interleave
 from shardtrain.bench.progress import Progress
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.statistics import TOLERANCE, Spread, loss_difference, ratios, spread
+from shardtrain.bench.statistics import Spread, loss_difference, losses_agree, ratios, spread
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,16 @@ class Measurement:
         if track.failure is not None or not track.seconds:
             return Verdict("failed", track.failure or "interrupted before its first timed round")
         difference = self._loss_difference(track)
-        if difference is not None and difference > TOLERANCE and name not in EXEMPT:
+        if difference is not None and name not in EXEMPT and not self._agrees(track):
             reason = f"losses differ from {self.judge}'s by up to {difference:.1e} of their value"
             return Verdict("wrong", reason, loss_difference=difference)
         base = self.tracks[self.reference] if self.reference in self.tracks else Track()
         comparable = base.seconds and base.failure is None
         ratio = ratios(track.seconds, base.seconds) if comparable else None
         return Verdict("ok", None, spread(track.seconds), ratio, difference)
+
+    def _agrees(self, track: Track) -> bool:
+        return self.judge is None or losses_agree(track.losses, self.tracks[self.judge].losses)
 
     def _loss_difference(self, track: Track) -> float | None:
         return None if self.judge is None else loss_difference(track.losses, self.tracks[self.judge].losses)
