@@ -25,12 +25,13 @@ import shardtrain
 from shardtrain.errors import UserError, nearest
 
 
-def compose(arguments: Sequence[str], *, speak: bool = True) -> DictConfig | None:
+def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
     """The configuration that `arguments` (without the program's name) ask for.
 
+    `folder` holds the program's `config.yaml` and its groups; the training program's is the default.
     None when they asked for something to be printed instead, which is done where `speak` is true.
     """
-    folder = _config_folder()
+    folder = folder or _config_folder()
     _refuse_sweeps(arguments)
     composed: list[DictConfig] = []
     said = io.StringIO()

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -144,6 +144,7 @@ class Monitor:
     progress: str = one_of("auto", "bar", "lines", "none")
 
 
+Frozen = TypeVar("Frozen")
 Data = Digits | Cifar | ImageFolder | Fake
 Optim = Sgd | AdamW
 Sched = Cosine | Constant
@@ -179,13 +180,18 @@ VARIANTS: dict[str, dict[str, type]] = {
 
 def from_hydra(raw: DictConfig) -> Config:
     """Checks names, types and ranges, and returns the frozen configuration."""
+    return checked(raw, Config)
+
+
+def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
+    """`raw` as the frozen dataclass `cls`, its names, types and ranges checked."""
     try:
         plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(plain, dict)
-    config = _section(Config, plain, "")
-    assert isinstance(config, Config)
+    config = _section(cls, plain, "")
+    assert isinstance(config, cls)
     return config
 
 
@@ -207,7 +213,7 @@ def _section(cls: type, raw: Mapping[Any, Any], path: str) -> Any:
     names = [entry.name for entry in fields(cls)]
     for key in raw:
         if key not in names:
-            valid = names if path else [*names, *KEYLESS_GROUPS]
+            valid = [*names, *KEYLESS_GROUPS] if cls is Config else names
             raise UserError(f"unknown key {path}{key}{nearest(str(key), valid)} (valid: {', '.join(valid)})")
     hints = typing.get_type_hints(cls)
     values = {}
@@ -257,6 +263,10 @@ def _variant(value: Any, key: str) -> Any:
 
 def _tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
     parts = typing.get_args(hint)
+    if parts[-1] is Ellipsis:
+        if not isinstance(value, list):
+            raise UserError(f"{key}={_show(value)}: expected a list, as in {key}=[a,b]")
+        return tuple(_value(parts[0], item, key) for item in value)
     if not isinstance(value, list) or len(value) != len(parts):
         raise UserError(f"{key}={_show(value)}: expected a list of {len(parts)} numbers")
     return tuple(_value(part, item, key) for part, item in zip(parts, value, strict=True))

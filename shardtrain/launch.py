@@ -17,11 +17,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,19 @@ class Place:
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
 
 
+class Launch(Protocol):
+    """What a program's settings hold for its launch."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def threads(self) -> int | None: ...
+
+
+Settings = TypeVar("Settings", bound=Launch)
+
+
 @dataclass(frozen=True)
 class Context:
     """What a job is told beside its configuration."""
@@ -88,7 +101,23 @@ class Context:
 
 
 def run(job: Callable[[Config, Context], None]) -> None:
-    """Runs `job` with what the command line asks for; leaves by SystemExit unless all went well."""
+    """Runs a training `job` with what the command line asks for; see `start`."""
+
+    def read(arguments: Sequence[str], speak: bool) -> Config | None:
+        raw = compose(arguments, speak=speak)
+        return None if raw is None else from_hydra(raw)
+
+    start(read, lambda config, place, device: job(config, Context(place, device, _run_dir(config, place))))
+
+
+def start(
+    read: Callable[[Sequence[str], bool], Settings | None],
+    job: Callable[[Settings, Place, torch.device], None],
+) -> None:
+    """Runs a program with what `read(arguments, speak)` makes of the command line, if that is anything.
+
+    Leaves by SystemExit unless all went well.
+    """
     signal.signal(signal.SIGINT, _interrupt)
     try:
         place = Place.from_environment(os.environ)
@@ -96,15 +125,14 @@ def run(job: Callable[[Config, Context], None]) -> None:
         _say(error)
         sys.exit(USER_ERROR)
     try:
-        raw = compose(sys.argv[1:], speak=place.rank == 0)
-        if raw is None:
+        config = read(sys.argv[1:], place.rank == 0)
+        if config is None:
             return
-        config = from_hydra(raw)
         device = choose_device(config.device, place)
         if device.type == "cpu":
             torch.set_num_threads(config.threads or cpu_threads(place, os.environ))
         with process_group(place, device):
-            job(config, Context(place, device, _run_dir(config, place)))
+            job(config, place, device)
     except UserError as error:
         _leave_with(error, place)
     except KeyboardInterrupt:

@@ -1,0 +1,87 @@
+"""``-m shardtrain.bench [collectives] [key=value ...]``: which program, on which ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shardtrain import launch
+from shardtrain.bench import collectives, memory, report, settings, steps
+from shardtrain.bench.cases import SUITE
+from shardtrain.bench.group import process_group
+from shardtrain.bench.report import Report
+from shardtrain.bench.settings import Settings
+from shardtrain.launch import Place
+
+COLLECTIVES = "collectives"
+
+
+def bench(chosen: Settings, program: str, place: Place, device: torch.device) -> None:
+    """Measure, and report also what an interruption leaves."""
+    output = Report(chosen, program, place, device)
+    alone = place.world_size == 1
+    with _quiet_peers(), process_group(place, device, "") if alone else contextlib.nullcontext():
+        if program == COLLECTIVES:
+            points = collectives.Points()
+            _reporting(
+                lambda: collectives.measure(points, chosen, device),
+                lambda interrupted: collectives.report(output, points, interrupted),
+            )
+        elif chosen.memory:
+            peaks = memory.Peaks()
+            _reporting(
+                lambda: memory.measure(peaks, chosen, place, device),
+                lambda interrupted: memory.report(output, peaks, interrupted),
+            )
+        else:
+            _bench_steps(chosen, output, device)
+
+
+def _bench_steps(chosen: Settings, output: Report, device: torch.device) -> None:
+    measurements: list[steps.Measurement] = []
+
+    def run() -> None:
+        for name in SUITE if chosen.suite else (chosen.model,):
+            measurements.append(steps.Measurement(steps.case_of(chosen, name), chosen.reference))
+            steps.measure(measurements[-1], chosen, device)
+
+    _reporting(run, lambda interrupted: report.of_steps(output, measurements, interrupted))
+
+
+def _reporting(run: Callable[[], None], tell: Callable[[bool], None]) -> None:
+    """``tell(interrupted)`` after ``run()``, whether it ended by itself or by Ctrl-C."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        tell(True)
+        raise
+    tell(False)
+
+
+@contextlib.contextmanager
+def _quiet_peers() -> Iterator[None]:
+    """Peers warn of their own deprecations at every step; a table has no room for that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@record
+def main() -> None:
+    program = COLLECTIVES if sys.argv[1:2] == [COLLECTIVES] else "steps"
+
+    def read(arguments: Sequence[str], speak: bool) -> Settings | None:
+        found = settings.read(arguments[1:] if program == COLLECTIVES else arguments, speak)
+        return found and settings.with_default_threads(found, Place.from_environment(os.environ))
+
+    launch.start(read, lambda chosen, place, device: bench(chosen, program, place, device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Who is compared. Every contender is set up as its documentation shows, on the same initial model.
+
+Where a peer has a faster setting that changes nothing else, it has it: DDP keeps gradients as views of its
+buckets and does not broadcast BatchNorm's statistics every step, which no other contender does either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import shardtrain
+from shardtrain.bench.cases import BLOCKS, Batch
+from shardtrain.comm import Alone, ProcessGroupTransport
+from shardtrain.wrap import engine_of
+
+TITLES = {
+    "shardtrain": "shardtrain",
+    "shardtrain_process_group": "shardtrain, process group",
+    "fsdp2": "FSDP2",
+    "fsdp2_no_reshard": "FSDP2, no resharding",
+    "fsdp1": "FSDP1",
+    "ddp": "DDP",
+    "zero1": "DDP + ZeroRedundancyOptimizer",
+    "no_communication": "no communication",
+}
+
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"fused": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+# Trusted in this order to have the right losses. It never trains alone: each rank has data of its own.
+JUDGES = ("ddp", "zero1", "fsdp2", "fsdp1", "fsdp2_no_reshard")
+EXEMPT = ("no_communication",)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model on its way through training. ``no_sync()``: backward inside it reduces nothing."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    no_sync: Callable[[], AbstractContextManager[object]]
+
+    def step(self, batches: Sequence[Batch]) -> Tensor:
+        """One optimizer step over micro-batches; the mean loss of this rank, before the update."""
+        losses = []
+        for index, (images, labels) in enumerate(batches):
+            last = index == len(batches) - 1
+            with contextlib.nullcontext() if last else self.no_sync():
+                loss = F.cross_entropy(self.model(images), labels) / len(batches)
+                loss.backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+
+class Update(NamedTuple):
+    """The optimizer, to be built once the model has its final parameters."""
+
+    cls: type[Optimizer]
+    options: dict[str, Any]
+
+    def of(self, model: nn.Module) -> Optimizer:
+        return self.cls(model.parameters(), **self.options)
+
+
+def build(name: str, model: nn.Module, optimizer: str, lr: float, device: torch.device) -> Contender:
+    """The contender ``name`` around ``model``. Whatever the peer raises comes through."""
+    cls, options = OPTIMIZERS[optimizer]
+    return _BUILDERS[name](model, Update(cls, {**options, "lr": lr}), device)
+
+
+def default_is_process_group() -> bool:
+    """Whether ``transport="auto"`` is the process group here, so that asking for it changes nothing."""
+    engine = engine_of(shardtrain.shard(nn.Linear(1, 1)))
+    return isinstance(engine.transport, ProcessGroupTransport | Alone)
+
+
+def _shardtrain(model: nn.Module, update: Update, device: torch.device, transport: str) -> Contender:
+    shardtrain.shard(model, transport=transport)
+    return Contender(model, update.of(model), lambda: shardtrain.no_sync(model))
+
+
+def _fsdp2(model: nn.Module, update: Update, device: torch.device, reshard: bool) -> Contender:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, BLOCKS):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    sharded: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+    return Contender(model, update.of(model), no_sync)
+
+
+def _fsdp1(model: nn.Module, update: Update, device: torch.device) -> Contender:
+    wrapped = FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy(BLOCKS), use_orig_params=True, device_id=device
+    )
+    return Contender(wrapped, update.of(wrapped), wrapped.no_sync)
+
+
+def _ddp(model: nn.Module, update: Update, device: torch.device) -> Contender:
+    wrapped = _data_parallel(model, device)
+    return Contender(wrapped, update.of(wrapped), wrapped.no_sync)
+
+
+def _zero1(model: nn.Module, update: Update, device: torch.device) -> Contender:
+    wrapped = _data_parallel(model, device)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), update.cls, **update.options)
+    return Contender(wrapped, optimizer, wrapped.no_sync)
+
+
+def _data_parallel(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def _no_communication(model: nn.Module, update: Update, device: torch.device) -> Contender:
+    return Contender(model, update.of(model), contextlib.nullcontext)
+
+
+_BUILDERS: dict[str, Callable[[nn.Module, Update, torch.device], Contender]] = {
+    "shardtrain": partial(_shardtrain, transport="auto"),
+    "shardtrain_process_group": partial(_shardtrain, transport="process_group"),
+    "fsdp2": partial(_fsdp2, reshard=True),
+    "fsdp2_no_reshard": partial(_fsdp2, reshard=False),
+    "fsdp1": _fsdp1,
+    "ddp": _ddp,
+    "zero1": _zero1,
+    "no_communication": _no_communication,
+}

@@ -1,0 +1,98 @@
+"""The benchmark's command line: one word for the program, then Hydra's ``key=value``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.bench.cases import CASES
+from shardtrain.bench.contenders import OPTIMIZERS, TITLES
+from shardtrain.compose import compose
+from shardtrain.config import above, at_least, checked, one_of
+from shardtrain.errors import UserError, nearest
+from shardtrain.launch import Place
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Collectives:
+    smallest_kib: int = at_least(1)
+    largest_kib: int = at_least(1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`config.yaml` explains every key."""
+
+    suite: bool
+    memory: bool
+    contenders: tuple[str, ...] | None
+    out: str | None
+    name: str | None
+    collectives: Collectives
+    model: str = one_of(*CASES)
+    reference: str = one_of(*TITLES)
+    rounds: int = at_least(1)
+    warmup: int = at_least(0)
+    accumulate: int = at_least(1)
+    optimizer: str = one_of(*OPTIMIZERS)
+    lr: float = above(0)
+    image_size: int | None = at_least(1)
+    batch_size: int | None = at_least(1)
+    seed: int = at_least(0)
+    device: str = one_of("auto", "cpu", "cuda")
+    threads: int | None = at_least(1)
+
+    @property
+    def chosen(self) -> list[str]:
+        """Names of the contenders to run."""
+        return list(self.contenders or TITLES)
+
+
+def read(arguments: Sequence[str], speak: bool) -> Settings | None:
+    """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    raw = compose(arguments, speak=speak, folder=CONFIGS)
+    if raw is None:
+        return None
+    settings = checked(raw, Settings)
+    _check(settings)
+    return settings
+
+
+def with_default_threads(settings: Settings, place: Place) -> Settings:
+    """One thread a rank where several ranks share a host: contenders then compete for cores alike."""
+    if settings.threads is None and place.local_world_size > 1:
+        return dataclasses.replace(settings, threads=1)
+    return settings
+
+
+def what_is_measured(settings: Settings, program: str) -> str:
+    """A short name, for the output directory and the title."""
+    if program == "collectives":
+        return "collectives"
+    return ("memory-" if settings.memory else "") + ("suite" if settings.suite else settings.model)
+
+
+def _check(settings: Settings) -> None:
+    for name in settings.contenders or ():
+        if name not in TITLES:
+            raise UserError(f"contenders: {name}{nearest(name, TITLES)} (valid: {', '.join(TITLES)})")
+    if settings.contenders == ():
+        raise UserError(f"contenders=[]: expected at least one of {', '.join(TITLES)}")
+    if len(set(settings.chosen)) < len(settings.chosen):
+        raise UserError(f"contenders=[{','.join(settings.chosen)}]: a name is listed twice")
+    if settings.reference not in settings.chosen:
+        raise UserError(
+            f"reference={settings.reference} is not among contenders=[{','.join(settings.chosen)}]: "
+            "add it there, or choose another reference"
+        )
+    if settings.suite and settings.memory:
+        raise UserError("suite=true measures time and memory=true memory: choose one, and model=NAME")
+    if settings.collectives.smallest_kib > settings.collectives.largest_kib:
+        raise UserError(
+            f"collectives.smallest_kib={settings.collectives.smallest_kib} is more than "
+            f"collectives.largest_kib={settings.collectives.largest_kib}"
+        )

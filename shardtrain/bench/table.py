@@ -1,0 +1,81 @@
+"""Results as text, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardtrain.bench.contenders import EXEMPT, TITLES
+from shardtrain.bench.statistics import Spread
+from shardtrain.bench.steps import Measurement, Verdict
+
+
+def of_steps(measurement: Measurement) -> str:
+    """One line a contender: time of a step, ratio to the reference with quartiles, loss difference."""
+    verdicts = measurement.verdicts()
+    ok = {name: verdict for name, verdict in verdicts.items() if verdict.status == "ok"}
+    ranked = sorted(ok, key=lambda name: _order(ok[name]))
+    reference = TITLES[measurement.reference]
+    rows = [["", "ms a step", f"of {reference}", "quartiles", "losses"]]
+    rows += [_row(name, ok[name]) for name in ranked]
+    lines = [f"{measurement.case.shape}, {measurement.rounds} rounds", *aligned(rows)]
+    if ok and measurement.reference not in ok:
+        lines.append(f"No ratios: {reference} has no right answers to compare with.")
+    if ok and measurement.judge is None:
+        lines.append("Losses were not compared: no peer is among the contenders.")
+    return "\n".join([*lines, *_left_out(verdicts)])
+
+
+def of_suite(means: Mapping[str, Mapping[str, float]], cases: int) -> str:
+    """Geometric means over the cases, one column a reference."""
+    names = sorted({name for column in means.values() for name in column}, key=list(TITLES).index)
+    rows = [["", *(f"of {TITLES[reference]}" for reference in means)]]
+    for name in names:
+        cells = [f"{column[name]:.2f}" if name in column else "-" for column in means.values()]
+        rows.append([TITLES[name], *cells])
+    return "\n".join([f"geometric means over {cases} cases", *aligned(rows)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    return lines
+
+
+def quartiles(found: Spread) -> str:
+    return f"{found.low:.2f}–{found.high:.2f}"
+
+
+def _order(verdict: Verdict) -> float:
+    found = verdict.ratio or verdict.seconds
+    assert found is not None
+    return found.median
+
+
+def _row(name: str, verdict: Verdict) -> list[str]:
+    assert verdict.seconds is not None
+    ratio = verdict.ratio
+    return [
+        TITLES[name],
+        f"{verdict.seconds.median * 1e3:.1f}",
+        f"{ratio.median:.2f}" if ratio else "-",
+        quartiles(ratio) if ratio else "-",
+        _losses(name, verdict.loss_difference),
+    ]
+
+
+def _losses(name: str, difference: float | None) -> str:
+    if difference is None:
+        return "not compared"
+    return f"differ by {difference:.0e}" if name in EXEMPT else f"equal to {difference:.0e}"
+
+
+def _left_out(verdicts: Mapping[str, Verdict]) -> list[str]:
+    return [
+        f"{TITLES[name]}: {verdict.status}, not ranked: {verdict.reason}"
+        for name, verdict in verdicts.items()
+        if verdict.status != "ok"
+    ]

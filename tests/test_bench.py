@@ -1,0 +1,259 @@
+"""The benchmark: its arithmetic, its measurement, and real tiny runs. Nothing here asserts on a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtrain import comm
+from shardtrain.bench import chart, settings, table
+from shardtrain.bench.cases import CASES
+from shardtrain.bench.contenders import TITLES
+from shardtrain.bench.interleave import Track, interleave, rotated
+from shardtrain.bench.report import suite_means
+from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference, losses_agree, ratios, spread
+from shardtrain.bench.steps import Measurement
+from shardtrain.errors import UserError
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 100
+
+
+def run(world: int, *arguments: str, expect: int = 0) -> str:
+    """What ``-m shardtrain.bench`` prints on ``world`` ranks."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world}"] if world > 1 else []
+    command = [sys.executable, *launcher, "-m", "shardtrain.bench", *arguments, "device=cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as bench:
+        try:
+            said, complained = bench.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            bench.terminate()  # torchrun then ends its ranks
+            raise
+    assert bench.returncode == expect, said + complained
+    if expect == 0:
+        assert complained == ""
+    return said + complained
+
+
+def result(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "bench.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    assert ratios([2.0, 3.0, 8.0], [1.0, 2.0, 4.0]) == Spread(2.0, 1.75, 2.0, 3)
+    assert ratios([2.0, 3.0, 8.0], [1.0, 2.0]) == Spread(1.75, 1.625, 1.875, 2)  # a round cut short
+    assert spread([5.0]) == Spread(5.0, 5.0, 5.0, 1)
+    assert geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
+
+
+def test_loss_difference_is_the_largest_at_any_step() -> None:
+    assert loss_difference([2.0, 1.0], [2.0, 1.0]) == 0.0
+    assert loss_difference([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
+    assert loss_difference([2.0, math.nan, 1.0], [2.0, 1.0, 1.0]) == math.inf
+
+
+def test_losses_agree_strictly_first_and_loosely_later() -> None:
+    right = [2.0] * 8
+    assert losses_agree(right, right)
+    assert losses_agree([*right[:7], 2.01], right)
+    assert not losses_agree([2.0, 2.01, *right[2:]], right)
+    assert not losses_agree([*right[:7], 2.2], right)
+
+
+def measured(**tracks: Track) -> Measurement:
+    return Measurement(CASES["tiny"], "fsdp2", dict(tracks))
+
+
+def test_only_right_answers_are_ranked() -> None:
+    found = measured(
+        shardtrain=Track([1.0, 1.0], [2.0, 1.5]),
+        fsdp2=Track([2.0, 4.0], [2.0, 1.5]),
+        fsdp1=Track(failure="RuntimeError: not on this device"),
+        ddp=Track([1.0, 2.0], [2.0, 1.5]),
+        zero1=Track([0.1, 0.1], [2.0, 1.6]),
+        no_communication=Track([0.5, 1.0], [2.0, 1.7]),
+    )
+    verdicts = found.verdicts()
+    statuses = {name: verdict.status for name, verdict in verdicts.items()}
+    assert statuses.pop("fsdp1") == "failed"
+    assert statuses.pop("zero1") == "wrong"
+    assert set(statuses.values()) == {"ok"}
+    assert verdicts["shardtrain"].ratio == Spread(0.375, 0.3125, 0.4375, 2)
+    assert verdicts["no_communication"].loss_difference == pytest.approx(0.2 / 1.5)
+    assert list(found.ratios_to("ddp")) == ["shardtrain", "fsdp2", "ddp", "no_communication"]
+    assert found.ratios_to("zero1") == {}
+    text = table.of_steps(found)
+    assert "FSDP1: failed, not ranked: RuntimeError: not on this device" in text
+    assert (
+        "DDP + ZeroRedundancyOptimizer: wrong, not ranked: losses differ from ddp's by up to 6.7e-02" in text
+    )
+    assert text.index("\nno communication") < text.index("\nshardtrain") < text.index("\nFSDP2 ")
+
+
+def test_a_reference_that_fails_leaves_the_times() -> None:
+    found = measured(fsdp2=Track(failure="refused"), shardtrain=Track([1.0], [2.0]))
+    assert found.verdicts()["shardtrain"].ratio is None
+    text = table.of_steps(found)
+    assert "No ratios: FSDP2 has no right answers" in text
+    assert "Losses were not compared" in text
+    assert "1000.0" in text
+
+
+def test_geometric_means_need_every_case() -> None:
+    fast, slow = Track([1.0], [2.0]), Track([4.0], [2.0])
+    first = measured(fsdp2=slow, ddp=fast, shardtrain=fast)
+    second = measured(fsdp2=slow, ddp=Track(failure="out of memory"), shardtrain=slow)
+    assert suite_means([first, second]) == {"fsdp2": {"shardtrain": pytest.approx(0.5), "fsdp2": 1.0}}
+
+
+def test_the_order_rotates() -> None:
+    assert [rotated("abc", by) for by in range(4)] == [list(order) for order in ("abc", "bca", "cab", "abc")]
+    assert rotated([], 3) == []
+
+
+def _one_rank_fails() -> dict[str, Track]:
+    tracks = {"a": Track(), "b": Track()}
+
+    def fragile(number: int) -> torch.Tensor:
+        if number == 1 and comm.rank() == 1:
+            raise RuntimeError("only here\nand more")
+        return torch.tensor(float(comm.rank()))
+
+    runners = {"a": fragile, "b": lambda number: torch.tensor(float(number + comm.rank()))}
+    interleave(runners, tracks, range(1), CPU, timed=False)
+    interleave(runners, tracks, range(1, 3), CPU, timed=True)
+    return tracks
+
+
+def test_a_failure_on_one_rank_takes_the_contender_out_on_all(ranks: Any) -> None:
+    for tracks in ranks(2, _one_rank_fails):
+        assert tracks["a"].failure == "RuntimeError: only here"
+        assert tracks["a"].losses == [0.5]
+        assert tracks["b"].losses == [0.5, 1.5, 2.5]
+        assert [len(tracks[name].seconds) for name in "ab"] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("model=resnet19", r"model=resnet19; did you mean resnet18\? \(valid: resnet18, "),
+        ("round=3", r"unknown key round; did you mean rounds\?"),
+        ("rounds=0", "rounds=0: expected at least 1"),
+        ("contenders=[fsdp2,dpp]", r"contenders: dpp; did you mean ddp\? \(valid: shardtrain, "),
+        ("contenders=[]", r"contenders=\[\]: expected at least one"),
+        ("contenders=[ddp,fsdp2,ddp]", "a name is listed twice"),
+        ("contenders=ddp", r"contenders=ddp: expected a list, as in contenders=\[a,b\]"),
+        ("contenders=[ddp]", r"reference=fsdp2 is not among contenders=\[ddp\]"),
+        ("suite=true memory=true", "choose one"),
+        ("collectives.largest_kib=1", "collectives.smallest_kib=64 is more than collectives.largest_kib=1"),
+        ("everything", "cannot read 'everything': expected key=value"),
+    ],
+)
+def test_mistakes_are_named(arguments: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        settings.read(arguments.split(), speak=False)
+
+
+def test_no_matplotlib_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    said = chart.draw(tmp_path / "bench.png", "", "", {"case": {"a": Spread(1.0, 1.0, 1.0, 1)}})
+    assert said == chart.MISSING
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_of_every_contender(tmp_path: Path) -> None:
+    said = run(2, "model=tiny", "rounds=2", "warmup=1", "accumulate=2", f"out={tmp_path}")
+    found = result(tmp_path)
+    case = found["cases"]["tiny"]
+    assert set(TITLES) - set(case["contenders"]) <= {"shardtrain_process_group"}
+    right = case["contenders"]["ddp"]["losses"]
+    for name, contender in case["contenders"].items():
+        assert contender["status"] == "ok", (name, contender["reason"])
+        assert len(contender["seconds"]) == contender["ratio"]["n"] == 2
+        assert len(contender["losses"]) == 3
+        if name != "no_communication":
+            assert contender["losses"] == pytest.approx(right, rel=1e-5), name
+        assert TITLES[name] in said
+    assert case["contenders"]["no_communication"]["losses"] != pytest.approx(right, rel=1e-5)
+    assert case["contenders"]["fsdp2"]["ratio"]["median"] == 1.0
+    assert (found["hardware"]["ranks"], found["hardware"]["threads_per_rank"]) == (2, 1)
+    assert found["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert not found["interrupted"]
+    assert (tmp_path / "bench.txt").read_text().rstrip() in said
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    assert (tmp_path / "bench.png").exists() == has_matplotlib
+    assert (chart.MISSING in said) != has_matplotlib
+
+
+def test_collectives(tmp_path: Path) -> None:
+    said = run(
+        2,
+        "collectives",
+        "rounds=2",
+        "warmup=0",
+        "collectives.smallest_kib=4",
+        "collectives.largest_kib=16",
+        f"out={tmp_path}",
+    )
+    points = result(tmp_path)["points"]
+    places = [(point["movement"], point["bytes"]) for point in points]
+    assert places == [(movement, size) for size in (4096, 16384) for movement in ("gather", "reduce")]
+    for point in points:
+        assert set(point["seconds"]) - {"shardtrain_process_group"} == {"shardtrain", "native", "copy"}
+        for name, seconds in point["seconds"].items():
+            assert point["failures"][name] is None, (name, point["failures"][name])
+            assert len(seconds) == 2
+        assert point["ratios"]["shardtrain"]["native"]["n"] == 2
+    assert "gather\n" in said
+    assert "16 KiB" in said
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")
+def test_memory_of_fresh_processes(tmp_path: Path) -> None:
+    names = ["shardtrain", "ddp"]
+    chosen = (f"contenders=[{','.join(names)}]", "reference=ddp")
+    said = run(2, "memory=true", "model=tiny", *chosen, f"out={tmp_path}")
+    found = result(tmp_path)["contenders"]
+    assert list(found) == names
+    for name in names:
+        assert found[name]["reason"] is None
+        assert found[name]["host_bytes"] > 0
+        assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], rel=1e-5)
+        assert TITLES[name] in said
+    assert found["ddp"]["ratio"] == 1.0
+
+
+def test_a_mistake_ends_every_rank_with_one_message(tmp_path: Path) -> None:
+    said = run(1, "model=vit", "image_size=30", f"out={tmp_path}", expect=2)
+    assert said == "error: image_size=30: the ViT's patches of 4 pixels do not divide it\n"
+
+
+def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardtrain.bench", "model=tiny", "rounds=100000", f"out={tmp_path}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command += ["warmup=0", "device=cpu", "contenders=[shardtrain,fsdp2,ddp]"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as bench:
+        assert bench.stdout is not None
+        assert bench.stdout.readline().startswith("tiny@8×2  round 20/")
+        bench.send_signal(signal.SIGINT)
+        said = bench.stdout.read()
+    assert bench.returncode == 130
+    assert "interrupted: what was measured until then" in said
+    found = result(tmp_path)
+    assert found["interrupted"]
+    assert found["cases"]["tiny"]["rounds"] >= 20
