@@ -47,7 +47,7 @@ class Arena:
 
     def take(self, size: int) -> int | None:
         """The offset of ``size`` free bytes, or None."""
-        size = -(-size // _ALIGN) * _ALIGN
+        size = max(1, -(-size // _ALIGN)) * _ALIGN  # something even for nothing: offsets must differ
         start = self._low
         for offset, used in sorted(self._used.items()):
             if offset - start >= size:
