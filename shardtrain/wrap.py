@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -318,8 +319,14 @@ class Engine:
                     self._hook_parameter(unit, number, index, param)
 
     def _hook_parameter(self, unit: Unit, segment: int, index: int, param: nn.Parameter) -> None:
+        # The parameter holds this hook where Python's garbage collector cannot see it, so a hook that held
+        # the parameter in turn would keep the whole model for ever.
+        to_schedule, to_unit = weakref.ref(self.schedule), weakref.ref(unit)
+
         def arrived(_: torch.Tensor) -> None:
-            self.schedule.gradient_arrived(unit, segment, index)
+            schedule, its_unit = to_schedule(), to_unit()
+            if schedule is not None and its_unit is not None:
+                schedule.gradient_arrived(its_unit, segment, index)
 
         self.handles.append(param.register_post_accumulate_grad_hook(arrived))
 

@@ -7,6 +7,7 @@ fails that one test and the pool is started afresh.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -112,3 +113,4 @@ def _call(body: Callable[..., Any], args: Any, rank: int, world: int, store: str
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # models are cycles; four ranks' worth of them would wait for a full collection

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +125,21 @@ def test_no_process_group_is_world_size_1() -> None:
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
     assert_same_parameters(model, plain, tolerance=0)
+
+
+def is_freed() -> None:
+    model, _ = sharded_and_replica()
+    train(model, sgd(model), 1)
+    local = weakref.ref(engine_of(model).units[1].segments[0].local.untyped_storage())
+    gone = [weakref.ref(model), weakref.ref(model.fc.weight), weakref.ref(engine_of(model))]
+    del model, _
+    gc.collect()
+    assert [w() for w in (*gone, local)] == [None] * 4
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sharded_model_is_freed(ranks: Ranks, world: int) -> None:
+    ranks(world, is_freed)
 
 
 def most_gathered_at_once() -> int:
