@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import gc
 import json
 import os
 import signal
@@ -194,6 +195,9 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        # A sharded model is a reference cycle that holds the group. Left to the interpreter's end, gloo's
+        # threads may then ask for an interpreter that is no longer there, and the process aborts.
+        gc.collect()
         dist.destroy_process_group()
 
 
