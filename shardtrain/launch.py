@@ -195,10 +195,17 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        # A sharded model is a reference cycle that holds the group. Left to the interpreter's end, gloo's
-        # threads may then ask for an interpreter that is no longer there, and the process aborts.
-        gc.collect()
-        dist.destroy_process_group()
+        close_process_group()
+
+
+def close_process_group() -> None:
+    """Destroy the default process group once nothing of this program holds it any more.
+
+    A sharded model is a reference cycle that holds the group. Left to the interpreter's end, gloo's threads
+    may then ask for an interpreter that is no longer there, and the process aborts.
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _run_dir(config: Config, place: Place) -> Path:

@@ -25,6 +25,7 @@ class FlatGradient:
     def __init__(self, segment: Segment, transport: Transport) -> None:
         self.segment = segment
         self.arrived: set[int] = set()
+        self._expected = 0  # trainable parameters, as of the last `begin_backward`
         self.filled: set[int] = set()
         self._transport = transport
         self._clear()
@@ -38,10 +39,12 @@ class FlatGradient:
     @property
     def complete(self) -> bool:
         """Whether every trainable parameter's gradient of this backward is here."""
-        return all(
-            index in self.arrived or not param.requires_grad
-            for index, param in enumerate(self.segment.params)
-        )
+        return len(self.arrived) == self._expected
+
+    def begin_backward(self) -> None:
+        """None has arrived; count once what to expect, since every arrival asks whether it was the last."""
+        self.arrived.clear()
+        self._expected = sum(param.requires_grad for param in self.segment.params)
 
     def collect(self, index: int) -> None:
         """Take the gradient that autograd has just accumulated in parameter ``index``.
@@ -123,7 +126,7 @@ class Reduction:
 
     def begin_backward(self) -> None:
         for gradient in self.gradients:
-            gradient.arrived.clear()
+            gradient.begin_backward()
 
     def launch(self) -> None:
         """Start reducing what has been collected. Parameters without a gradient here count as zero."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardtrain.launch import START_UP, Place
+from shardtrain.launch import START_UP, Place, close_process_group
 
 
 @contextlib.contextmanager
@@ -30,4 +30,4 @@ def process_group(place: Place, device: torch.device, meeting: str) -> Iterator[
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        close_process_group()
