@@ -1,22 +1,23 @@
 """Full gradients to this rank's averaged interval: the only place that makes gradient intervals.
 
-collect  move a parameter's new gradient into its unit's flat gradient, or add it there
-launch   start sending every owner its interval
+collect  take a parameter's new gradient: what other ranks own goes into the unit's flat gradient, what
+         this rank owns stays where autograd left it
+launch   start sending every owner its interval, and adding up what comes
 finish   give each parameter its piece of the mean
 
-On a single rank the gradient is already the interval: nothing is copied and nothing is sent.
+On a single rank nothing belongs to others, so nothing is copied and nothing is sent.
 """
 
 from __future__ import annotations
 
 import torch
 
-from shardtrain.comm.transport import Flat, Pending, Transport
+from shardtrain.comm.transport import Gradient, Pending, Transport
 from shardtrain.shard import Segment, Unit, in_memory_order
 
 
 class FlatGradient:
-    """The full gradient of one segment while it comes together.
+    """The gradient of one segment while it comes together.
 
     ``arrived``: indices of parameters with a gradient from the backward under way. ``filled``: indices
     with a gradient of any backward since the last reduction (accumulation under ``no_sync``).
@@ -28,13 +29,17 @@ class FlatGradient:
         self._expected = 0  # trainable parameters, as of the last `begin_backward`
         self.filled: set[int] = set()
         self._transport = transport
+        sizes = segment.layout.sizes
+        self._elsewhere = [
+            [part for part in (slice(0, piece.start), slice(piece.stop, size)) if part.start < part.stop]
+            for piece, size in zip(segment.pieces, sizes, strict=True)
+        ]
         self._clear()
 
     def _clear(self) -> None:
         self.filled.clear()
-        self._flat: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
-        self._whole: dict[int, torch.Tensor] = {}
+        self._full: torch.Tensor | None = None
+        self._own: dict[int, torch.Tensor] = {}
 
     @property
     def complete(self) -> bool:
@@ -62,46 +67,54 @@ class FlatGradient:
                 "use nn.Embedding(..., sparse=False)"
             )
         self.arrived.add(index)
-        into = self._slot(index, grad)
-        if into is not grad:
-            into.add_(grad) if index in self.filled else into.copy_(grad)
+        self._keep(index, in_memory_order(grad, self.segment.strides[index]))
         self.filled.add(index)
 
-    def _slot(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Where the gradient of parameter ``index`` belongs; on a single rank, the gradient itself."""
-        if self._transport.world == 1:
-            return self._whole.setdefault(index, grad)
-        if self._flat is None:
-            self._flat = self._transport.gradient(self.segment.layout, self.segment.local)
-            self._views = self.segment.views_of(self._flat)
-        return self._views[index]
+    def _keep(self, index: int, grad: torch.Tensor) -> None:
+        again = index in self.filled
+        for part in self._elsewhere[index]:
+            into = self._into(index, part)
+            into.add_(grad[part]) if again else into.copy_(grad[part])
+        piece = self.segment.pieces[index]
+        if again:
+            self._own[index].add_(grad[piece.start : piece.stop])
+        elif piece.numel == grad.numel():
+            self._own[index] = grad
+        else:  # a view would keep all of it
+            self._own[index] = grad[piece.start : piece.stop].clone()
 
-    def take_whole(self) -> dict[int, torch.Tensor]:
-        """Single rank: each gradient as the 1-D piece in the parameter's memory order."""
-        strides = self.segment.strides
-        pieces = {index: in_memory_order(grad, strides[index]) for index, grad in self._whole.items()}
-        self._clear()
-        return pieces
+    def _into(self, index: int, part: slice) -> torch.Tensor:
+        """The place in the flat gradient of ``part`` of parameter ``index``."""
+        if self._full is None:
+            self._full = self._transport.gradient(self.segment.layout, self.segment.local)
+        offset = self.segment.layout.offsets[index]
+        return self._full[offset + part.start : offset + part.stop]
 
-    def take_flat(self) -> torch.Tensor:
-        """The flat gradient, zero where nothing arrived on this rank."""
-        layout = self.segment.layout
-        if self._flat is None:
-            flat = self._transport.gradient(layout, self.segment.local).zero_()
-        else:
-            flat = self._flat
-            flat[layout.numel :].zero_()
-            for index, view in enumerate(self._views):
-                if index not in self.filled:
-                    view.zero_()
+    def wanted(self) -> list[int]:
+        """Indices of parameters that will get a gradient: others may have one where this rank has none."""
+        params, alone = self.segment.params, self._transport.world == 1
+        return [i for i, p in enumerate(params) if p.requires_grad and (i in self.filled or not alone)]
+
+    def take(self) -> Gradient:
+        """What has come together, zero where nothing arrived on this rank."""
+        segment = self.segment
+        for index, piece in enumerate(segment.pieces):
+            if index not in self.filled:
+                self._own[index] = segment.local.new_zeros(piece.numel)
+                for part in self._elsewhere[index]:
+                    self._into(index, part).zero_()
+        if self._full is None:
+            self._full = self._transport.gradient(segment.layout, segment.local)
+        own = [self._own[index] for index in range(len(segment.pieces))]
+        gradient = Gradient(self._full, own, segment.layout)
         self._clear()
-        return flat
+        return gradient
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self.arrived.clear()
-        if self._flat is not None:
-            self._transport.discard(self._flat)
+        if self._full is not None:
+            self._transport.discard(self._full)
         self._clear()
 
 
@@ -113,7 +126,7 @@ class Reduction:
         self.gradients = [FlatGradient(segment, transport) for segment in unit.segments]
         self._transport = transport
         self._moving = Pending()
-        self._intervals: list[tuple[Segment, torch.Tensor]] = []
+        self._under_way: list[tuple[FlatGradient, list[int], Gradient]] = []
 
     @property
     def complete(self) -> bool:
@@ -130,31 +143,21 @@ class Reduction:
 
     def launch(self) -> None:
         """Start reducing what has been collected. Parameters without a gradient here count as zero."""
-        trainable = [gradient for gradient in self.gradients if gradient.segment.trainable]
-        if self._transport.world == 1:
-            for gradient in trainable:
-                for index, piece in gradient.take_whole().items():
-                    gradient.segment.give_grad(index, piece)
-            return
-        flats = []
-        for gradient in trainable:
-            segment = gradient.segment
-            flats.append(Flat(gradient.take_flat(), torch.empty_like(segment.local), segment.layout))
-        self._intervals = [(g.segment, flat.local) for g, flat in zip(trainable, flats, strict=True)]
-        self._moving = self._transport.reduce(self.unit.tag(1), flats)
+        trainable = [flat for flat in self.gradients if flat.segment.trainable]
+        self._under_way = [(flat, flat.wanted(), flat.take()) for flat in trainable]
+        self._moving = self._transport.reduce(self.unit.tag(1), [taken for _, _, taken in self._under_way])
 
     def finish(self) -> None:
         """Wait for the movement and give every trainable parameter its piece of the mean."""
         self._moving.wait()
-        for segment, interval in self._intervals:
-            for index, piece in enumerate(segment.pieces):
-                if segment.params[index].requires_grad:
-                    segment.give_grad(index, interval[piece.offset : piece.offset + piece.numel])
-        self._intervals = []
+        for flat, wanted, taken in self._under_way:
+            for index in wanted:
+                flat.segment.give_grad(index, taken.own[index])
+        self._under_way = []
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
-        self._intervals = []
+        self._under_way = []
         for gradient in self.gradients:
             gradient.drop()

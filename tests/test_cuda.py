@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
-from shardtrain.comm import Flat, ProcessGroupTransport, Tag
+from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Tag
 from shardtrain.layout import even
 
 from small import Block, OddNet, assert_at_rest, images, sgd
@@ -59,10 +59,10 @@ def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
             local = torch.full((1 << 20,), float(value), device="cuda")
             full = torch.empty_like(local)
             transport.gather(Tag(0, "unit"), [Flat(full, local, layout)]).wait()
-            reduced = torch.empty_like(local)
-            transport.reduce(Tag(128, "unit"), [Flat(full * 2, reduced, layout)]).wait()
+            gradient = Gradient(torch.empty_like(full), [full * 2], layout)
+            transport.reduce(Tag(128, "unit"), [gradient]).wait()
             assert full.eq(value).all()
-            assert reduced.eq(2 * value).all()
+            assert gradient.own[0].eq(2 * value).all()
     finally:
         dist.destroy_process_group()
 

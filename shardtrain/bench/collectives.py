@@ -21,7 +21,7 @@ from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import Spread, ratios, spread
 from shardtrain.bench.table import aligned, quartiles
-from shardtrain.comm import Flat, Tag, Transport
+from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.layout import Layout, even
 
 OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
@@ -91,18 +91,19 @@ def _gather(transport: Transport, layout: Layout, device: torch.device) -> Conte
 def _reduce(transport: Transport, layout: Layout, device: torch.device) -> Contest:
     like = torch.zeros(layout.length(transport.rank), device=device)
     transport.allocate(layout, like)  # where ranks share memory, this decides how much gradients get
-    own, out = like.new_zeros(layout.padded), like.clone()
+    full, own = like.new_zeros(layout.padded), like.clone()
 
-    def run(value: float | None = None) -> None:
+    def run(value: float | None = None) -> torch.Tensor:
         # Shared memory is given back by a reduction; other memory can serve again.
-        gradient = transport.gradient(layout, like) if transport.in_place else own
+        gradient = Gradient(transport.gradient(layout, like) if transport.in_place else full, [own], layout)
         if value is not None:
-            gradient.fill_(value)
-        transport.reduce(Tag(0, "bench"), [Flat(gradient, out, layout)]).wait()
+            gradient.full.fill_(value)
+            own.fill_(value)
+        transport.reduce(Tag(0, "bench"), [gradient]).wait()
+        return gradient.own[0]
 
     def check() -> bool:
-        run(transport.rank + 1)
-        return _all_are(out, (transport.world + 1) / 2)
+        return _all_are(run(transport.rank + 1), (transport.world + 1) / 2)
 
     return Contest(run, check)
 

@@ -37,7 +37,7 @@ from shardtrain.comm.meter import Meter, meter
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.shared_memory import SharedMemoryTransport, open_shared_memory
 from shardtrain.comm.signals import Diverged, PeerLost
-from shardtrain.comm.transport import Alone, Flat, Pending, Tag, Transport
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Tag, Transport
 from shardtrain.comm.work import Work
 
 # What torch calls them from 2.13 on.
@@ -48,6 +48,7 @@ __all__ = [
     "Alone",
     "Diverged",
     "Flat",
+    "Gradient",
     "Meter",
     "PeerLost",
     "Pending",

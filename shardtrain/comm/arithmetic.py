@@ -21,6 +21,10 @@ _MERGES: dict[object, Callable[..., torch.Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
+# Elements merged at a time: 512 KiB of fp32 a part. Sum and mean of 2.4 million elements in place took 0.78
+# of the time of two passes over all of them (2 MiB of L2 cache a core); half or double as many are no better.
+SPAN = 1 << 17
+
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
 
@@ -45,19 +49,27 @@ def op_name(op: object) -> str:
 def merge(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object) -> None:
     """``out = ((parts[0] op parts[1]) op parts[2]) ...``; divided by ``len(parts)`` for AVG.
 
-    ``parts`` share one dtype and length; ``out`` has their length and their dtype or a wider one, and may
-    be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and ``[3.0 5.0]`` give ``[2.0 3.5]``.
+    ``parts``: 1-D, of one length, floating-point ones of any dtypes. ``out``: as long, of the widest of
+    their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and
+    ``[3.0 5.0]`` give ``[2.0 3.5]``.
+
+    Long ones are taken in spans that stay in the cache from the first operation to the last.
     """
     wide = _accumulator(out.dtype, op)
-    shared = any(part.data_ptr() == out.data_ptr() for part in parts)
-    total = torch.empty_like(out, dtype=wide) if shared or out.dtype != wide else out
+    for start in range(0, out.numel(), SPAN):
+        span = slice(start, start + SPAN)
+        _merge_span([part[span] for part in parts], out[span], op, wide)
+
+
+def _merge_span(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object, wide: torch.dtype) -> None:
+    needed_later = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    total = torch.empty_like(out, dtype=wide) if needed_later or out.dtype != wide else out
     combine = _MERGES[op]
-    if len(parts) > 1 and parts[0].dtype == wide:
-        combine(parts[0], parts[1], out=total)
+    first = parts[0].to(wide)
+    if len(parts) == 1:
+        total.copy_(first)
     else:
-        total.copy_(parts[0])
-        if len(parts) > 1:
-            combine(total, _as(parts[1], wide), out=total)
+        combine(first, _as(parts[1], wide), out=total)
     for part in parts[2:]:
         combine(total, _as(part, wide), out=total)
     if op == ReduceOp.AVG:

@@ -54,12 +54,16 @@ class Mailbox(NamedTuple):
         """Start filling ``into`` (1-D) with what ``peer`` sends, one message per chunk."""
         # The group's own methods: `dist.irecv` around them takes as long again, twice per peer and call.
         assert self.group is not None, "there are no peers without a process group"
-        return [self.group.recv([into[span]], peer, tag) for span in chunks(into)]
+        return [
+            self.group.recv([into[span]], peer, tag) for span in chunks(into.numel(), into.element_size())
+        ]
 
     def send(self, part: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
         assert self.group is not None, "there are no peers without a process group"
-        return [self.group.send([part[span]], peer, tag) for span in chunks(part)]
+        return [
+            self.group.send([part[span]], peer, tag) for span in chunks(part.numel(), part.element_size())
+        ]
 
 
 def start_exchange(
@@ -91,15 +95,16 @@ def start_reduce_scatter(
 ) -> Pending:
     """Start sending ``parts[r]`` to rank ``r``; finishing merges every rank's part of ours into ``out``.
 
-    ``parts``: ``world`` contiguous 1-D tensors, on every rank of the same sizes. ``out``: 1-D, as many
-    elements as ``parts[rank]``; ``merge`` decides about a wider dtype. ``window``: chunks per peer that
-    have room in the inbox. Beyond it receives are posted while finishing, so until then no other movement
-    between these ranks may use the same tag.
+    ``parts``: ``world`` contiguous 1-D tensors, on every rank of the same sizes and, but for
+    ``parts[rank]``, which may be wider, of one dtype. ``out``: 1-D, as many elements as ``parts[rank]``,
+    or that itself; ``merge`` decides about its dtype. ``window``: chunks per peer that have room in the
+    inbox. Beyond it receives are posted while finishing, so until then no other movement between these
+    ranks may use the same tag.
     """
-    own = parts[mailbox.rank]
-    tag, spans = tag_of(own), chunks(own)
+    own, sent = parts[mailbox.rank], parts[mailbox.rank - 1]
+    tag, spans = tag_of(own), chunks(own.numel(), sent.element_size())
     slots = min(window, len(spans))
-    inbox = own.new_empty((slots, mailbox.world, spans[0].stop if spans else 0))
+    inbox = sent.new_empty((slots, mailbox.world, spans[0].stop if spans else 0))
 
     def receive(index: int) -> list[dist.Work]:
         length = spans[index].stop - spans[index].start
@@ -125,11 +130,10 @@ def start_reduce_scatter(
     return Pending(finish)
 
 
-def chunks(flat: torch.Tensor) -> list[slice]:
-    """Cut a 1-D tensor into slices of ``CHUNK_BYTES``, the last one shorter; none if it is empty."""
-    total = flat.numel()
-    length = CHUNK_BYTES // flat.element_size()
-    return [slice(start, min(start + length, total)) for start in range(0, total, length)]
+def chunks(elements: int, element_size: int) -> list[slice]:
+    """Cut so many elements into slices of ``CHUNK_BYTES``, the last one shorter; none if there are none."""
+    length = CHUNK_BYTES // element_size
+    return [slice(start, min(start + length, elements)) for start in range(0, elements, length)]
 
 
 def wait_all(works: Sequence[dist.Work]) -> None:

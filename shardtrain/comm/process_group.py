@@ -11,6 +11,7 @@ allocated and freed in the compute stream's order alone, and ``record_stream`` i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,22 @@ from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
-from shardtrain.comm.transport import Flat, Pending, Tag
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
 from shardtrain.layout import Layout
 
 # Our messages' tags start here, out of the way of tags that a user's own messages may carry.
 _FIRST_TAG = 1 << 20
+
+
+class Whole(NamedTuple):
+    """A gradient as backends want it: own interval in place, and room of the same dtype for the mean."""
+
+    full: torch.Tensor
+    out: torch.Tensor
+    interval: torch.Tensor  # where the mean belongs, ``out`` itself unless it has a wider dtype
+
+
+Moved = TypeVar("Moved", Flat, Whole)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -55,16 +67,16 @@ class ProcessGroupTransport:
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
-        if self._by_messages(flats):
+        if self._by_messages([flat.full for flat in flats]):
             return self._gather_by_messages(_FIRST_TAG + tag.number, flats)
-        return self._start(self._gather_natively, flats)
+        return self._start(self._gather_natively, flats, flats[0].full.device)
 
-    def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        away = [flat.full.nbytes - self._own(flat).nbytes for flat in flats]
-        count("reduce_scatter", sum(away))
-        if self._by_messages(flats):
-            return self._reduce_by_messages(_FIRST_TAG + tag.number, flats)
-        return self._start(self._reduce_natively, flats)
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
+        if self._by_messages([gradient.full for gradient in gradients]):
+            return self._reduce_by_messages(_FIRST_TAG + tag.number, gradients)
+        native_ones = [self._whole(gradient) for gradient in gradients]
+        return self._start(self._reduce_natively, native_ones, gradients[0].full.device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count("broadcast", tensor.nbytes * (self.world - 1) if self.rank == src else 0)
@@ -74,58 +86,75 @@ class ProcessGroupTransport:
         count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
         dist.all_reduce(tensor, _OPS[op], group=self.group)
 
-    def _by_messages(self, flats: Sequence[Flat]) -> bool:
-        return self.has_gloo and all(flat.full.device.type == "cpu" for flat in flats)
-
-    def _own(self, flat: Flat) -> torch.Tensor:
-        return flat.full[flat.layout.interval(self.rank)]
+    def _by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
+        return self.has_gloo and all(full.device.type == "cpu" for full in fulls)
 
     def _gather_by_messages(self, tag: int, flats: Sequence[Flat]) -> Pending:
         moving = []
         for index, flat in enumerate(flats):
             everyone = [flat.local] * self.world
-            moving.append(start_exchange(self._mailbox, _fixed(tag + index), everyone, self._intervals(flat)))
+            intervals = _intervals(flat.full, flat.layout)
+            moving.append(start_exchange(self._mailbox, _fixed(tag + index), everyone, intervals))
         return _all(moving)
 
-    def _reduce_by_messages(self, tag: int, flats: Sequence[Flat]) -> Pending:
+    def _reduce_by_messages(self, tag: int, gradients: Sequence[Gradient]) -> Pending:
         moving = []
-        for index, flat in enumerate(flats):
-            parts = self._intervals(flat)
-            moving.append(start_reduce_scatter(self._mailbox, _fixed(tag + index), parts, flat.local, _mean))
+        for index, gradient in enumerate(gradients):
+            parts = _intervals(gradient.full, gradient.layout)
+            parts[self.rank] = self._contiguous(gradient)
+            moving.append(
+                start_reduce_scatter(self._mailbox, _fixed(tag + index), parts, parts[self.rank], _mean)
+            )
         return _all(moving)
 
-    def _intervals(self, flat: Flat) -> list[torch.Tensor]:
-        return [flat.full[flat.layout.interval(rank)] for rank in range(self.world)]
+    def _contiguous(self, gradient: Gradient) -> torch.Tensor:
+        """A new interval with the values of ``gradient.own``, which then lies in it."""
+        full, own, layout = gradient
+        dtype = own[0].dtype if own else full.dtype
+        interval = full.new_empty(layout.length(self.rank), dtype=dtype)
+        for index, piece in enumerate(layout.pieces(self.rank)):
+            own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
+        return interval
 
     def _gather_natively(self, flat: Flat) -> None:
         native.all_gather(flat.full, flat.local, self.group)
 
-    def _reduce_natively(self, flat: Flat) -> None:
-        out = flat.local if flat.local.dtype == flat.full.dtype else flat.local.to(flat.full.dtype)
-        if flat.full.device.type == "cuda":
-            native.reduce_scatter(out, flat.full, self.group, dist.ReduceOp.AVG)
-        else:
-            native.reduce_scatter(out, flat.full, self.group)
-            out.div_(self.world)
-        if out is not flat.local:
-            flat.local.copy_(out)
+    def _whole(self, gradient: Gradient) -> Whole:
+        interval = self._contiguous(gradient)
+        gradient.full[gradient.layout.interval(self.rank)].copy_(interval)
+        return Whole(gradient.full, interval.to(gradient.full.dtype), interval)
 
-    def _start(self, movement: Callable[[Flat], None], flats: Sequence[Flat]) -> Pending:
-        """Run ``movement`` on each flat, on the communication stream or at once where there is none."""
-        device = flats[0].full.device
+    def _reduce_natively(self, whole: Whole) -> None:
+        full, out, interval = whole
+        if full.device.type == "cuda":
+            native.reduce_scatter(out, full, self.group, dist.ReduceOp.AVG)
+        else:
+            native.reduce_scatter(out, full, self.group)
+            out.div_(self.world)
+        if out is not interval:
+            interval.copy_(out)
+
+    def _start(
+        self, movement: Callable[[Moved], None], items: Sequence[Moved], device: torch.device
+    ) -> Pending:
+        """Run ``movement`` on each item, on the communication stream or at once where there is none."""
         if device.type != "cuda":
-            for flat in flats:
-                movement(flat)
+            for item in items:
+                movement(item)
             return Pending()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for flat in flats:
-                movement(flat)
+            for item in items:
+                movement(item)
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
+
+
+def _intervals(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    return [full[layout.interval(rank)] for rank in range(layout.world)]
 
 
 def _fixed(tag: int) -> TagOf:

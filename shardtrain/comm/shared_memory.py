@@ -31,7 +31,7 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals, connect
-from shardtrain.comm.transport import Flat, Pending, Tag
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes; a cache line, so that no two ranks write to the same one
@@ -124,36 +124,40 @@ class SharedMemoryTransport:
         self._signals.post("gathering", tag.number, tag.name)
         return Pending()
 
-    def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        count(
-            "reduce_scatter", sum(f.full.nbytes - f.full[f.layout.interval(self.rank)].nbytes for f in flats)
-        )
-        offsets = [self._in_arena(flat.full) for flat in flats]
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
+        offsets = [self._in_arena(gradient.full) for gradient in gradients]
         positions = [
             self._signals.post("reducing", tag.number + index, tag.name, offset)
             for index, offset in enumerate(offsets)
         ]
 
         def finish() -> None:
-            for position, offset, flat in zip(positions, offsets, flats, strict=True):
-                self._add_up(position, flat)
-                self._unread.append((position, offset))  # only now: this rank reads its own part too
+            for position, offset, gradient in zip(positions, offsets, gradients, strict=True):
+                self._add_up(position, gradient)
+                self._unread.append((position, offset))
 
         return Pending(finish)
 
-    def _add_up(self, position: int, flat: Flat) -> None:
+    def _add_up(self, position: int, gradient: Gradient) -> None:
+        full, own, layout = gradient
         theirs = self._signals.wait(position)
-        interval = flat.layout.interval(self.rank)
-        parts = [flat.full[interval]] * self.world
-        size = flat.full.nbytes
-        for rank, offset in theirs.items():
-            parts[rank] = self._theirs[rank][offset : offset + size].view(flat.full.dtype)[interval]
-        merge(parts, flat.local, ReduceOp.AVG)
+        flats = {
+            rank: self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)[
+                layout.interval(self.rank)
+            ]
+            for rank, offset in theirs.items()
+        }
+        for mine, piece in zip(own, layout.pieces(self.rank), strict=True):
+            span = slice(piece.offset, piece.offset + piece.numel)
+            parts = [flats[rank][span] if rank in flats else mine for rank in range(self.world)]
+            merge(parts, mine, ReduceOp.AVG)
         self._signals.done(position)
 
     def fence(self, what: str) -> None:
         if what == "entering":
             self._signals.step += 1
+            self._open_arenas()  # all ranks come here alike; not all of them ask for a unit's first gradient
         self._signals.wait(self._signals.post(what, 0, "the model"))
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
@@ -180,7 +184,7 @@ class SharedMemoryTransport:
             arena.give_back(offset)
 
     def _open_arenas(self) -> tuple[Arena, Arena]:
-        """This rank's two arenas; the first backward shares their memory, when all sizes are known."""
+        """This rank's two arenas. Collective when opened: in the first forward, when all sizes are known."""
         if self._collecting is None or self._launching is None:
             largest = -(-self._largest // _ALIGN) * _ALIGN
             memories = {owner: self._share(3 * largest, owner) for owner in range(self.world)}

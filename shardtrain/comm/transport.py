@@ -22,16 +22,34 @@ class Tag(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """One flat vector taking part in a movement, with this rank's interval of it.
+    """One flat vector to be gathered, with this rank's interval of it.
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, same
-    device. A gather reads ``local`` and fills ``full``; a reduction reads ``full`` and fills ``local``,
-    which may have a wider dtype.
+    dtype and device. A gather reads ``local`` and fills ``full``.
     """
 
     full: torch.Tensor
     local: torch.Tensor
     layout: Layout
+
+
+class Gradient(NamedTuple):
+    """One flat gradient to be reduced.
+
+    ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`: this rank's gradient in the other
+    ranks' intervals; its own interval is the transport's to use. ``own``: this rank's gradient in its own
+    interval, 1-D, one tensor for each of ``layout.pieces(rank)``, of ``full``'s dtype or a wider one. When
+    the reduction is done ``own`` holds the mean over ranks, in the same tensors or in others.
+    """
+
+    full: torch.Tensor
+    own: list[torch.Tensor]
+    layout: Layout
+
+
+def sent_by(gradient: Gradient, rank: int) -> int:
+    """Bytes of ``gradient`` that rank ``rank`` owes the others."""
+    return (gradient.layout.padded - gradient.layout.length(rank)) * gradient.full.element_size()
 
 
 class Pending:
@@ -72,8 +90,8 @@ class Transport(Protocol):
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         """Start filling every ``full`` from all ranks' ``local``."""
 
-    def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        """Start filling every ``local`` with the mean over ranks of that interval of ``full``."""
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        """Start turning each ``own`` into the mean over ranks; each ``full`` is then the transport's."""
 
     def fence(self, what: str) -> None:
         """Return when every rank is ``entering`` the model, before parameters are read, or ``leaving`` it."""
@@ -97,7 +115,7 @@ class Alone:
         return full, full
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("on a single rank the gradient is already the interval")
+        return like.new_empty(0)  # nothing is for other ranks
 
     def discard(self, gradient: torch.Tensor) -> None:
         pass
@@ -105,8 +123,8 @@ class Alone:
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         return Pending()
 
-    def reduce(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        raise AssertionError("a single rank has nothing to reduce")
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        return Pending()
 
     def fence(self, what: str) -> None:
         pass
