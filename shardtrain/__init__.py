@@ -7,6 +7,7 @@ bytes move), ``shard`` (what a rank owns), ``gather`` and ``reduce`` (the two mo
 
 from shardtrain import comm
 from shardtrain.optim import clip_grad_norm_
+from shardtrain.precision import Precision
 from shardtrain.state import (
     average_buffers,
     full_state_dict,
@@ -17,6 +18,7 @@ from shardtrain.state import (
 from shardtrain.wrap import UnitInfo, describe, shard
 
 __all__ = [
+    "Precision",
     "UnitInfo",
     "average_buffers",
     "clip_grad_norm_",

@@ -71,24 +71,26 @@ class FlatGradient:
         self.filled.add(index)
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
+        piece, wide = self.segment.pieces[index], self.segment.local.dtype
         again = index in self.filled
         for part in self._elsewhere[index]:
             into = self._into(index, part)
             into.add_(grad[part]) if again else into.copy_(grad[part])
-        piece = self.segment.pieces[index]
         if again:
             self._own[index].add_(grad[piece.start : piece.stop])
-        elif piece.numel == grad.numel():
-            self._own[index] = grad
-        else:  # a view would keep all of it
-            self._own[index] = grad[piece.start : piece.stop].clone()
+        else:  # a view of a part would keep all of it
+            self._own[index] = grad[piece.start : piece.stop].to(wide, copy=piece.numel < grad.numel())
 
     def _into(self, index: int, part: slice) -> torch.Tensor:
         """The place in the flat gradient of ``part`` of parameter ``index``."""
-        if self._full is None:
-            self._full = self._transport.gradient(self.segment.layout, self.segment.local)
         offset = self.segment.layout.offsets[index]
-        return self._full[offset + part.start : offset + part.stop]
+        return self._open()[offset + part.start : offset + part.stop]
+
+    def _open(self) -> torch.Tensor:
+        if self._full is None:
+            like = self.segment.local.new_empty(0, dtype=self.segment.reduced)
+            self._full = self._transport.gradient(self.segment.layout, like)
+        return self._full
 
     def wanted(self) -> list[int]:
         """Indices of parameters that will get a gradient: others may have one where this rank has none."""
@@ -103,10 +105,8 @@ class FlatGradient:
                 self._own[index] = segment.local.new_zeros(piece.numel)
                 for part in self._elsewhere[index]:
                     self._into(index, part).zero_()
-        if self._full is None:
-            self._full = self._transport.gradient(segment.layout, segment.local)
         own = [self._own[index] for index in range(len(segment.pieces))]
-        gradient = Gradient(self._full, own, segment.layout)
+        gradient = Gradient(self._open(), own, segment.layout)
         self._clear()
         return gradient
 

@@ -99,6 +99,7 @@ class Schedule:
         for unit in self.units:
             self._depth[unit] = 0
             gather.release(unit)
+            unit.cast()
         self.transport.fence("entering")
         self._forward.begin()
         self._in_forward = True
@@ -121,6 +122,7 @@ class Schedule:
             return
         if not (self._in_forward or self._in_backward):
             gather.release(unit)  # called by itself: gathered before some update, perhaps
+            unit.cast()
             self.transport.fence("entering")
         gather.open_full(unit, self.transport)
         if self._in_forward and not self._in_backward:

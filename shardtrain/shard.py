@@ -1,10 +1,11 @@
 """What one rank owns of a unit, and what the unit's parameters show.
 
 A unit's parameters fall into segments of one dtype and one ``requires_grad``, so that frozen
-parameters never enter a reduction. A segment has two storages:
+parameters never enter a reduction. A segment has two storages, or three:
 
 ``local``  this rank's interval of the flat vector; what the optimizer updates, always valid
-``full``   the whole vector; filled by a gather, emptied by a release
+``wire``   the same in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
+``full``   the whole vector in that dtype; filled by a gather from ``wire``, emptied by a release
 
 and its parameters show one of them. At rest each shows its 1-D piece of ``local`` with that piece's
 gradient; while its unit computes it shows its shaped view of ``full``, and has no gradient but the one
@@ -27,6 +28,7 @@ from torch import nn
 
 from shardtrain.comm.transport import Flat, Pending, Tag, Transport
 from shardtrain.layout import Layout, Piece, even
+from shardtrain.precision import Precision
 
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
 
@@ -52,14 +54,19 @@ class Place(NamedTuple):
 
 
 class Segment:
-    """The parameters of one unit that share a dtype and ``requires_grad``, as one flat vector."""
+    """The parameters of one unit that share their dtypes and ``requires_grad``, as one flat vector.
 
-    def __init__(self, places: Sequence[Place], transport: Transport) -> None:
+    ``compute``: the dtype of ``full``. ``reduced``: the dtype in which gradients move.
+    """
+
+    def __init__(self, places: Sequence[Place], transport: Transport, precision: Precision) -> None:
         self.places = tuple(places)
         self.params = [place.parameter for place in places]
         self.shapes = [param.shape for param in self.params]
         self.strides = [dense_stride(param) for param in self.params]
-        align = max(1, ALIGN_BYTES // self.params[0].element_size())
+        self._precision = precision
+        narrowest = min(self.params[0].element_size(), self._compute_dtype().itemsize)
+        align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = even([param.numel() for param in self.params], transport.world, align)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
@@ -79,9 +86,16 @@ class Segment:
         self._adopt(full[self.layout.interval(self._transport.rank)])
         self.show_local()
 
+    def _compute_dtype(self) -> torch.dtype:
+        return self._precision.of_parameter(self.params[0], self.places[0].owners[0][0])
+
     def _adopt(self, local: torch.Tensor) -> None:
         """Give the segment memory, and this rank's interval the values of ``local``."""
-        self.full, self.local = self._transport.allocate(self.layout, local)
+        self.compute = self._compute_dtype()
+        self.reduced = self._precision.of_gradient(self.compute)
+        like = local.new_empty(0, dtype=self.compute)
+        self.full, self.wire = self._transport.allocate(self.layout, like, self.reduced)
+        self.local = self.wire if self.compute == local.dtype else torch.empty_like(local)
         self.local.copy_(local)
         self.full_views = self.views_of(self.full)
         self.local_views = [self.local[p.offset : p.offset + p.numel] for p in self.pieces]
@@ -97,7 +111,12 @@ class Segment:
 
     @property
     def flat(self) -> Flat:
-        return Flat(self.full, self.local, self.layout)
+        return Flat(self.full, self.wire, self.layout)
+
+    def cast(self) -> None:
+        """Bring ``wire`` up to date with ``local``, while no rank reads it."""
+        if self.wire is not self.local:
+            self.wire.copy_(self.local)
 
     def resize_full(self, elements: int) -> None:
         """Give ``full`` memory for so many elements: all of them, or none."""
@@ -210,6 +229,10 @@ class Unit:
             if segment.shows_full:
                 segment.show_local()
 
+    def cast(self) -> None:
+        for segment in self.segments:
+            segment.cast()
+
     def drop_kept_grads(self) -> None:
         """Forget gradients put away by `show_full`."""
         for segment in self.segments:
@@ -234,10 +257,11 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def segments_of(places: Sequence[Place], transport: Transport) -> list[Segment]:
-    """Group a unit's parameters by dtype, device and ``requires_grad``, keeping their order."""
+def segments_of(places: Sequence[Place], transport: Transport, precision: Precision) -> list[Segment]:
+    """Group a unit's parameters by dtypes, device and ``requires_grad``, keeping their order."""
     groups: dict[tuple[object, ...], list[Place]] = {}
     for place in places:
         param = place.parameter
-        groups.setdefault((param.dtype, param.device, param.requires_grad), []).append(place)
-    return [Segment(group, transport) for group in groups.values()]
+        compute = precision.of_parameter(param, place.owners[0][0])
+        groups.setdefault((compute, param.dtype, param.device, param.requires_grad), []).append(place)
+    return [Segment(group, transport, precision) for group in groups.values()]

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtrain import comm
 from shardtrain.comm.transport import Transport
+from shardtrain.precision import Precision, cast
 from shardtrain.schedule import Schedule
 from shardtrain.shard import Place, Unit, segments_of
 
@@ -51,6 +52,7 @@ def shard(
     *,
     units: UnitChoice = None,
     mesh: DeviceMesh | None = None,
+    precision: Precision | None = None,
     reshard_after_forward: bool = True,
     transport: str = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
@@ -69,6 +71,7 @@ def shard(
             iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``. What no
             unit takes belongs to the root, and so does a parameter shared by two units.
         mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world.
+        precision: dtypes to compute and reduce in (see `Precision`); ``None`` leaves them alone.
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it, for more memory and one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
@@ -89,11 +92,14 @@ def shard(
     kind = "process_group" if transport == "auto" and not on_cpu else transport
     link = comm.open_transport(kind, mesh.get_group() if mesh is not None else None)
     built = [
-        Unit(name, index, anchors[name], segments_of(found, link))
+        Unit(name, index, anchors[name], segments_of(found, link, precision or Precision()))
         for index, (name, found) in enumerate(places.items())
     ]
     _broadcast_buffers(module, link)
-    module.__dict__[_ENGINE] = Engine(module, built, link, reshard_after_forward)
+    engine = Engine(module, built, link, reshard_after_forward)
+    if precision is not None:
+        engine.hook_casts(precision)
+    module.__dict__[_ENGINE] = engine
     return module
 
 
@@ -329,6 +335,34 @@ class Engine:
                 schedule.gradient_arrived(its_unit, segment, index)
 
         self.handles.append(param.register_post_accumulate_grad_hook(arrived))
+
+    def hook_casts(self, precision: Precision) -> None:
+        """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
+        if precision.param is not None:
+            for unit in self.units:
+                if precision.cast_inputs:
+                    self._hook_inputs(unit, unit.module, precision.param)
+                for module, dtype in self._wide_modules(unit, precision):
+                    self._hook_inputs(unit, module, dtype)
+                    self._hook_output(unit, module, precision.param)
+        if precision.output is not None:
+            self._hook_output(self.units[0], self.module, precision.output)
+
+    def _wide_modules(self, unit: Unit, precision: Precision) -> list[tuple[nn.Module, torch.dtype]]:
+        found = [(m, s.local.dtype) for s in unit.segments for place in s.places for m, _ in place.owners]
+        return [(m, dtype) for m, dtype in dict(found).items() if precision.wants_wide_inputs(m)]
+
+    def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
+
+        self.handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+
+    def _hook_output(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
+            return output if unit.pinned else cast(output, dtype)
+
+        self.handles.append(module.register_forward_hook(cast_output))
 
     def settle(self) -> None:
         """Take in what users did to parameters since the last step, unless a step is under way.

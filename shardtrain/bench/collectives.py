@@ -71,7 +71,9 @@ def contests(
 
 def _gather(transport: Transport, layout: Layout, device: torch.device) -> Contest:
     """With the fences about it, which are what a gather costs where ranks share memory."""
-    full, local = transport.allocate(layout, torch.zeros(layout.length(transport.rank), device=device))
+    full, local = transport.allocate(
+        layout, torch.zeros(layout.length(transport.rank), device=device), torch.float32
+    )
     if not transport.in_place:
         full.untyped_storage().resize_(layout.padded * full.element_size())
 
@@ -90,7 +92,9 @@ def _gather(transport: Transport, layout: Layout, device: torch.device) -> Conte
 
 def _reduce(transport: Transport, layout: Layout, device: torch.device) -> Contest:
     like = torch.zeros(layout.length(transport.rank), device=device)
-    transport.allocate(layout, like)  # where ranks share memory, this decides how much gradients get
+    transport.allocate(
+        layout, like, like.dtype
+    )  # where ranks share memory, this decides how much gradients get
     full, own = like.new_zeros(layout.padded), like.clone()
 
     def run(value: float | None = None) -> torch.Tensor:

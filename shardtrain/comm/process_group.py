@@ -53,7 +53,9 @@ class ProcessGroupTransport:
         self.has_gloo = native.has_gloo(group)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:

@@ -85,17 +85,18 @@ class SharedMemoryTransport:
         self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
         self._unread: list[tuple[int, int]] = []  # (position, arena offset) not yet read by all
 
-    def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if like.is_meta:
             full = like.new_empty(layout.padded)
             return full, full[layout.interval(self.rank)]
         if like.device.type != "cpu":
             raise ValueError(f"transport='shared_memory' needs parameters on the CPU, got {like.device}")
-        size = layout.padded * like.element_size()
-        if size > self._largest:
-            self._largest = size
+        if layout.padded * reduced.itemsize > self._largest:
+            self._largest = layout.padded * reduced.itemsize
             self._close_arenas()
-        full = self._share(size, owner=0).view(like.dtype)
+        full = self._share(layout.padded * like.element_size(), owner=0).view(like.dtype)
         return full, full[layout.interval(self.rank)]
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:

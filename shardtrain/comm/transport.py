@@ -75,14 +75,17 @@ class Transport(Protocol):
     world: int
     in_place: bool
 
-    def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A full vector and this rank's interval, of ``like``'s dtype and device; values undefined.
 
-        Collective. Unless ``in_place``, the full vector's storage may be resized at will.
+        ``reduced``: the dtype that its gradients will have. Collective. Unless ``in_place``, the full
+        vector's storage may be resized at will.
         """
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a full gradient that `reduce` will read; 1-D, values undefined."""
+        """Memory for a full gradient that `reduce` will read; 1-D, ``like``'s dtype, values undefined."""
 
     def discard(self, gradient: torch.Tensor) -> None:
         """Take back memory that `gradient` gave and that will not be reduced."""
@@ -110,7 +113,9 @@ class Alone:
     world = 1
     in_place = True
 
-    def allocate(self, layout: Layout, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         full = like.new_empty(layout.padded)
         return full, full
 
