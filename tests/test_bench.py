@@ -72,6 +72,7 @@ def test_losses_agree_strictly_first_and_loosely_later() -> None:
     assert losses_agree([*right[:7], 2.01], right)
     assert not losses_agree([2.0, 2.01, *right[2:]], right)
     assert not losses_agree([*right[:7], 2.2], right)
+    assert losses_agree([2.0, 2.01, *right[2:]], right, "bf16")
 
 
 def measured(**tracks: Track) -> Measurement:
@@ -198,6 +199,13 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     assert (tmp_path / "bench.png").exists() == has_matplotlib
     assert (chart.MISSING in said) != has_matplotlib
+
+
+def test_steps_in_bf16(tmp_path: Path) -> None:
+    said = run(2, "model=tiny", "rounds=1", "warmup=1", "precision=bf16", f"out={tmp_path}")
+    assert "tiny@8×2 in bf16, 1 rounds" in said
+    found = result(tmp_path)["cases"]["tiny"]["contenders"]
+    assert {name: contender["status"] for name, contender in found.items()} == dict.fromkeys(found, "ok")
 
 
 def test_collectives(tmp_path: Path) -> None:

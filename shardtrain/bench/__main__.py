@@ -48,7 +48,9 @@ def _bench_steps(chosen: Settings, output: Report, device: torch.device) -> None
 
     def run() -> None:
         for name in SUITE if chosen.suite else (chosen.model,):
-            measurements.append(steps.Measurement(steps.case_of(chosen, name), chosen.reference))
+            measurements.append(
+                steps.Measurement(steps.case_of(chosen, name), chosen.reference, precision=chosen.precision)
+            )
             steps.measure(measurements[-1], chosen, device)
 
     _reporting(run, lambda interrupted: report.of_steps(output, measurements, interrupted))

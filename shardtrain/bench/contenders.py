@@ -2,6 +2,7 @@
 
 Where a peer has a faster setting that changes nothing else, it has it: DDP keeps gradients as views of its
 buckets and does not broadcast BatchNorm's statistics every step, which no other contender does either.
+In bf16, FSDP1 and FSDP2 compute everything in it, shardtrain and autocast keep normalisation layers in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +52,8 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
 }
 
+PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+
 # Trusted in this order to have the right losses. It never trains alone: each rank has data of its own.
 JUDGES = ("ddp", "zero1", "fsdp2", "fsdp1", "fsdp2_no_reshard")
 EXEMPT = ("no_communication",)
@@ -52,11 +61,16 @@ EXEMPT = ("no_communication",)
 
 @dataclass(frozen=True)
 class Contender:
-    """A model on its way through training. ``no_sync()``: backward inside it reduces nothing."""
+    """A model on its way through training.
+
+    ``no_sync()``: backward inside it reduces nothing. ``autocast``: what forward computes in, where the
+    wrapper itself does not decide that.
+    """
 
     model: nn.Module
     optimizer: Optimizer
     no_sync: Callable[[], AbstractContextManager[object]]
+    autocast: torch.dtype | None = None
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """One optimizer step over micro-batches; the mean loss of this rank, before the update."""
@@ -64,7 +78,9 @@ class Contender:
         for index, (images, labels) in enumerate(batches):
             last = index == len(batches) - 1
             with contextlib.nullcontext() if last else self.no_sync():
-                loss = F.cross_entropy(self.model(images), labels) / len(batches)
+                with torch.autocast(images.device.type, self.autocast, enabled=self.autocast is not None):
+                    logits = self.model(images)
+                loss = F.cross_entropy(logits.float(), labels) / len(batches)
                 loss.backward()
             losses.append(loss.detach())
         self.optimizer.step()
@@ -72,20 +88,26 @@ class Contender:
         return torch.stack(losses).sum()
 
 
-class Update(NamedTuple):
-    """The optimizer, to be built once the model has its final parameters."""
+class Setup(NamedTuple):
+    """What all contenders have in common. ``dtype``: to compute in, if another than fp32."""
 
-    cls: type[Optimizer]
-    options: dict[str, Any]
+    optimizer: str
+    lr: float
+    dtype: torch.dtype | None
+    device: torch.device
 
-    def of(self, model: nn.Module) -> Optimizer:
-        return self.cls(model.parameters(), **self.options)
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**OPTIMIZERS[self.optimizer][1], "lr": self.lr}
+
+    def optimizer_of(self, model: nn.Module) -> Optimizer:
+        """Call it once the model has its final parameters."""
+        return OPTIMIZERS[self.optimizer][0](model.parameters(), **self.options)
 
 
-def build(name: str, model: nn.Module, optimizer: str, lr: float, device: torch.device) -> Contender:
+def build(name: str, model: nn.Module, setup: Setup) -> Contender:
     """The contender ``name`` around ``model``. Whatever the peer raises comes through."""
-    cls, options = OPTIMIZERS[optimizer]
-    return _BUILDERS[name](model, Update(cls, {**options, "lr": lr}), device)
+    return _BUILDERS[name](model, setup)
 
 
 def default_is_process_group() -> bool:
@@ -94,17 +116,22 @@ def default_is_process_group() -> bool:
     return isinstance(engine.transport, ProcessGroupTransport | Alone)
 
 
-def _shardtrain(model: nn.Module, update: Update, device: torch.device, transport: str) -> Contender:
-    shardtrain.shard(model, transport=transport)
-    return Contender(model, update.of(model), lambda: shardtrain.no_sync(model))
+def _shardtrain(model: nn.Module, setup: Setup, transport: str) -> Contender:
+    precision = shardtrain.Precision(setup.dtype) if setup.dtype is not None else None
+    shardtrain.shard(model, transport=transport, precision=precision)
+    return Contender(model, setup.optimizer_of(model), lambda: shardtrain.no_sync(model))
 
 
-def _fsdp2(model: nn.Module, update: Update, device: torch.device, reshard: bool) -> Contender:
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+def _fsdp2(model: nn.Module, setup: Setup, reshard: bool) -> Contender:
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(setup.device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=setup.dtype),
+        "reshard_after_forward": reshard,
+    }
     for module in model.modules():
         if isinstance(module, BLOCKS):
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-    sharded: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(module, **options)
+    sharded: FSDPModule = fully_shard(model, **options)
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -114,25 +141,29 @@ def _fsdp2(model: nn.Module, update: Update, device: torch.device, reshard: bool
         finally:
             sharded.set_requires_gradient_sync(True)
 
-    return Contender(model, update.of(model), no_sync)
+    return Contender(model, setup.optimizer_of(model), no_sync)
 
 
-def _fsdp1(model: nn.Module, update: Update, device: torch.device) -> Contender:
+def _fsdp1(model: nn.Module, setup: Setup) -> Contender:
     wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy(BLOCKS), use_orig_params=True, device_id=device
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(BLOCKS),
+        mixed_precision=MixedPrecision(param_dtype=setup.dtype),
+        use_orig_params=True,
+        device_id=setup.device,
     )
-    return Contender(wrapped, update.of(wrapped), wrapped.no_sync)
+    return Contender(wrapped, setup.optimizer_of(wrapped), wrapped.no_sync)
 
 
-def _ddp(model: nn.Module, update: Update, device: torch.device) -> Contender:
-    wrapped = _data_parallel(model, device)
-    return Contender(wrapped, update.of(wrapped), wrapped.no_sync)
+def _ddp(model: nn.Module, setup: Setup) -> Contender:
+    wrapped = _data_parallel(model, setup.device)
+    return Contender(wrapped, setup.optimizer_of(wrapped), wrapped.no_sync, setup.dtype)
 
 
-def _zero1(model: nn.Module, update: Update, device: torch.device) -> Contender:
-    wrapped = _data_parallel(model, device)
-    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), update.cls, **update.options)
-    return Contender(wrapped, optimizer, wrapped.no_sync)
+def _zero1(model: nn.Module, setup: Setup) -> Contender:
+    wrapped = _data_parallel(model, setup.device)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), OPTIMIZERS[setup.optimizer][0], **setup.options)
+    return Contender(wrapped, optimizer, wrapped.no_sync, setup.dtype)
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -144,11 +175,11 @@ def _data_parallel(model: nn.Module, device: torch.device) -> DistributedDataPar
     )
 
 
-def _no_communication(model: nn.Module, update: Update, device: torch.device) -> Contender:
-    return Contender(model, update.of(model), contextlib.nullcontext)
+def _no_communication(model: nn.Module, setup: Setup) -> Contender:
+    return Contender(model, setup.optimizer_of(model), contextlib.nullcontext, setup.dtype)
 
 
-_BUILDERS: dict[str, Callable[[nn.Module, Update, torch.device], Contender]] = {
+_BUILDERS: dict[str, Callable[[nn.Module, Setup], Contender]] = {
     "shardtrain": partial(_shardtrain, transport="auto"),
     "shardtrain_process_group": partial(_shardtrain, transport="process_group"),
     "fsdp2": partial(_fsdp2, reshard=True),

@@ -48,13 +48,14 @@ class Peaks:
     """What has been measured so far."""
 
     case: Case | None = None
+    precision: str = "fp32"
     found: dict[str, Peak] = field(default_factory=dict)
 
 
 def measure(peaks: Peaks, settings: Settings, place: Place, device: torch.device) -> None:
     """Fill ``peaks``, one contender after the other."""
     watch.require_pss()
-    peaks.case = case_of(settings, settings.model)
+    peaks.case, peaks.precision = case_of(settings, settings.model), settings.precision
     for name in to_run(settings):
         peak = Peak()
         peak.failure = attempt(lambda name=name, peak=peak: _watch(name, peak, settings, place), device)  # type: ignore[misc]
@@ -116,6 +117,7 @@ def _task(name: str, meeting: str, settings: Settings) -> Task:
         model=case.name,
         image_size=case.image_size,
         batch_size=case.batch_size,
+        precision=settings.precision,
         accumulate=settings.accumulate,
         optimizer=settings.optimizer,
         lr=settings.lr,
@@ -142,7 +144,7 @@ def _reasons(peaks: Peaks) -> dict[str, str | None]:
         reasons[name] = peak.failure
         if peak.failure is None and judges and name not in EXEMPT:
             right = peaks.found[judges[0]].losses
-            if not losses_agree(peak.losses, right):
+            if not losses_agree(peak.losses, right, peaks.precision):
                 difference = loss_difference(peak.losses, right)
                 reasons[name] = f"losses differ from {judges[0]}'s by up to {difference:.1e} of their value"
     return reasons

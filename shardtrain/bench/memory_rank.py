@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardtrain.bench import contenders
 from shardtrain.bench.cases import CASES, POOL, Case, build_data, build_model
+from shardtrain.bench.contenders import PRECISIONS, Setup
 from shardtrain.bench.group import process_group
 from shardtrain.launch import Place, choose_device
 
@@ -29,6 +30,7 @@ class Task:
     model: str
     image_size: int
     batch_size: int
+    precision: str
     accumulate: int
     optimizer: str
     lr: float
@@ -46,7 +48,8 @@ class Task:
 def _train(task: Task, place: Place, device: torch.device) -> dict[str, object]:
     data = build_data(task.case, task.accumulate, task.seed, place.rank, device)
     model = build_model(task.case, task.seed, device)
-    contender = contenders.build(task.contender, model, task.optimizer, task.lr, device)
+    setup = Setup(task.optimizer, task.lr, PRECISIONS[task.precision], device)
+    contender = contenders.build(task.contender, model, setup)
     del model
     losses = [contender.step(data[number % POOL]).item() for number in range(task.steps)]
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.bench.cases import CASES
-from shardtrain.bench.contenders import OPTIMIZERS, TITLES
+from shardtrain.bench.contenders import OPTIMIZERS, PRECISIONS, TITLES
 from shardtrain.compose import compose
 from shardtrain.config import above, at_least, checked, one_of
 from shardtrain.errors import UserError, nearest
@@ -37,6 +37,7 @@ class Settings:
     reference: str = one_of(*TITLES)
     rounds: int = at_least(1)
     warmup: int = at_least(0)
+    precision: str = one_of(*PRECISIONS)
     accumulate: int = at_least(1)
     optimizer: str = one_of(*OPTIMIZERS)
     lr: float = above(0)

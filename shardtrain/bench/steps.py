@@ -11,7 +11,7 @@ import torch
 from shardtrain import comm
 from shardtrain.bench import contenders
 from shardtrain.bench.cases import CASES, POOL, Case, build_data, build_model
-from shardtrain.bench.contenders import EXEMPT, JUDGES, Contender
+from shardtrain.bench.contenders import EXEMPT, JUDGES, PRECISIONS, Contender, Setup
 from shardtrain.bench.interleave import Runner, Track, attempt, interleave
 from shardtrain.bench.progress import Progress
 from shardtrain.bench.settings import Settings
@@ -36,6 +36,7 @@ class Measurement:
     case: Case
     reference: str
     tracks: dict[str, Track] = field(default_factory=dict)
+    precision: str = "fp32"
 
     @property
     def rounds(self) -> int:
@@ -73,7 +74,9 @@ class Measurement:
         return Verdict("ok", None, spread(track.seconds), ratio, difference)
 
     def _agrees(self, track: Track) -> bool:
-        return self.judge is None or losses_agree(track.losses, self.tracks[self.judge].losses)
+        if self.judge is None:
+            return True
+        return losses_agree(track.losses, self.tracks[self.judge].losses, self.precision)
 
     def _loss_difference(self, track: Track) -> float | None:
         return None if self.judge is None else loss_difference(track.losses, self.tracks[self.judge].losses)
@@ -94,6 +97,7 @@ def measure(measurement: Measurement, settings: Settings, device: torch.device) 
     gc.collect()  # wrappers refer to one another: the case before is freed only now
     case = measurement.case
     data = build_data(case, settings.accumulate, settings.seed, comm.rank(), device)
+    setup = Setup(settings.optimizer, settings.lr, PRECISIONS[settings.precision], device)
     runners: dict[str, Runner] = {}
     for name in to_run(settings):
         track = measurement.tracks[name] = Track()
@@ -101,7 +105,7 @@ def measure(measurement: Measurement, settings: Settings, device: torch.device) 
 
         def build(name: str = name, built: list[Contender] = built) -> None:
             model = build_model(case, settings.seed, device)
-            built.append(contenders.build(name, model, settings.optimizer, settings.lr, device))
+            built.append(contenders.build(name, model, setup))
 
         track.failure = attempt(build, device)
         if track.failure is None:

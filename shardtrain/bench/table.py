@@ -17,7 +17,8 @@ def of_steps(measurement: Measurement) -> str:
     reference = TITLES[measurement.reference]
     rows = [["", "ms a step", f"of {reference}", "quartiles", "losses"]]
     rows += [_row(name, ok[name]) for name in ranked]
-    lines = [f"{measurement.case.shape}, {measurement.rounds} rounds", *aligned(rows)]
+    precision = "" if measurement.precision == "fp32" else f" in {measurement.precision}"
+    lines = [f"{measurement.case.shape}{precision}, {measurement.rounds} rounds", *aligned(rows)]
     if ok and measurement.reference not in ok:
         lines.append(f"No ratios: {reference} has no right answers to compare with.")
     if ok and measurement.judge is None:
