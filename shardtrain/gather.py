@@ -7,6 +7,7 @@ release  let the parameters show their local pieces and give the memory back
 
 from __future__ import annotations
 
+from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Pending, Transport
 from shardtrain.shard import State, Unit
 
@@ -24,7 +25,8 @@ def launch(unit: Unit, transport: Transport) -> None:
 def finish(unit: Unit) -> None:
     """Return once ``unit``'s full vector is valid."""
     assert unit.state is State.GATHERING, f"{unit.name}: {unit.state}"
-    unit.moving.wait()
+    with waiting("all_gather", unit.title, unit.device):
+        unit.moving.wait()
     unit.state = State.GATHERED
 
 

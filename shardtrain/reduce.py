@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Gradient, Pending, Transport
 from shardtrain.shard import Segment, Unit, in_memory_order
 
@@ -149,7 +150,8 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for the movement and give every trainable parameter its piece of the mean."""
-        self._moving.wait()
+        with waiting("reduce_scatter", self.unit.title, self.unit.device):
+            self._moving.wait()
         for flat, wanted, taken in self._under_way:
             for index in wanted:
                 flat.segment.give_grad(index, taken.own[index])

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 
 from shardtrain import gather
+from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Transport
 from shardtrain.reduce import Reduction
 from shardtrain.shard import State, Unit
@@ -83,6 +84,10 @@ class Schedule:
             self.recover()
         return not (self._in_forward or self._in_backward or self.root.pinned)
 
+    def _fence(self, what: str) -> None:
+        with waiting("fence", "the model", self.root.device):
+            self.transport.fence(what)
+
     # forward
 
     def outermost(self, unit: Unit) -> bool:
@@ -100,7 +105,7 @@ class Schedule:
             self._depth[unit] = 0
             gather.release(unit)
             unit.cast()
-        self.transport.fence("entering")
+        self._fence("entering")
         self._forward.begin()
         self._in_forward = True
 
@@ -113,7 +118,7 @@ class Schedule:
             if unit.state is State.GATHERING:
                 gather.release(unit)
         if not failed:  # an exception is to be heard at once, not after the others
-            self.transport.fence("leaving")
+            self._fence("leaving")
 
     def before_forward(self, unit: Unit) -> None:
         """One of ``unit``'s modules is entered: its parameters must be whole."""
@@ -123,7 +128,7 @@ class Schedule:
         if not (self._in_forward or self._in_backward):
             gather.release(unit)  # called by itself: gathered before some update, perhaps
             unit.cast()
-            self.transport.fence("entering")
+            self._fence("entering")
         gather.open_full(unit, self.transport)
         if self._in_forward and not self._in_backward:
             self._prefetch(self._forward.next_after(unit))
@@ -138,7 +143,7 @@ class Schedule:
         if self._depth[unit] or self._in_backward or unit.pinned:
             return
         if not (self._in_forward or failed):
-            self.transport.fence("leaving")
+            self._fence("leaving")
         if not backward_will_tell:
             return
         if torch.is_grad_enabled() and (unit is self.root or not self.reshard_after_forward):
@@ -224,7 +229,7 @@ class Schedule:
         if self._launched:
             self._reductions[self._launched[-1]].finish()
         self._rest()
-        self.transport.fence("leaving")
+        self._fence("leaving")
 
     def recover(self) -> None:
         """Forget a backward that did not end: an exception went through it."""

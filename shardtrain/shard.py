@@ -204,9 +204,19 @@ class Unit:
         self.moving = Pending()
         self.pinned = False  # held in full by `unsharded`: a release does nothing
 
+    @property
+    def title(self) -> str:
+        """The unit's name, for people."""
+        return self.name or "the root"
+
+    @property
+    def device(self) -> torch.device:
+        """Where its shards lie; the CPU for a unit without parameters."""
+        return self.segments[0].local.device if self.segments else torch.device("cpu")
+
     def tag(self, movement: int) -> Tag:
         """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""
-        return Tag(self.index * 256 + movement * 128, self.name or "the root")
+        return Tag(self.index * 256 + movement * 128, self.title)
 
     def holds(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""

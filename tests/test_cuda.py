@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
+from shardtrain import comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Tag
+from shardtrain.comm.meter import waiting
 from shardtrain.layout import even
 
 from small import Block, OddNet, assert_at_rest, images, sgd
@@ -65,6 +67,27 @@ def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
             assert gradient.own[0].eq(2 * value).all()
     finally:
         dist.destroy_process_group()
+
+
+@one_gpu
+def test_the_meter_times_what_the_stream_waits_for() -> None:
+    device = torch.device("cuda")
+    with comm.meter() as meter, waiting("all_gather", "unit", device):
+        torch.cuda._sleep(20_000_000)  # cycles; at least 5 ms
+    assert meter.exposed()[comm.Wait("all_gather", "unit")] > 0.005
+    assert sum(meter.exposed().values()) < 1
+
+
+@one_gpu
+def test_bf16_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    plain = OddNet().to(device)
+    model = shardtrain.shard(
+        copy.deepcopy(plain), units=[Block], precision=shardtrain.Precision(torch.bfloat16)
+    )
+    assert steps(model, 0, device) == pytest.approx(steps(plain, 0, device), rel=0.05)
+    assert_at_rest(model)
 
 
 def nccl_rank(rank: int, world: int, store: str) -> None:

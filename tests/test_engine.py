@@ -93,6 +93,28 @@ def test_calls_and_bytes_of_a_step(ranks: Ranks, world: int, reshard: bool) -> N
         assert sent["all_gather"] == (everything + without_root * reshard) * (world - 1)
 
 
+def waits_for_a_slow_rank() -> tuple[float, set[str]]:
+    model, _ = sharded_and_replica()
+    train(model, sgd(model), 2)
+    dist.barrier()
+    with comm.meter() as outer, comm.meter() as meter:
+        x, y = images(2)
+        loss = F.cross_entropy(model(x), y)
+        time.sleep(0.2 * dist.get_rank())
+        loss.backward()
+    exposed = meter.exposed()
+    assert outer.exposed() == pytest.approx(exposed, abs=0.01)
+    assert {what.unit for what in exposed} <= {u.title for u in engine_of(model).units} | {"the model"}
+    return sum(exposed.values()), {what.kind for what in exposed}
+
+
+def test_the_meter_says_how_long_a_rank_waited_and_for_what(ranks: Ranks) -> None:
+    quick, slow = ranks(2, waits_for_a_slow_rank)
+    assert quick[0] > 0.15
+    assert slow[0] < quick[0]
+    assert quick[1] <= {"all_gather", "reduce_scatter", "fence"}
+
+
 def alone_moves_and_copies_nothing() -> None:
     model, _ = sharded_and_replica()
     gradients: dict[str, int] = {}

@@ -169,6 +169,7 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
     assert (scalars["train/loss"], scalars["train/acc1"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
     assert scalars["perf/img_per_s"] == pytest.approx(4 / scalars["time/step_s"])
     assert 0 <= scalars["time/data_pct"] < 100
+    assert scalars["time/exposed_comm_pct"] == 0
     assert scalars["memory/params_mib"] == pytest.approx(11_172_810 * 4 / 2**20)
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
     assert "perf/mfu" not in scalars

@@ -33,7 +33,7 @@ from shardtrain.comm.collectives import (
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from shardtrain.comm.meter import Meter, meter
+from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.shared_memory import SharedMemoryTransport, open_shared_memory
 from shardtrain.comm.signals import Diverged, PeerLost
@@ -57,6 +57,7 @@ __all__ = [
     "SharedMemoryTransport",
     "Tag",
     "Transport",
+    "Wait",
     "Work",
     "all_gather_into_tensor",
     "all_gather_single",

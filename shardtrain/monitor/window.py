@@ -10,7 +10,6 @@ import math
 import resource
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -41,7 +40,7 @@ class Window:
         self.images = 0
         self.steps = 0
         self.data_s = 0.0
-        self.sent: Counter[str] = Counter()  # bytes by kind
+        self.traffic: list[comm.Meter] = []  # of each step
         self.since = time.perf_counter()
 
     @contextlib.contextmanager
@@ -67,7 +66,7 @@ class Window:
 
     def step_done(self, traffic: comm.Meter) -> None:
         self.steps += 1
-        self.sent.update(traffic.bytes)
+        self.traffic.append(traffic)
 
     def close(self, step: int, grad_norm: Tensor) -> dict[str, float]:
         """Scalars since the last call, by tag. Collective; gradients have to be still there."""
@@ -76,6 +75,10 @@ class Window:
             raise RuntimeError(f"train/loss is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
         ranks = comm.world_size()
+        exposed = sum(sum(meter.exposed().values()) for meter in self.traffic)
+        exposed = (
+            comm.all_reduce(torch.tensor(exposed, dtype=torch.float64, device=self.device)).item() / ranks
+        )
         images = self.images * ranks  # every rank has equally many
         scalars = {
             "train/loss": loss / images,
@@ -85,8 +88,9 @@ class Window:
             "perf/img_per_s_per_rank": images / elapsed / ranks,
             "time/step_s": elapsed / self.steps,
             "time/data_pct": 100 * self.data_s / elapsed,
-            "comm/all_gather_mib_per_step": self.sent["all_gather"] / self.steps / MIB,
-            "comm/reduce_scatter_mib_per_step": self.sent["reduce_scatter"] / self.steps / MIB,
+            "time/exposed_comm_pct": 100 * exposed / elapsed,
+            "comm/all_gather_mib_per_step": self._mib_per_step("all_gather"),
+            "comm/reduce_scatter_mib_per_step": self._mib_per_step("reduce_scatter"),
         }
         for index, group in enumerate(self.job.optimizer.param_groups):
             scalars[f"lr/group{index}"] = float(group["lr"])
@@ -95,6 +99,9 @@ class Window:
         scalars.update(_memory(self.job, self.device))
         self._restart()
         return scalars
+
+    def _mib_per_step(self, kind: str) -> float:
+        return sum(meter.bytes[kind] for meter in self.traffic) / self.steps / MIB
 
 
 def _memory(job: Job, device: torch.device) -> dict[str, float]:
