@@ -78,7 +78,7 @@ class Saving:
         self._transport, self._device = engine.transport, engine.device
         self._record: Record | None = None
         self._records: dict[str, Record] = {}
-        self._problem = ""
+        self.problem = ""
 
     def snapshot(self, memory: HostMemory) -> None:
         """Copy what is to be saved, so that the model may go on changing."""
@@ -95,9 +95,7 @@ class Saving:
             elif self.stage is Stage.COMMIT and self._transport.rank == 0:
                 commit(self._temporary, self.path, dump(self._content.manifest._replace(files=self._records)))
         except OSError as error:
-            self._problem = (
-                f"{Path(error.filename or file_name(self._transport.rank)).name}: {error.strerror}"
-            )
+            self.problem = f"{Path(error.filename or file_name(self._transport.rank)).name}: {error.strerror}"
 
     def advance(self) -> bool:
         """Enter the next stage when every rank has done its work; whether that was the last. Collective.
@@ -105,7 +103,7 @@ class Saving:
         Raises:
             SaveFailed: on every rank, naming ranks, files and reasons.
         """
-        said = json.dumps({"problem": self._problem, "record": self._record})
+        said = json.dumps({"problem": self.problem, "record": self._record})
         heard = [json.loads(text) for text in comm.gather_texts(said, self._transport, self._device)]
         problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(heard) if each["problem"]]
         if problems:
