@@ -32,13 +32,16 @@ class Job(NamedTuple):
     val: data.EvalFeed
     share: data.Share
     steps: int
+    first_step: int  # steps that an earlier process has done
     steps_per_epoch: int
     data_name: str
     forward_flops: float  # of one image
 
 
-def build(config: Config, rank: int, world_size: int, device: torch.device) -> tuple[Job, Config]:
-    """The job, and the configuration completed by what the data set decides."""
+def build(
+    config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
+) -> tuple[Job, Config]:
+    """The job after ``first_step`` steps, and the configuration completed by what the data set decides."""
     micro_batch(config.train, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = data.load(config.data)
@@ -54,16 +57,17 @@ def build(config: Config, rank: int, world_size: int, device: torch.device) -> t
     optimizer = _shard_with_optimizer(model.to(device), config)
     torch.manual_seed(generator("rank", config.seed, rank).initial_seed())  # dropout differs between ranks
 
-    train, val = _feeds(config, images, share, device, steps)
+    train, val = _feeds(config, images, share, device, range(first_step, steps))
     job = Job(
         model=model,
         loss=nn.CrossEntropyLoss(label_smoothing=config.train.label_smoothing),
         optimizer=optimizer,
-        schedule=LambdaLR(optimizer, lr_factor(config.sched, steps, steps_per_epoch)),
+        schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
         train=train,
         val=val,
         share=share,
         steps=steps,
+        first_step=first_step,
         steps_per_epoch=steps_per_epoch,
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out",
         forward_flops=flops / share.micro_batch,
@@ -106,6 +110,13 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
         return sched.final_lr + (1 - sched.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return factor
+
+
+def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], first_step: int) -> LambdaLR:
+    """A pure function of the step, so that to continue it takes no more than the step."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -169,7 +180,7 @@ def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
 
 
 def _feeds(
-    config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: int
+    config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
 ) -> tuple[data.TrainFeed, data.EvalFeed]:
     prepare = data.Prepare(images, config.data.image_size, device)
     augment = None
@@ -183,7 +194,7 @@ def _feeds(
         augment=augment,
         seed=config.seed,
         workers=workers,
-        first_step=0,
-        last_step=steps,
+        first_step=steps.start,
+        last_step=steps.stop,
     )
     return train, data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)

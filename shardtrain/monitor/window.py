@@ -11,7 +11,8 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +36,30 @@ class Window:
         self.peak = _peak_flops(self.device)
         self._restart()
 
+    def state(self) -> dict[str, Any]:
+        """What a run that continues needs; the sum over ranks is for other world sizes. Collective."""
+        total = comm.all_reduce(self.sums.clone())
+        counts = {"images": self.images, "scored": self.scored, "steps": self.steps}
+        return {"sums": self.sums.clone(), "total": total, "sent": dict(self.sent), **counts}
+
+    def restore(self, state: Mapping[str, Any], ranks: int) -> None:
+        """Go on from the `state` of ``ranks`` ranks; of more or fewer, rank 0 takes over the sums."""
+        self.steps = state["steps"]
+        if ranks == comm.world_size():
+            self.sums.copy_(state["sums"])
+            self.sent.update(state["sent"])
+        elif comm.rank() == 0:
+            self.sums.copy_(state["total"])
+        self.images = state["images"] * ranks // comm.world_size()
+        self.scored = state["scored"] * ranks // comm.world_size()
+        self._kept = self.sums.clone(), self.scored
+
     def _restart(self) -> None:
         # Summed on the device, so that no step waits for it: loss times images, right first guesses.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._kept = self.sums.clone(), 0  # sums and images as of the last step
         self.images = 0
+        self.scored = 0  # of these, images whose loss counts
         self.steps = 0
         self.data_s = 0.0
         self.sent: Counter[str] = Counter()  # bytes by kind
@@ -64,9 +85,20 @@ class Window:
             right = (logits.argmax(1) == labels).sum()
             self.sums += torch.stack([loss.double() * len(labels), right.double()])
         self.images += len(labels)
+        self.scored += len(labels)
+
+    def loss_of_step(self) -> Tensor:
+        """This rank's loss since the last step, summed over images; 0-dim."""
+        return self.sums[0] - self._kept[0][0]
+
+    def drop_step(self) -> None:
+        """Leave the step under way out of loss and accuracy."""
+        self.sums.copy_(self._kept[0])
+        self.scored = self._kept[1]
 
     def step_done(self, traffic: comm.Meter) -> None:
         self.steps += 1
+        self._kept = self.sums.clone(), self.scored
         self.sent.update(traffic.bytes)
 
     def close(self, step: int, grad_norm: Tensor) -> dict[str, float]:
@@ -77,9 +109,10 @@ class Window:
         elapsed = time.perf_counter() - self.since
         ranks = comm.world_size()
         images = self.images * ranks  # every rank has equally many
+        scored = self.scored * ranks or math.nan
         scalars = {
-            "train/loss": loss / images,
-            "train/acc1": 100 * right / images,
+            "train/loss": loss / scored,
+            "train/acc1": 100 * right / scored,
             "grad_norm": float(grad_norm),
             "perf/img_per_s": images / elapsed,
             "perf/img_per_s_per_rank": images / elapsed / ranks,
