@@ -318,8 +318,8 @@ def test_training_goes_on_without_a_checkpoint_or_stops(on_ranks: Any, tmp_path:
     folder = tmp_path / "on"
     assert on_ranks(2, on_a_full_disk, str(folder)) == ["finished"] * 2
     reason = "step-00000008 was not saved: rank 1: rank-00001.safetensors: No space left on device"
-    assert f"{reason}; the newest is of step 5; training goes on" in (folder / "log.txt").read_text()
-    assert steps_in(folder / "checkpoints") == [5, 10]
+    assert f"{reason}; the newest is of step 4; training goes on" in (folder / "log.txt").read_text()
+    assert steps_in(folder / "checkpoints") == [4, 10]
     ending = on_ranks(2, on_a_full_disk, str(tmp_path / "off"), "checkpoint.on_failure=stop")
     assert [text.partition("checkpoints/")[2] for text in ending] == [reason] * 2
     assert json.loads((tmp_path / "off/result.json").read_text())["status"] == "failed"
