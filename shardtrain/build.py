@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from shardtrain import data, targets
 from shardtrain.config import Config, Constant, Optim, Sched, Sgd, micro_batch
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
+from shardtrain.weights import load_weights
 
 EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
 
@@ -51,7 +53,9 @@ def build(
     steps = min(steps, config.train.max_steps or steps)
 
     torch.manual_seed(config.seed)  # the same initial parameters on every rank
-    model = targets.build(config.model, "model")
+    model = plain_model(config.model)
+    if config.model.get("weights") is not None:
+        load_weights(model, Path(config.model["weights"]).expanduser())
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
     optimizer = _shard_with_optimizer(model.to(device), config)
@@ -73,6 +77,13 @@ def build(
         forward_flops=flops / share.micro_batch,
     )
     return job, config
+
+
+def plain_model(model: Mapping[str, Any]) -> nn.Module:
+    """The unsharded model that the config group names, with values of its own initialisation."""
+    built = targets.build({key: value for key, value in model.items() if key != "weights"}, "model")
+    assert isinstance(built, nn.Module)
+    return built
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
