@@ -13,6 +13,7 @@ def register() -> None:
             "num_classes": None,  # None: as many as the data set has
             "in_channels": None,  # None: as the data set's images
             "image_size": None,  # None: as the data set's images
+            "weights": None,  # FILE.safetensors or FILE.pth to start from, as shardtrain.export writes them
             "stem": "auto",  # of ResNets: standard, small (3x3, stride 1, no pooling), auto (by image size)
         }
         ConfigStore.instance().store(group="model", name=name, node=node)

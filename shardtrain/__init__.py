@@ -2,10 +2,11 @@
 
 The engine reads in the order of the data path: ``layout`` (which element belongs to whom), ``comm`` (how
 bytes move), ``shard`` (what a rank owns), ``gather`` and ``reduce`` (the two movements), ``schedule``
-(when), ``wrap`` (the hooks), ``state`` (whole parameters for users).
+(when), ``wrap`` (the hooks), ``state`` (whole parameters for users),
+``checkpoint`` (runs that outlive their processes).
 """
 
-from shardtrain import comm
+from shardtrain import checkpoint, comm
 from shardtrain.optim import clip_grad_norm_
 from shardtrain.precision import Precision
 from shardtrain.state import (
@@ -21,6 +22,7 @@ __all__ = [
     "Precision",
     "UnitInfo",
     "average_buffers",
+    "checkpoint",
     "clip_grad_norm_",
     "comm",
     "describe",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from shardtrain import data, targets
 from shardtrain.config import Config, Constant, Optim, Sched, Sgd, micro_batch
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
+from shardtrain.weights import load_weights
 
 EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
 
@@ -32,13 +34,16 @@ class Job(NamedTuple):
     val: data.EvalFeed
     share: data.Share
     steps: int
+    first_step: int  # steps that an earlier process has done
     steps_per_epoch: int
     data_name: str
     forward_flops: float  # of one image
 
 
-def build(config: Config, rank: int, world_size: int, device: torch.device) -> tuple[Job, Config]:
-    """The job, and the configuration completed by what the data set decides."""
+def build(
+    config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
+) -> tuple[Job, Config]:
+    """The job after ``first_step`` steps, and the configuration completed by what the data set decides."""
     micro_batch(config.train, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = data.load(config.data)
@@ -48,27 +53,37 @@ def build(config: Config, rank: int, world_size: int, device: torch.device) -> t
     steps = min(steps, config.train.max_steps or steps)
 
     torch.manual_seed(config.seed)  # the same initial parameters on every rank
-    model = targets.build(config.model, "model")
+    model = plain_model(config.model)
+    if config.model.get("weights") is not None:
+        load_weights(model, Path(config.model["weights"]).expanduser())
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
     optimizer = _shard_with_optimizer(model.to(device), config)
     torch.manual_seed(generator("rank", config.seed, rank).initial_seed())  # dropout differs between ranks
 
-    train, val = _feeds(config, images, share, device, steps)
+    train, val = _feeds(config, images, share, device, range(first_step, steps))
     job = Job(
         model=model,
         loss=nn.CrossEntropyLoss(label_smoothing=config.train.label_smoothing),
         optimizer=optimizer,
-        schedule=LambdaLR(optimizer, lr_factor(config.sched, steps, steps_per_epoch)),
+        schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
         train=train,
         val=val,
         share=share,
         steps=steps,
+        first_step=first_step,
         steps_per_epoch=steps_per_epoch,
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out",
         forward_flops=flops / share.micro_batch,
     )
     return job, config
+
+
+def plain_model(model: Mapping[str, Any]) -> nn.Module:
+    """The unsharded model that the config group names, with values of its own initialisation."""
+    built = targets.build({key: value for key, value in model.items() if key != "weights"}, "model")
+    assert isinstance(built, nn.Module)
+    return built
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
@@ -106,6 +121,13 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
         return sched.final_lr + (1 - sched.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return factor
+
+
+def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], first_step: int) -> LambdaLR:
+    """A pure function of the step, so that to continue it takes no more than the step."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -169,7 +191,7 @@ def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
 
 
 def _feeds(
-    config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: int
+    config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
 ) -> tuple[data.TrainFeed, data.EvalFeed]:
     prepare = data.Prepare(images, config.data.image_size, device)
     augment = None
@@ -183,7 +205,7 @@ def _feeds(
         augment=augment,
         seed=config.seed,
         workers=workers,
-        first_step=0,
-        last_step=steps,
+        first_step=steps.start,
+        last_step=steps.stop,
     )
     return train, data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)

@@ -31,7 +31,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     `folder` holds the program's `config.yaml` and its groups; the training program's is the default.
     None when they asked for something to be printed instead, which is done where `speak` is true.
     """
-    folder = folder or _config_folder()
+    folder = folder or config_folder()
     _refuse_sweeps(arguments)
     composed: list[DictConfig] = []
     said = io.StringIO()
@@ -51,7 +51,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     return composed[0] if composed else None
 
 
-def _config_folder() -> Path:
+def config_folder() -> Path:
     """Where the config groups are: in the installed package, or beside the package in a checkout."""
     if importlib.util.find_spec("shardtrain.configs") is None:
         # Not installed, run from a checkout: `configs` and `recipes` are the package's neighbours.

@@ -59,6 +59,10 @@ class Train:
     """Steps."""
     eval_every: int = at_least(1)
     """Epochs."""
+    nonfinite: str = one_of("stop", "skip")
+    """What to do about a step whose loss or gradient is no number."""
+    skip_at_most: int = at_least(1)
+    """Steps in a row."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,16 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    asynchronous: bool
+    every_steps: int | None = at_least(1)
+    """None: once an epoch."""
+    keep: int = at_least(0)
+    """Besides the best one; 0 writes none at all."""
+    on_failure: str = one_of("continue", "stop")
+
+
+@dataclass(frozen=True)
 class Monitor:
     tensorboard: bool
     progress: str = one_of("auto", "bar", "lines", "none")
@@ -161,7 +175,9 @@ class Config:
     sched: Sched
     augment: dict[str, Any]
     parallel: Parallel
+    checkpoint: Checkpoint
     monitor: Monitor
+    resume: str
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")
     threads: int | None = at_least(1)

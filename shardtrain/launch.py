@@ -2,8 +2,8 @@
 
 The same program runs alone (`python -m`), under `torchrun`, or under any launcher that sets `RANK`,
 `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`. A mistake of the user's is told by one rank,
-whichever finds it first; the others stay silent. Exit codes: 0 done, 2 a mistake of the user's, 130 Ctrl-C;
-anything else is a failure.
+whichever finds it first; the others stay silent. Exit codes: 0 done, 2 a mistake of the user's, 143 asked to
+leave and saved, 130 Ctrl-C; anything else is a failure.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from torch.distributed.rendezvous import rendezvous
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
+from shardtrain.stop import INTERRUPTED, Stopped
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR = 2
 START_UP = datetime.timedelta(minutes=10)
 AFTERWARDS = datetime.timedelta(seconds=120)
 PATIENCE = 10.0  # seconds that a silent rank leaves the speaking one, before it ends by itself
@@ -136,10 +137,10 @@ def start(
             job(config, place, device)
     except UserError as error:
         _leave_with(error, place)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if place.rank == 0:
             print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(interrupt.exit_code if isinstance(interrupt, Stopped) else INTERRUPTED)
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:

@@ -46,7 +46,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         ValueError: a step or another ``unsharded`` is under way.
     """
     engine = engine_of(module)
-    _require_rest(engine, "unsharded")
+    require_rest(engine, "unsharded")
     for unit in engine.units:
         _open(unit, engine.transport, grads)
     try:
@@ -121,7 +121,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
         ValueError: called inside forward, backward or `unsharded`.
     """
     engine = engine_of(module)
-    _require_rest(engine, "full_state_dict")
+    require_rest(engine, "full_state_dict")
     wanted = engine.transport.rank == 0 or not rank0_only
     values: dict[torch.Tensor, torch.Tensor] = {}
     for unit in engine.units:
@@ -129,7 +129,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
             views = segment.views_of(_whole(segment, segment.local, engine.transport, unit))
             if wanted:
                 values.update(zip(segment.params, (v.to("cpu", copy=True) for v in views), strict=True))
-    for buffer, value in _equal_buffers(module, engine.transport):
+    for buffer, value in equal_buffers(module, engine.transport):
         values[buffer] = value.to("cpu", copy=True)
     if not wanted:
         return {}
@@ -154,7 +154,7 @@ def load_full_state_dict(
             another dtype. Nothing has been loaded then.
     """
     engine = engine_of(module)
-    _require_rest(engine, "load_full_state_dict")
+    require_rest(engine, "load_full_state_dict")
     transport, device = engine.transport, engine.device
     problems, missing = _compare(engine, state, strict) if transport.rank == 0 else ([], [])
     found = {"problems": problems, "missing": missing}
@@ -167,7 +167,7 @@ def load_full_state_dict(
         gather.release(unit)
         for segment in unit.segments:
             _load_segment(segment, state, skipped, transport)
-    for name, buffer in _persistent_buffers(module):
+    for name, buffer in persistent_buffers(module):
         if name not in skipped:
             if transport.rank == 0:
                 buffer.copy_(state[name])
@@ -198,7 +198,7 @@ def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) ->
         for segment in unit.segments
         for place, shape in zip(segment.places, segment.shapes, strict=True)
     }
-    expected.update((n, (tuple(b.shape), b.dtype)) for n, b in _persistent_buffers(engine.module))
+    expected.update((n, (tuple(b.shape), b.dtype)) for n, b in persistent_buffers(engine.module))
     known = set(engine.module.state_dict(keep_vars=True))  # tied parameters have more than one key
     missing = [name for name in expected if name not in state]
     problems = [f"{name} is missing" for name in missing] if strict else []
@@ -219,11 +219,11 @@ def average_buffers(module: nn.Module) -> None:
     BatchNorm's running statistics differ between ranks during training; call this before evaluation.
     One all-reduce for each floating-point dtype, one broadcast for each other.
     """
-    for buffer, value in _equal_buffers(module, engine_of(module).transport):
+    for buffer, value in equal_buffers(module, engine_of(module).transport):
         buffer.copy_(value)
 
 
-def _equal_buffers(module: nn.Module, transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def equal_buffers(module: nn.Module, transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every buffer with the value it has in common, leaving the buffers themselves alone."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for buffer in dict.fromkeys(module.buffers()):
@@ -241,12 +241,18 @@ def _equal_buffers(module: nn.Module, transport: Transport) -> list[tuple[torch.
     return pairs
 
 
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the module's state, by name."""
     persistent = module.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
 
 
-def _require_rest(engine: Engine, what: str) -> None:
+def require_rest(engine: Engine, what: str) -> None:
+    """Take in what users changed since the last step.
+
+    Raises:
+        ValueError: a step or `unsharded` is under way, so that ``what`` cannot be called.
+    """
     if not engine.schedule.at_rest():
         raise ValueError(f"{what}() cannot be called inside forward, backward or unsharded()")
     engine.settle()

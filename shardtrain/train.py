@@ -3,7 +3,8 @@
     python -m shardtrain.train +recipe=resnet                          one process
     torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet     two ranks of one host
 
-`fit` is the whole of training; what it works on comes from `build.py`, what it reports goes to `monitor`.
+`fit` is the whole of training; what it works on comes from `build.py`, what it reports goes to `monitor`,
+and `resume.py` makes it go on where an earlier process stopped.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, Window, open_monitor, start_table
+from shardtrain.nonfinite import Guard
+from shardtrain.resume import Keeper, find_start, restore, told
+from shardtrain.stop import StopSignals
 
 
-def fit(job: Job, train: Train, monitor: Monitor) -> None:
-    """Trains for `job.steps` steps, evaluating every `train.eval_every` epochs and at the end."""
+def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, keeper: Keeper) -> None:
+    """Trains up to step `job.steps`, evaluating every `train.eval_every` epochs and at the end."""
     model, optimizer = job.model, job.optimizer
     max_norm = train.clip_grad_norm or math.inf  # inf measures and does not clip
-    window = Window(job)
     batches = iter(job.train)
-    for step in range(1, job.steps + 1):
+    for step in range(job.first_step + 1, job.steps + 1):
+        guard.begin_step()
         with comm.meter() as traffic:
             for micro in range(1, train.accumulate + 1):
                 with window.waiting_for_data():
@@ -38,27 +42,38 @@ def fit(job: Job, train: Train, monitor: Monitor) -> None:
                     (loss / train.accumulate).backward()
                 window.add(loss, logits, labels)
             norm = clip_grad_norm_(model, max_norm)
+            if not guard.accepts(step, norm):
+                optimizer.zero_grad()  # which leaves the update nothing to do
             optimizer.step()
         window.step_done(traffic)
         last = step == job.steps
         monitor.step(step)
         if step % train.log_every == 0 or last:
-            monitor.log(step, window.close(step, norm))
+            monitor.log(step, window.close(step, norm) | keeper.report())
         optimizer.zero_grad()
         job.schedule.step()
-        if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
-            with window.paused():
-                monitor.scores(step, evaluate(model, job.val))
+        scores = None
+        with window.paused():
+            if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
+                scores = evaluate(model, job.val)
+                monitor.scores(step, scores)
+            keeper.step_done(step, scores)
+    keeper.finish()
 
 
 def train(config: Config, context: Context) -> None:
     """One run, from its configuration to its result."""
     place = context.place
-    job, config = build(config, place.rank, place.world_size, context.device)
-    with open_monitor(config, context, job) as monitor:
-        monitor.say(start_table(config, context, job))
+    start = find_start(config, context)
+    job, config = build(config, place.rank, place.world_size, context.device, start.step)
+    window = Window(job)
+    best = restore(start, config, job, window)
+    with open_monitor(config, context, job, best.acc1 if best else None) as monitor, StopSignals() as signals:
+        monitor.say("\n".join([start_table(config, context, job), *told(start, job)]))
         if not config.dry_run:
-            fit(job, config.train, monitor)
+            guard = Guard(job.model, config.train, window, monitor)
+            keeper = Keeper(config, job, start, best, window, monitor, signals)
+            fit(job, config.train, monitor, window, guard, keeper)
 
 
 @record

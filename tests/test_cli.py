@@ -23,6 +23,7 @@ TINY = [
     "data.image_size=8",
     "train.batch_size=12",
     "train.log_every=1",
+    "checkpoint.keep=0",
 ]
 
 

@@ -68,6 +68,7 @@ __all__ = [
     "broadcast",
     "broadcast_text",
     "destroy_process_group",
+    "gather_texts",
     "get_rank",
     "get_world_size",
     "init_process_group",
@@ -146,6 +147,25 @@ def broadcast_text(text: str, transport: Transport, device: torch.device, src: i
     if payload.numel():
         transport.broadcast(payload, src)
     return bytes(payload.tolist()).decode()
+
+
+def gather_texts(text: str, transport: Transport, device: torch.device) -> list[str]:
+    """Every rank's ``text``, in rank order, on every rank. Two small all-reduces; bytes, never pickles."""
+    data = text.encode()
+    lengths = torch.zeros(transport.world, dtype=torch.int64)
+    lengths[transport.rank] = len(data)
+    lengths = lengths.to(device)
+    transport.all_reduce(lengths)
+    sizes = lengths.tolist()
+    before = sum(sizes[: transport.rank])
+    joined = torch.zeros(sum(sizes), dtype=torch.uint8)
+    joined[before : before + len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
+        : len(data)
+    ]
+    joined = joined.to(device)
+    if joined.numel():
+        transport.all_reduce(joined)
+    return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
 
 
 def barrier() -> None:

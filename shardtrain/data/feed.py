@@ -41,6 +41,46 @@ class Prepare:
         return F.interpolate(normal, [self.side, self.side], mode="bilinear", antialias=True)
 
 
+class Placed:
+    """Index lists with the place of their first image in the run, counted over all ranks from the start."""
+
+    def __init__(self, sampler: TrainSampler) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        share, steps = self.sampler.share, self.sampler.steps
+        for index, indices in enumerate(self.sampler):
+            step, micro = divmod(index, share.accumulate)
+            before = steps[step] * share.batch_size + share.rank * share.per_rank
+            yield before + micro * share.micro_batch, indices
+
+
+class Seeded:
+    """Images whose random crops depend on the seed and on their place in the run alone.
+
+    So it does not matter which rank or worker loads them, nor whether the run was interrupted before.
+    """
+
+    def __init__(self, data: Batches, seed: int) -> None:
+        self.data, self.seed = data, seed
+
+    def __getitem__(self, placed: tuple[int, list[int]]) -> tuple[Tensor, Tensor]:
+        place, indices = placed
+        if not self.data.random:
+            return self.data[indices]
+        found = []
+        with torch.random.fork_rng(devices=[]):
+            for offset, index in enumerate(indices):
+                torch.default_generator.manual_seed(
+                    generator("image", self.seed, place + offset).initial_seed()
+                )
+                found.append(self.data[[index]])
+        return torch.cat([images for images, _ in found]), torch.cat([labels for _, labels in found])
+
+
 class TrainFeed:
     """This rank's micro-batches of the steps from `first_step` to `last_step`, exclusive."""
 
@@ -58,7 +98,8 @@ class TrainFeed:
     ) -> None:
         self.share, self.prepare, self.augment, self.seed = share, prepare, augment, seed
         self.sampler = TrainSampler(len(data.train), share, seed, first_step, last_step)
-        self.loader = _loader(data.train, self.sampler, workers, prepare.device, seed, share.rank)
+        images = Seeded(data.train, seed)
+        self.loader = _loader(images, Placed(self.sampler), workers, prepare.device, seed, share.rank)
 
     def __iter__(self) -> Iterator[Batch]:
         uniform: tuple[Tensor, ...] = ()
@@ -93,8 +134,8 @@ class EvalFeed:
 
 
 def _loader(
-    batches: Batches,
-    sampler: TrainSampler | EvalSampler,
+    batches: Batches | Seeded,
+    sampler: Placed | EvalSampler,
     workers: int,
     device: torch.device,
     seed: int,

@@ -21,6 +21,8 @@ IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 class Folder:
     """One of the two parts, cut to `config.image_size`; random crops depend on torch's random numbers."""
 
+    random = True
+
     def __init__(self, path: Path, transform: Callable[[Any], Tensor]) -> None:
         self.files = datasets.ImageFolder(str(path))
         self.transform = transform

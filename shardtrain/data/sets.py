@@ -22,6 +22,9 @@ from shardtrain.errors import UserError
 
 
 class Batches(Protocol):
+    random: bool
+    """Whether loading an image draws from torch's random numbers, as for a random crop."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
@@ -40,6 +43,8 @@ class DataSet(NamedTuple):
 class Arrays:
     """Images held in memory."""
 
+    random = False
+
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
         self.images, self.labels = images, labels
@@ -53,6 +58,8 @@ class Arrays:
 
 class Repeated:
     """`count` images that repeat the few that `few` holds."""
+
+    random = False
 
     def __init__(self, few: Arrays, count: int) -> None:
         self.few, self.count = few, count

@@ -43,6 +43,10 @@ class Monitor:
         for sink in self.sinks:
             sink.log(step, scalars)
 
+    def flush(self) -> None:
+        for sink in self.sinks:
+            sink.flush()
+
     def scores(self, step: int, scores: Scores) -> None:
         self.log(step, {f"val/{name}": value for name, value in scores._asdict().items()})
 
@@ -64,9 +68,14 @@ class Ending(Sink):
 
 
 @contextlib.contextmanager
-def open_monitor(config: Config, context: Context, job: Job) -> Iterator[Monitor]:
-    """The run's monitor; however the block is left, files are complete afterwards."""
-    monitor = Monitor(_sinks(config, context, job))
+def open_monitor(
+    config: Config, context: Context, job: Job, best_acc1: float | None = None
+) -> Iterator[Monitor]:
+    """The run's monitor; however the block is left, files are complete afterwards.
+
+    ``best_acc1``: that of the run which goes on here, if it has been evaluated.
+    """
+    monitor = Monitor(_sinks(config, context, job, best_acc1))
     status = "failed"
     try:
         yield monitor
@@ -78,7 +87,7 @@ def open_monitor(config: Config, context: Context, job: Job) -> Iterator[Monitor
         monitor.close(status)
 
 
-def _sinks(config: Config, context: Context, job: Job) -> list[Sink]:
+def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) -> list[Sink]:
     if context.place.rank > 0:
         return []
     if config.dry_run:
@@ -86,9 +95,12 @@ def _sinks(config: Config, context: Context, job: Job) -> list[Sink]:
     make_run_dir(context.run_dir, config)
     console = _console(config, job)
     log = LogFile(context.run_dir)
-    result = ResultFile(context.run_dir, _facts(config, context, job), job.steps_per_epoch)
+    facts = _facts(config, context, job)
+    if best_acc1 is not None:
+        facts["best_val/acc1"] = best_acc1
+    result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
     sinks: list[Sink] = [result, Ending(result, [console, log]), console, log]
-    return [*sinks, TensorBoard(context.run_dir)] if config.monitor.tensorboard else sinks
+    return [*sinks, TensorBoard(context.run_dir, job.first_step)] if config.monitor.tensorboard else sinks
 
 
 def _console(config: Config, job: Job) -> Sink:
@@ -96,8 +108,8 @@ def _console(config: Config, job: Job) -> Sink:
     if progress == "none":
         return Tables()
     if progress == "bar" or (progress == "auto" and sys.stdout.isatty()):
-        return Bar(job.steps, job.steps_per_epoch)
-    return Lines(job.steps, job.steps_per_epoch)
+        return Bar(job.steps, job.steps_per_epoch, job.first_step)
+    return Lines(job.steps, job.steps_per_epoch, job.first_step)
 
 
 def _facts(config: Config, context: Context, job: Job) -> dict[str, Any]:

@@ -15,8 +15,8 @@ REDRAW_S = 0.1
 class Lines(Sink):
     """A line for each report."""
 
-    def __init__(self, steps: int, steps_per_epoch: int) -> None:
-        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+    def __init__(self, steps: int, steps_per_epoch: int, first_step: int = 0) -> None:
+        self.steps, self.steps_per_epoch, self.first_step = steps, steps_per_epoch, first_step
         self.started = time.perf_counter()
 
     def say(self, text: str) -> None:
@@ -37,7 +37,7 @@ class Lines(Sink):
 
     def left(self, step: int) -> str:
         """Time to the end, at the mean pace so far."""
-        seconds = (time.perf_counter() - self.started) / step * (self.steps - step)
+        seconds = (time.perf_counter() - self.started) / (step - self.first_step) * (self.steps - step)
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
@@ -46,8 +46,8 @@ class Lines(Sink):
 class Bar(Lines):
     """One line that is drawn over and over; evaluations stay above it."""
 
-    def __init__(self, steps: int, steps_per_epoch: int) -> None:
-        super().__init__(steps, steps_per_epoch)
+    def __init__(self, steps: int, steps_per_epoch: int, first_step: int = 0) -> None:
+        super().__init__(steps, steps_per_epoch, first_step)
         self.drawn_at = 0.0
         self.latest = ""
 

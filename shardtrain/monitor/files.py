@@ -55,12 +55,15 @@ class LogFile(Sink):
 class ResultFile(Sink):
     """result.json: the latest value of every tag, and what it takes to compare runs."""
 
-    def __init__(self, directory: Path, facts: Mapping[str, Any], steps_per_epoch: int) -> None:
+    def __init__(
+        self, directory: Path, facts: Mapping[str, Any], steps_per_epoch: int, first_step: int = 0
+    ) -> None:
         self.path = directory / "result.json"
         self.steps_per_epoch = steps_per_epoch
-        self.started = time.perf_counter()
-        self.result: dict[str, Any] = {"status": "running", "step": 0, "epoch": 0.0, "seconds": 0.0}
-        self.result |= {**facts, "versions": _versions()}
+        earlier = self._read() if first_step else {}
+        self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
+        self.result: dict[str, Any] = {"status": "running", "step": first_step, "epoch": 0.0, "seconds": 0.0}
+        self.result |= {**earlier, **facts, "versions": _versions()}
         self._write()
 
     def step(self, step: int) -> None:
@@ -76,6 +79,14 @@ class ResultFile(Sink):
         self.result["status"] = status
         self._write()
 
+    def _read(self) -> dict[str, Any]:
+        """The tags and the seconds of the process that this one continues, where it left them."""
+        try:
+            result = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return {key: value for key, value in result.items() if "/" in key or key == "seconds"}
+
     def _write(self) -> None:
         """Whoever reads it meanwhile finds the old file or the new one, whole."""
         self.result["epoch"] = self.result["step"] / self.steps_per_epoch
@@ -86,19 +97,23 @@ class ResultFile(Sink):
 
 
 class TensorBoard(Sink):
-    """Events, flushed with every evaluation. Importing the writer takes 1.5 s, so it is done here."""
+    """Events, flushed with every evaluation and checkpoint. Importing the writer takes 1.5 s: done here."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Curves that an earlier run left in this directory are dropped from view from step 0 on.
-        self.writer = SummaryWriter(str(directory), purge_step=0)  # type: ignore[no-untyped-call]
+        # What an earlier process told of later steps than the one it continues from is dropped from view.
+        purge = first_step + 1 if first_step else 0
+        self.writer = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)  # type: ignore[no-untyped-call]
         if "val/loss" in scalars:
-            self.writer.flush()  # type: ignore[no-untyped-call]
+            self.flush()
+
+    def flush(self) -> None:
+        self.writer.flush()  # type: ignore[no-untyped-call]
 
     def close(self, status: str) -> None:
         self.writer.close()  # type: ignore[no-untyped-call]
@@ -106,6 +121,7 @@ class TensorBoard(Sink):
 
 def _versions() -> dict[str, str]:
     packages = {
-        name: version(name) for name in ("torch", "torchvision", "hydra-core", "tensorboard", "numpy")
+        name: version(name)
+        for name in ("torch", "torchvision", "hydra-core", "tensorboard", "numpy", "safetensors")
     }
     return {"python": platform.python_version(), **packages, "cuda": str(torch.version.cuda)}

@@ -17,5 +17,8 @@ class Sink:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Scalars by TensorBoard tag, at `step`."""
 
+    def flush(self) -> None:
+        """Everything told so far must survive the end of the process."""
+
     def close(self, status: str) -> None:
         """The run is over: `finished`, `interrupted` or `failed`."""

@@ -81,7 +81,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _model_name(model: Mapping[str, Any]) -> str:
-    keys = [f"{key} {value}" for key, value in model.items() if key not in ("_target_", "name")]
+    shown = {k: v for k, v in model.items() if k not in ("_target_", "name") and v is not None}
+    keys = [f"{key} {value}" for key, value in shown.items()]
     return ", ".join([str(model.get("name", model["_target_"])), *keys])
 
 

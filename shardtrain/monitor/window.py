@@ -10,7 +10,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +36,36 @@ class Window:
         self.peak = _peak_flops(self.device)
         self._restart()
 
+    def state(self) -> dict[str, Any]:
+        """What a run that continues needs; the sum over ranks is for other world sizes. Collective."""
+        total = comm.all_reduce(self.sums.clone())
+        counts = {"images": self.images, "scored": self.scored, "steps": self.steps}
+        times = {"elapsed": time.perf_counter() - self.since, "data": self.data_s}
+        return {"sums": self.sums.clone(), "total": total, "sent": dict(self.sent), **counts, **times}
+
+    def restore(self, state: Mapping[str, Any], ranks: int) -> None:
+        """Go on from the `state` of ``ranks`` ranks; of more or fewer, rank 0 takes over the sums."""
+        self.steps = state["steps"]
+        if ranks == comm.world_size():
+            self.sums.copy_(state["sums"])
+            self.sent.update(state["sent"])
+        elif comm.rank() == 0:
+            self.sums.copy_(state["total"])
+        self.since, self.data_s = time.perf_counter() - state["elapsed"], state["data"]
+        self.images = state["images"] * ranks // comm.world_size()
+        self.scored = state["scored"] * ranks // comm.world_size()
+        self._kept = self.sums.clone(), self.scored
+
     def _restart(self) -> None:
         # Summed on the device, so that no step waits for it: loss times images, right first guesses.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._kept = self.sums.clone(), 0  # sums and images as of the last step
         self.images = 0
+        self.scored = 0  # of these, images whose loss counts
         self.steps = 0
         self.data_s = 0.0
-        self.traffic: list[comm.Meter] = []  # of each step
+        self.sent: Counter[str] = Counter()  # bytes by kind
+        self.traffic: list[comm.Meter] = []  # of the steps taken here
         self.since = time.perf_counter()
 
     @contextlib.contextmanager
@@ -63,9 +88,21 @@ class Window:
             right = (logits.argmax(1) == labels).sum()
             self.sums += torch.stack([loss.double() * len(labels), right.double()])
         self.images += len(labels)
+        self.scored += len(labels)
+
+    def loss_of_step(self) -> Tensor:
+        """This rank's loss since the last step, summed over images; 0-dim."""
+        return self.sums[0] - self._kept[0][0]
+
+    def drop_step(self) -> None:
+        """Leave the step under way out of loss and accuracy."""
+        self.sums.copy_(self._kept[0])
+        self.scored = self._kept[1]
 
     def step_done(self, traffic: comm.Meter) -> None:
         self.steps += 1
+        self._kept = self.sums.clone(), self.scored
+        self.sent.update(traffic.bytes)
         self.traffic.append(traffic)
 
     def close(self, step: int, grad_norm: Tensor) -> dict[str, float]:
@@ -80,17 +117,18 @@ class Window:
             comm.all_reduce(torch.tensor(exposed, dtype=torch.float64, device=self.device)).item() / ranks
         )
         images = self.images * ranks  # every rank has equally many
+        scored = self.scored * ranks or math.nan
         scalars = {
-            "train/loss": loss / images,
-            "train/acc1": 100 * right / images,
+            "train/loss": loss / scored,
+            "train/acc1": 100 * right / scored,
             "grad_norm": float(grad_norm),
             "perf/img_per_s": images / elapsed,
             "perf/img_per_s_per_rank": images / elapsed / ranks,
             "time/step_s": elapsed / self.steps,
             "time/data_pct": 100 * self.data_s / elapsed,
             "time/exposed_comm_pct": 100 * exposed / elapsed,
-            "comm/all_gather_mib_per_step": self._mib_per_step("all_gather"),
-            "comm/reduce_scatter_mib_per_step": self._mib_per_step("reduce_scatter"),
+            "comm/all_gather_mib_per_step": self.sent["all_gather"] / self.steps / MIB,
+            "comm/reduce_scatter_mib_per_step": self.sent["reduce_scatter"] / self.steps / MIB,
         }
         for index, group in enumerate(self.job.optimizer.param_groups):
             scalars[f"lr/group{index}"] = float(group["lr"])
@@ -99,9 +137,6 @@ class Window:
         scalars.update(_memory(self.job, self.device))
         self._restart()
         return scalars
-
-    def _mib_per_step(self, kind: str) -> float:
-        return sum(meter.bytes[kind] for meter in self.traffic) / self.steps / MIB
 
 
 def _memory(job: Job, device: torch.device) -> dict[str, float]:

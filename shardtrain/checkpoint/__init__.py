@@ -1,0 +1,74 @@
+"""Checkpoints: saved whole or not at all, verified before anything is loaded, no pickle anywhere.
+
+Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
+``content.py`` (what each rank puts into its file), ``saving.py`` (the commit protocol) and ``loading.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardtrain.checkpoint.loading import load_into, open_checkpoint
+from shardtrain.checkpoint.manifest import Damaged
+from shardtrain.checkpoint.saving import SaveFailed, begin
+from shardtrain.state import require_rest
+from shardtrain.wrap import engine_of
+
+__all__ = ["Damaged", "SaveFailed", "load", "save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+) -> None:
+    """Save a sharded module, and its optimizer, as the new directory ``path``. Collective.
+
+    Every rank writes what it owns into a file of its own, so ``path`` must be on a file system that all
+    ranks see. On return it is on the disk, whole; after an error or a kill it does not exist.
+
+    Args:
+        path: must not exist. Its parents are made.
+        module: what `shardtrain.shard` returned.
+        optimizer: any element-wise one. Its state is saved under the parameters' names.
+        extra: numbers, texts, None and tensors, in any nesting of dicts with text keys and of lists
+            (tuples come back as lists). It may differ between ranks: each rank's own is saved.
+
+    Raises:
+        SaveFailed: on every rank, naming ranks, files and reasons.
+        ValueError: called inside forward, backward or `unsharded`.
+    """
+    engine = engine_of(module)
+    require_rest(engine, "checkpoint.save")
+    saving = begin(Path(path), engine, optimizer, extra, {})
+    saving.work()
+    while not saving.advance():
+        saving.work()
+
+
+def load(
+    path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Any:
+    """Load what `save` saved at any world size and with any units, and return its ``extra``. Collective.
+
+    Every file is verified before the module is touched. With as many ranks as saved, each rank gets its
+    own buffers and ``extra`` again, bit for bit; with more or fewer, the buffers are the mean over the
+    ranks that saved and ``extra`` is rank 0's. The optimizer also gets its groups' options, as from its
+    ``load_state_dict``. A rank holds its shards and at most one whole parameter beside them.
+
+    Raises:
+        Damaged: on every rank, naming the file that is missing, changed, or not what the manifest says.
+        ValueError: on every rank, naming each parameter, buffer or group that does not fit. In both cases
+            nothing has been loaded.
+    """
+    engine = engine_of(module)
+    require_rest(engine, "checkpoint.load")
+    opened = open_checkpoint(Path(path), engine.transport, engine.device)
+    return load_into(opened, engine, optimizer)

@@ -1,0 +1,310 @@
+"""A load: verify everything, compare everything, then fill the shards.
+
+    open      each file is read once, by one rank, and compared with its size and digest
+    compare   every rank: names, shapes, dtypes, groups, and that the files hold what the manifest says
+    fill      every rank maps the files and copies the elements that it owns, whoever wrote them
+
+The ranks agree after each phase, so all go on or all raise, and until the last nothing has been touched.
+A parameter's elements are intervals of its memory, so other world sizes and other units need no more than
+intersecting intervals. A parameter of 10 elements saved by two ranks as 0:8 and 8:10, loaded by three as
+0:4, 4:8 and 8:10: ranks 0 and 1 read halves of the first file, rank 2 the second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardtrain import comm
+from shardtrain.checkpoint.content import Held, decode_extra, held
+from shardtrain.checkpoint.files import DTYPES, problem_with
+from shardtrain.checkpoint.manifest import (
+    Damaged,
+    Manifest,
+    Parameter,
+    Slice,
+    Spec,
+    file_name,
+    parse,
+    read,
+)
+from shardtrain.comm.transport import Transport
+from shardtrain.shard import in_memory_order
+from shardtrain.state import persistent_buffers
+from shardtrain.wrap import Engine
+
+
+class Opened(NamedTuple):
+    """A checkpoint whose files have been verified."""
+
+    path: Path
+    manifest: Manifest
+
+
+def open_checkpoint(path: Path, transport: Transport, device: torch.device) -> Opened:
+    """Verify every file of the checkpoint ``path``, each on one rank. Collective.
+
+    Raises:
+        Damaged: on every rank, naming ranks and files.
+    """
+    text, problem = "", ""
+    if transport.rank == 0:
+        try:
+            text = read(path)
+            parse(text)
+        except Damaged as error:
+            problem = str(error)
+    _agree_whole(path, problem, transport, device)
+    manifest = parse(comm.broadcast_text(text, transport, device))
+    mine = range(transport.rank, manifest.world_size, transport.world)
+    names = [file_name(index) for index in mine]
+    found = [problem_with(path / name, manifest.files[name]) for name in names]
+    _agree_whole(path, "; ".join(filter(None, found)), transport, device)
+    return Opened(path, manifest)
+
+
+def _agree_whole(path: Path, problem: str, transport: Transport, device: torch.device) -> None:
+    problems = _gathered(problem, transport, device)
+    if problems:
+        raise Damaged(f"{path} is damaged: {'; '.join(problems)}")
+
+
+def _gathered(problem: str, transport: Transport, device: torch.device) -> list[str]:
+    """Every rank's problem after its rank's number, the same list on all."""
+    heard = comm.gather_texts(problem, transport, device)
+    return [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text]
+
+
+def load_into(opened: Opened, engine: Engine, optimizer: torch.optim.Optimizer | None) -> Any:
+    """Fill the module and the optimizer, and return this rank's extra. Collective.
+
+    Raises:
+        ValueError: on every rank, naming everything that does not fit; nothing has been loaded then.
+    """
+    transport, device = engine.transport, engine.device
+    entries = held(engine)
+    files = Files(opened.path)
+    problems = _compare(opened.manifest, engine, entries, optimizer)
+    problems = problems or _compare_files(opened.manifest, files, entries, engine)
+    extra, more = ([], "") if problems else _read_extra(opened.manifest, files, engine)
+    found = comm.gather_texts("; ".join([*problems, more] if more else problems), transport, device)
+    if any(found):
+        differing = "; ".join(dict.fromkeys(filter(None, found)))
+        raise ValueError(f"{opened.path} does not fit, nothing was loaded: {differing}")
+    problem = ""
+    try:
+        _fill(opened.manifest, files, engine, entries, optimizer)
+    except (OSError, SafetensorError) as error:
+        problem = str(error)
+    problems = _gathered(problem, transport, device)
+    if problems:
+        raise RuntimeError(
+            f"{opened.path} became unreadable, the model is half loaded: {'; '.join(problems)}"
+        )
+    return extra
+
+
+class Files:
+    """The data files of a checkpoint, mapped when first needed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handles: dict[str, Any] = {}
+
+    def handle(self, file: str) -> Any:
+        if file not in self._handles:
+            self._handles[file] = safe_open(self._path / file, framework="pt", device="cpu")
+        return self._handles[file]
+
+    def tensor(self, file: str, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.handle(file).get_tensor(key)
+        return tensor
+
+    def problem(self, file: str, key: str, spec: Spec) -> str:
+        """Whether ``file`` holds ``key`` as ``spec`` says."""
+        try:
+            found = self.handle(file).get_slice(key)
+        except (SafetensorError, OSError) as error:
+            return f"{file}: {error}"
+        dtype, shape = found.get_dtype(), tuple(found.get_shape())
+        expected = DTYPES[spec.dtype], spec.shape
+        if (dtype, shape) != expected:
+            return f"{file} has {key} as {dtype} {shape}, expected {expected[0]} {expected[1]}"
+        return ""
+
+    def span(self, key: str, entry: Parameter, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start:stop`` of what is cut like ``entry``, from whichever files hold them; 1-D."""
+        span = torch.empty(stop - start, dtype=dtype)
+        for part in needed(entry.slices, start, stop):
+            low, high = max(start, part.start), min(stop, part.stop)
+            source = self.handle(part.file).get_slice(key)
+            span[low - start : high - start] = source[low - part.start : high - part.start]
+        return span
+
+    def piece(self, key: str, entry: Parameter, dtype: torch.dtype, target: Held) -> torch.Tensor:
+        """What ``target`` holds of it on this rank, 1-D, in the order of ``target``'s strides."""
+        if entry.stride == target.stride:
+            return self.span(key, entry, dtype, target.start, target.stop)
+        whole = self.span(key, entry, dtype, 0, entry.slices[-1].stop if entry.slices else 0)
+        ordered = in_memory_order(whole.as_strided(target.shape, entry.stride), target.stride)
+        return ordered[target.start : target.stop].clone()  # a view would keep the whole alive
+
+
+def needed(slices: Sequence[Slice], start: int, stop: int) -> list[Slice]:
+    """The slices that have elements of ``start:stop``."""
+    return [part for part in slices if max(start, part.start) < min(stop, part.stop)]
+
+
+def _compare(
+    manifest: Manifest, engine: Engine, entries: Sequence[Held], optimizer: torch.optim.Optimizer | None
+) -> list[str]:
+    """Everything about the model and the optimizer that is not as in the manifest."""
+    expected = {entry.name: Spec(entry.param.dtype, entry.shape) for entry in entries}
+    problems = _differences(expected, {name: entry.spec for name, entry in manifest.parameters.items()})
+    expected = {name: Spec(b.dtype, tuple(b.shape)) for name, b in persistent_buffers(engine.module)}
+    problems += _differences(expected, manifest.buffers)
+    return problems or ([] if optimizer is None else _compare_optimizer(manifest, entries, optimizer))
+
+
+def _differences(expected: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[str]:
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected]
+    for name, spec in expected.items():
+        theirs = found.get(name, spec)
+        if theirs.shape != spec.shape:
+            problems.append(f"{name} has shape {theirs.shape}, expected {spec.shape}")
+        elif theirs.dtype != spec.dtype:
+            problems.append(f"{name} is {theirs.dtype}, expected {spec.dtype}")
+    return problems
+
+
+def _compare_optimizer(
+    manifest: Manifest, entries: Sequence[Held], optimizer: torch.optim.Optimizer
+) -> list[str]:
+    saved, kind = manifest.optimizer, type(optimizer).__name__
+    if saved is None:
+        return [f"it was saved without an optimizer, but {kind} is to be loaded"]
+    if saved.type != kind:
+        return [f"its optimizer is {saved.type}, expected {kind}"]
+    if len(saved.groups) != len(optimizer.param_groups):
+        return [f"its optimizer has {len(saved.groups)} groups, expected {len(optimizer.param_groups)}"]
+    names = {entry.param: entry.name for entry in entries}
+    problems = []
+    for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
+        ours = [names.get(param, "a parameter that is not the module's") for param in group["params"]]
+        odd = sorted(set(ours) ^ set(theirs.names))
+        if odd:
+            where = "is missing from" if odd[0] in ours else "is unexpected in"
+            problems.append(f"{odd[0]} {where} its optimizer's group {index}")
+    return problems
+
+
+def _compare_files(manifest: Manifest, files: Files, entries: Sequence[Held], engine: Engine) -> list[str]:
+    """Everything that this rank needs and that the files do not hold as the manifest says."""
+    problems = []
+    for entry in entries:
+        saved = manifest.parameters[entry.name]
+        states = manifest.optimizer.state.get(entry.name, {}) if manifest.optimizer else {}
+        cut = {f"parameters/{entry.name}": saved.spec.dtype}
+        cut |= {f"optimizer/{k}/{entry.name}": s.dtype for k, s in states.items() if s.dtype and not s.whole}
+        whole = saved.stride != entry.stride
+        parts = saved.slices if whole else needed(saved.slices, entry.start, entry.stop)
+        for key, dtype in cut.items():
+            problems += [files.problem(p.file, key, Spec(dtype, (p.stop - p.start,))) for p in parts]
+        for key, state in states.items():
+            if state.whole and state.dtype:
+                spec = Spec(state.dtype, ())
+                problems.append(files.problem(file_name(0), f"optimizer/{key}/{entry.name}", spec))
+    file, kind = _buffer_source(manifest, engine)
+    problems += [files.problem(file, f"{kind}/{name}", spec) for name, spec in manifest.buffers.items()]
+    return [problem for problem in problems if problem]
+
+
+def _same_world(manifest: Manifest, engine: Engine) -> bool:
+    return manifest.world_size == engine.transport.world
+
+
+def _buffer_source(manifest: Manifest, engine: Engine) -> tuple[str, str]:
+    """Each rank's own running statistics again if there are as many ranks as saved, else their mean."""
+    own = _same_world(manifest, engine)
+    return (file_name(engine.transport.rank), "buffers") if own else (file_name(0), "averaged")
+
+
+def _read_extra(manifest: Manifest, files: Files, engine: Engine) -> tuple[Any, str]:
+    """This rank's extra, or rank 0's if there were more or fewer ranks; and what is wrong with it."""
+    name = file_name(engine.transport.rank if _same_world(manifest, engine) else 0)
+    try:
+        file = files.handle(name)
+        tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("extra/")}  # noqa: SIM118
+        return decode_extra(json.loads(file.metadata()["extra"]), tensors), ""
+    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+        return None, f"{name} has no readable extra: {type(error).__name__} {error}"
+
+
+def _fill(
+    manifest: Manifest,
+    files: Files,
+    engine: Engine,
+    entries: Sequence[Held],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    for entry in entries:
+        saved = manifest.parameters[entry.name]
+        piece = files.piece(f"parameters/{entry.name}", saved, saved.spec.dtype, entry)
+        entry.param.data.copy_(piece.view(entry.param.shape))
+    if optimizer is not None:
+        _fill_optimizer(manifest, files, entries, optimizer)
+    file, kind = _buffer_source(manifest, engine)
+    for name, buffer in persistent_buffers(engine.module):
+        buffer.copy_(files.tensor(file, f"{kind}/{name}"))
+
+
+def _fill_optimizer(
+    manifest: Manifest, files: Files, entries: Sequence[Held], optimizer: torch.optim.Optimizer
+) -> None:
+    """By the optimizer's own `load_state_dict`, which knows where its counters belong."""
+    saved = manifest.optimizer
+    assert saved is not None, "compared"
+    by_param = {entry.param: entry for entry in entries}
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    first = 0
+    for group, theirs in zip(optimizer.param_groups, saved.groups, strict=True):
+        indices = range(first, first := first + len(group["params"]))
+        groups.append({**_options(group, theirs.options), "params": list(indices)})
+        for index, param in zip(indices, group["params"], strict=True):
+            entry = by_param[param]
+            values = saved.state.get(entry.name)
+            if values is not None:
+                state[index] = {key: _state(manifest, files, entry, key) for key in values}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved options, those that JSON has no type for as the group has them: tuples, 0-dim tensors."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    for key, value in saved.items():
+        ours = group.get(key)
+        if isinstance(ours, tuple):
+            value = tuple(value)
+        elif isinstance(ours, torch.Tensor):
+            value = torch.full_like(ours, value)
+        options[key] = value
+    return options
+
+
+def _state(manifest: Manifest, files: Files, entry: Held, key: str) -> Any:
+    assert manifest.optimizer is not None, "compared"
+    state = manifest.optimizer.state[entry.name][key]
+    name = f"optimizer/{key}/{entry.name}"
+    if state.dtype is None:
+        return state.value
+    if state.whole:
+        return files.tensor(file_name(0), name).clone()
+    piece = files.piece(name, manifest.parameters[entry.name], state.dtype, entry)
+    return piece.view(entry.param.shape)

@@ -1,0 +1,266 @@
+"""What a checkpoint holds, in ``manifest.json``; read with distrust.
+
+    {"format": "shardtrain checkpoint", "version": 1, "world_size": 2,
+     "files": {"rank-00000.safetensors": {"bytes": 4240, "sha256": "9f…"}, …},
+     "parameters": {"fc.weight": {"dtype": "float32", "shape": [5, 7], "stride": [7, 1], "unit": "",
+                                  "slices": [["rank-00000.safetensors", 0, 24],
+                                             ["rank-00001.safetensors", 24, 35]]}, …},
+     "buffers": {"norm.running_mean": {"dtype": "float32", "shape": [7]}, …},
+     "optimizer": {"type": "AdamW", "groups": [{"names": […], "options": {"lr": 0.001, …}}],
+                   "state": {"fc.weight": {"exp_avg": {"dtype": "float32"}, "step": {"whole": "float32"}}}},
+     "facts": {…}, "versions": {…}}
+
+A slice says which file holds which elements of the parameter's memory, counted in the order of its
+strides; state like ``exp_avg`` is cut at the same places. ``manifest.sha256`` beside it holds the
+manifest's own digest, in the form that ``sha256sum -c`` reads.
+
+Nothing in a manifest names a path: files can only be called ``rank-NNNNN.safetensors``, and there are as
+many as there were ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardtrain.checkpoint.files import DTYPES, Record, read_text
+
+FORMAT, VERSION = "shardtrain checkpoint", 1
+NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"
+MOST_BYTES = 256 << 20  # of a manifest: a million slices take about 50 MiB
+
+_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+class Damaged(ValueError):
+    """A checkpoint is not whole, or not what its manifest says. Nothing has been loaded from it."""
+
+
+class Slice(NamedTuple):
+    """Elements ``start:stop`` of a parameter's memory are in ``file``."""
+
+    file: str
+    start: int
+    stop: int
+
+
+class Spec(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Parameter(NamedTuple):
+    spec: Spec
+    stride: tuple[int, ...]
+    unit: str
+    slices: tuple[Slice, ...]
+
+
+class State(NamedTuple):
+    """One entry of the optimizer's state of a parameter: cut like it, a ``whole`` 0-dim tensor, or plain."""
+
+    dtype: torch.dtype | None  # None: a plain value
+    whole: bool = False
+    value: Any = None
+
+
+class Group(NamedTuple):
+    names: list[str]
+    options: dict[str, Any]
+
+
+class Optimizer(NamedTuple):
+    type: str
+    groups: list[Group]
+    state: dict[str, dict[str, State]]
+
+
+class Manifest(NamedTuple):
+    world_size: int
+    files: dict[str, Record]
+    parameters: dict[str, Parameter]
+    buffers: dict[str, Spec]
+    optimizer: Optimizer | None
+    facts: dict[str, Any]
+    """JSON of the caller's: step, configuration."""
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
+
+
+def digest_line(text: str) -> str:
+    """What ``manifest.sha256`` holds."""
+    return f"{hashlib.sha256(text.encode()).hexdigest()}  {NAME}\n"
+
+
+def dump(manifest: Manifest) -> str:
+    """The manifest as the text of its file."""
+    packages = {name: version(name) for name in ("torch", "numpy", "safetensors")}
+    node = {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": manifest.world_size,
+        "files": {name: record._asdict() for name, record in manifest.files.items()},
+        "parameters": {name: _dump_parameter(entry) for name, entry in manifest.parameters.items()},
+        "buffers": {name: _dump_spec(spec) for name, spec in manifest.buffers.items()},
+        "optimizer": None if manifest.optimizer is None else _dump_optimizer(manifest.optimizer),
+        "facts": manifest.facts,
+        "versions": {"python": platform.python_version(), **packages},
+    }
+    return json.dumps(node, separators=(",", ":")) + "\n"
+
+
+def _dump_spec(spec: Spec) -> dict[str, Any]:
+    return {"dtype": _dtype_name(spec.dtype), "shape": list(spec.shape)}
+
+
+def _dump_parameter(entry: Parameter) -> dict[str, Any]:
+    place = {"stride": list(entry.stride), "unit": entry.unit, "slices": [list(s) for s in entry.slices]}
+    return _dump_spec(entry.spec) | place
+
+
+def _dump_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    state = {
+        name: {key: _dump_state(entry) for key, entry in entries.items()}
+        for name, entries in optimizer.state.items()
+    }
+    groups = [group._asdict() for group in optimizer.groups]
+    return {"type": optimizer.type, "groups": groups, "state": state}
+
+
+def _dump_state(state: State) -> dict[str, Any]:
+    if state.dtype is None:
+        return {"value": state.value}
+    return {"whole" if state.whole else "dtype": _dtype_name(state.dtype)}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def read(directory: Path) -> str:
+    """The manifest's text, checked against its digest.
+
+    Raises:
+        Damaged: naming the file.
+    """
+    try:
+        text = read_text(directory / NAME, MOST_BYTES)
+        if read_text(directory / DIGEST_NAME, 1000) != digest_line(text):
+            raise Damaged(f"{NAME} does not match {DIGEST_NAME}")
+    except ValueError as error:
+        raise Damaged(str(error)) from None
+    return text
+
+
+def parse(text: str) -> Manifest:
+    """The manifest behind ``text``.
+
+    Raises:
+        Damaged: it is of another format or version, or says what cannot be.
+    """
+    try:
+        node = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Damaged(f"{NAME} is no JSON") from None
+    try:
+        if node["format"] != FORMAT or node["version"] != VERSION:
+            raise Damaged(
+                f"{NAME} is of format {str(node['format'])[:40]!r} version {str(node['version'])[:40]}, "
+                f"expected {FORMAT!r} version {VERSION}; load it with the release that wrote it"
+            )
+        return _manifest(node)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"{NAME} says what cannot be: {type(error).__name__} {error}") from None
+
+
+def _manifest(node: Mapping[str, Any]) -> Manifest:
+    files = {name: _record(entry, name) for name, entry in node["files"].items()}
+    world = _count(node["world_size"], "world_size")
+    for name in files:
+        if name not in {file_name(rank) for rank in range(min(world, len(files)))}:
+            raise Damaged(f"{NAME} names the file {name[:80]!r}, expected only {file_name(0)} and on")
+    if world != len(files) or not files:
+        raise Damaged(f"{NAME} has {len(files)} files of {world} ranks, expected one of each")
+    parameters = {name: _parameter(entry, name, files) for name, entry in node["parameters"].items()}
+    return Manifest(
+        world_size=world,
+        files=files,
+        parameters=parameters,
+        buffers={name: _spec(entry, name) for name, entry in node["buffers"].items()},
+        optimizer=None if node["optimizer"] is None else _optimizer(node["optimizer"], parameters),
+        facts=dict(node["facts"]),
+    )
+
+
+def _record(node: Mapping[str, Any], name: str) -> Record:
+    return Record(_count(node["bytes"], f"size of {name}"), str(node["sha256"]))
+
+
+def _spec(node: Mapping[str, Any], name: str) -> Spec:
+    return Spec(_BY_NAME[node["dtype"]], tuple(_count(size, f"shape of {name}") for size in node["shape"]))
+
+
+def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) -> Parameter:
+    spec = _spec(node, name)
+    stride = tuple(_count(step, f"stride of {name}") for step in node["stride"])
+    slices = tuple(Slice(str(f), int(a), int(b)) for f, a, b in node["slices"])
+    if not _dense(spec.shape, stride):
+        raise Damaged(f"{NAME} gives {name} the stride {stride}, which does not fill the shape {spec.shape}")
+    reached = 0
+    for part in slices:
+        if part.file not in files or part.start != reached or part.stop <= part.start:
+            raise Damaged(f"{NAME} has the slice {tuple(part)} of {name}, expected one from {reached} on")
+        reached = part.stop
+    numel = math.prod(spec.shape)
+    if reached != numel:
+        raise Damaged(f"{NAME} has slices of {name} up to {reached}, expected up to {numel}")
+    return Parameter(spec, stride, str(node["unit"]), slices)
+
+
+def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> Optimizer:
+    groups = [Group([str(name) for name in g["names"]], dict(g["options"])) for g in node["groups"]]
+    state = {
+        name: {key: _state(entry) for key, entry in entries.items()}
+        for name, entries in node["state"].items()
+    }
+    for name in [*state, *(name for group in groups for name in group.names)]:
+        if name not in parameters:
+            raise Damaged(f"{NAME} has optimizer state of {name}, which is no parameter")
+    return Optimizer(str(node["type"]), groups, state)
+
+
+def _state(node: Mapping[str, Any]) -> State:
+    if "value" in node:
+        return State(None, value=node["value"])
+    whole = "whole" in node
+    return State(_BY_NAME[node["whole" if whole else "dtype"]], whole)
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise Damaged(f"{NAME} has {str(value)[:40]} for the {what}, expected a number of at least 0")
+    return value
+
+
+def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether ``stride`` visits each of the shape's elements once, without gaps."""
+    if 0 in shape:
+        return len(stride) == len(shape)
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True

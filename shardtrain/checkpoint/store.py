@@ -1,0 +1,221 @@
+"""The checkpoints of one run: a directory with one `step-NNNNNNNN` each.
+
+    store = Store(run_dir / "checkpoints", transport, device, keep=2, asynchronous=True)
+    found = store.newest()             the newest whole one; damaged ones are set aside and told of
+    store.save(step, model, …)         at most one save is under way; returns once the snapshot is taken
+    store.busy, store.advance()        once no rank is busy, all advance; the second time it is committed
+    store.finish()                     wait for what is under way
+
+Everything but ``busy`` is collective. A save that fails raises `SaveFailed` on all ranks together, from
+whichever of these calls learns of it; the checkpoints before it stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardtrain import comm
+from shardtrain.checkpoint.loading import Opened, open_checkpoint
+from shardtrain.checkpoint.manifest import Damaged
+from shardtrain.checkpoint.saving import TEMPORARY, HostMemory, Saving, Stage, begin
+from shardtrain.comm.transport import Transport
+from shardtrain.state import require_rest
+from shardtrain.wrap import engine_of
+
+_STEP = re.compile(r"step-(\d{8,})")
+ASIDE = "damaged-"
+
+
+class Found(NamedTuple):
+    """The newest whole checkpoint, if there is any, and the newer ones that are damaged."""
+
+    opened: Opened | None
+    step: int
+    damaged: list[tuple[Path, str]]
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08}"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps that have a checkpoint here, damaged or not, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [_STEP.fullmatch(path.name) for path in directory.iterdir() if not path.is_symlink()]
+    return sorted(int(match[1]) for match in found if match and step_name(int(match[1])) == match[0])
+
+
+def newest(directory: Path, transport: Transport, device: torch.device) -> Found:
+    """The newest whole checkpoint in ``directory``; every file of it has been verified. Collective.
+
+    Raises:
+        Damaged: there are checkpoints, and none of them is whole.
+    """
+    listed = json.dumps(steps_in(directory)) if transport.rank == 0 else ""
+    damaged: list[tuple[Path, str]] = []
+    for step in reversed(json.loads(comm.broadcast_text(listed, transport, device))):
+        path = directory / step_name(step)
+        try:
+            opened = open_checkpoint(path, transport, device)
+            if opened.manifest.facts.get("step") != step:
+                raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
+            return Found(opened, step, damaged)
+        except Damaged as error:
+            damaged.append((path, str(error)))
+    if damaged:
+        raise Damaged("no checkpoint is whole: " + "; ".join(text for _, text in damaged))
+    return Found(None, 0, [])
+
+
+class Store:
+    """The checkpoints of the run that is under way. ``keep``: how many beside the best one remain."""
+
+    def __init__(
+        self, directory: Path, transport: Transport, device: torch.device, *, keep: int, asynchronous: bool
+    ) -> None:
+        self.directory = directory
+        self.keep = keep
+        self.asynchronous = asynchronous
+        self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
+        self.exposed_s = 0.0  # seconds that training has waited for saves
+        self._transport, self._device = transport, device
+        self._step = 0  # of the save that began last
+        self._best: int | None = None
+        self._memory = HostMemory()
+        self._saving: Saving | None = None
+        self._thread: Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is writing."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save has begun that is not committed."""
+        return self._saving is not None
+
+    def newest(self) -> Found:
+        """Where to continue. Clears away what killed saves left, and sets damaged checkpoints aside.
+
+        Raises:
+            Damaged: there are checkpoints, and none of them is whole.
+        """
+        if self._transport.rank == 0:
+            for path in self.directory.glob(f"{TEMPORARY}*"):
+                shutil.rmtree(path, ignore_errors=True)
+        found = newest(self.directory, self._transport, self._device)
+        if self._transport.rank == 0:
+            for path, _ in found.damaged:
+                with contextlib.suppress(OSError):
+                    path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
+        self.latest = found.step
+        return found
+
+    def save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        extra: Any,
+        facts: Mapping[str, Any],
+        best: int | None,
+    ) -> None:
+        """Save ``step``; if asynchronous, training may go on when this returns.
+
+        Args:
+            step: more than that of any checkpoint there.
+            module, optimizer, extra: as for `checkpoint.save`.
+            facts: JSON for the manifest, beside the step.
+            best: the step whose checkpoint, if there is one, is kept whatever its age.
+
+        Raises:
+            SaveFailed: this save has failed, or the one before.
+        """
+        with self._exposed():
+            self.finish()
+            engine = engine_of(module)
+            require_rest(engine, "Store.save")
+            path = self.directory / step_name(step)
+            self._saving = begin(path, engine, optimizer, extra, {"step": step, **facts})
+            self._step, self._best = step, best
+            if self.asynchronous:
+                self._saving.snapshot(self._memory)
+            self._start()
+            if not self.asynchronous:
+                self.finish()
+
+    def advance(self) -> bool:
+        """Enter the next stage of the save under way; whether it is committed. No rank may be busy.
+
+        Raises:
+            SaveFailed: on every rank; there is no save under way any more.
+        """
+        assert self._saving is not None, "nothing is under way"
+        with self._exposed():
+            saving, self._saving = self._saving, None
+            if saving.advance():
+                self.latest = self._step
+                return True
+            self._saving = saving
+            self._start()
+            return False
+
+    def finish(self) -> None:
+        """Return when nothing is under way.
+
+        Raises:
+            SaveFailed: the save that was under way has failed.
+        """
+        with self._exposed():
+            while self._saving is not None:
+                if self._thread is not None:
+                    self._thread.join()
+                self.advance()
+
+    def _start(self) -> None:
+        assert self._saving is not None, "nothing is under way"
+        if not self.asynchronous:
+            self._work(self._saving)
+            return
+        self._thread = Thread(target=self._work, args=[self._saving], name="shardtrain-save", daemon=True)
+        self._thread.start()
+
+    def _work(self, saving: Saving) -> None:
+        saving.work()
+        if saving.stage is Stage.COMMIT and not saving.problem and self._transport.rank == 0:
+            self._retain()
+
+    def _retain(self) -> None:
+        """Delete all but the newest ``keep`` and the best one. A name that says so comes first: a kill
+        leaves nothing that looks like a checkpoint and is none."""
+        steps = steps_in(self.directory)
+        for step in steps[: -self.keep]:
+            if step != self._best:
+                path = self.directory / step_name(step)
+                gone = path.with_name(f"{TEMPORARY}deleted-{path.name}")
+                with contextlib.suppress(OSError):  # what cannot be deleted does no harm
+                    os.rename(path, gone)
+                    shutil.rmtree(gone)
+
+    @contextlib.contextmanager
+    def _exposed(self) -> Iterator[None]:
+        before, start = self.exposed_s, time.perf_counter()
+        try:
+            yield
+        finally:
+            self.exposed_s = before + time.perf_counter() - start  # nested calls count once

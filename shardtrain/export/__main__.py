@@ -1,0 +1,134 @@
+"""Whole weights out of a run, checked.
+
+    python -m shardtrain.export run=outputs/NAME out=weights.safetensors
+
+One process reads the newest whole checkpoint, whatever the number of ranks that wrote it, and writes every
+parameter whole, with the mean of the ranks' buffers. Before it says done, it loads the file into the
+plain model and compares its answers to the held-out images with those of the checkpoint, loaded as a
+training run would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import shardtrain
+from shardtrain import comm, data, launch
+from shardtrain.build import EVAL_BATCH, plain_model
+from shardtrain.checkpoint import Damaged
+from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
+from shardtrain.checkpoint.manifest import NAME
+from shardtrain.checkpoint.store import newest
+from shardtrain.compose import compose, config_folder
+from shardtrain.config import Config, checked
+from shardtrain.errors import UserError
+from shardtrain.launch import Place
+from shardtrain.resume import CHECKPOINTS
+from shardtrain.weights import load_weights, write_weights
+from shardtrain.wrap import engine_of
+
+_RANDOM_IMAGES = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    run: str
+    out: str
+    device: str
+    threads: int | None
+
+
+class Check(NamedTuple):
+    images: int
+    acc1: float | None  # percent; None of random images
+    largest: float  # difference between two logits
+
+
+def main() -> None:
+    launch.start(_read, _export)
+
+
+def _read(arguments: Sequence[str], speak: bool) -> Settings | None:
+    config_folder()  # a checkout that is not installed finds its recipes by this
+    raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
+    return None if raw is None else checked(raw, Settings)
+
+
+def _export(settings: Settings, place: Place, device: torch.device) -> None:
+    if place.world_size > 1:
+        raise UserError("export is one process: start it with python -m shardtrain.export")
+    opened = find(Path(settings.run).expanduser(), device)
+    config = checked(OmegaConf.create(opened.manifest.facts["config"]), Config)
+    model = shardtrain.shard(plain_model(config.model).to(device))
+    try:
+        load_into(opened, engine_of(model), None)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    out = Path(settings.out).expanduser()
+    state = shardtrain.full_state_dict(model)
+    write_weights(out, state)
+    plain = plain_model(config.model)
+    load_weights(plain, out)
+    check = compare(config, model.eval(), plain.to(device).eval(), device)
+    if not check.largest < 1e-3:
+        out.unlink()
+        raise UserError(f"{out} answers otherwise than the checkpoint: logits differ by {check.largest:.3g}")
+    mib = sum(value.nbytes for value in state.values()) / 2**20
+    answers = "random images" if check.acc1 is None else f"held-out images, acc1 {check.acc1:.2f} %"
+    print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
+    print(f"checked: the plain model answers as the checkpoint does to {check.images} {answers}")
+
+
+def find(run: Path, device: torch.device) -> Opened:
+    """The checkpoint ``run``, or the newest whole one of the run ``run``."""
+    alone = comm.Alone()
+    try:
+        opened = (
+            open_checkpoint(run, alone, device)
+            if (run / NAME).exists()
+            else newest(run / CHECKPOINTS, alone, device).opened
+        )
+    except Damaged as error:
+        raise UserError(f"run={run}: {error}") from None
+    if opened is None or "config" not in opened.manifest.facts:
+        raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
+    return opened
+
+
+def compare(config: Config, model: nn.Module, plain: nn.Module, device: torch.device) -> Check:
+    """What both models answer to the held-out images; to random ones where the data set is not at hand."""
+    right = count = 0
+    largest, known = 0.0, True
+    with torch.no_grad():
+        for images, labels in _images(config, device):
+            ours, theirs = model(images), plain(images)
+            largest = max(largest, float((ours - theirs).abs().max()))
+            known = labels is not None
+            count += len(images)
+            right += 0 if labels is None else int((theirs.argmax(1) == labels).sum())
+    return Check(count, 100 * right / count if known else None, largest)
+
+
+def _images(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+    try:
+        held_out = data.load(config.data)
+    except UserError:
+        side = config.data.image_size
+        shape = (_RANDOM_IMAGES, config.model["in_channels"], side, side)
+        yield torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device), None
+        return
+    prepare = data.Prepare(held_out, config.data.image_size, device)
+    share = data.Share(1, 1, 0, 1)
+    for batch in data.EvalFeed(held_out, share, prepare, batch_size=EVAL_BATCH, workers=config.data.workers):
+        yield batch.images[: batch.valid], batch.labels[: batch.valid]
+
+
+if __name__ == "__main__":
+    main()

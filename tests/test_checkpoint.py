@@ -1,0 +1,499 @@
+"""Checkpoints: what is saved comes back, at any world size; what is damaged or does not fit is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import shardtrain
+from shardtrain import checkpoint
+from shardtrain.checkpoint.manifest import digest_line
+from shardtrain.wrap import engine_of
+
+from small import Block, OddNet, sgd, shard, train
+
+Ranks = Callable[..., list[Any]]
+MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adamw": lambda model: torch.optim.AdamW(
+        [{"params": [p], "lr": 0.01 * (1 + i % 3)} for i, p in enumerate(model.parameters())]
+    ),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02, fused=True),
+}
+
+
+def fresh(kind: str = "adamw", seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = shard(OddNet(), **{"units": [Block], **options})
+    return model, MAKERS[kind](model)
+
+
+def whole_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Whole parameters and buffers, and the optimizer's state, gathered: by name, as if unsharded."""
+    whole = shardtrain.full_state_dict(model)
+    names = {param: name for name, param in model.named_parameters()}
+    gathered: dict[str, torch.Tensor] = {}
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            parts = [torch.empty(0)] * dist.get_world_size()
+            dist.all_gather_object(parts, value)
+            together = value if value.dim() == 0 else torch.cat([part.reshape(-1) for part in parts])
+            gathered[f"{names[param]} {key}"] = together
+    return whole, gathered
+
+
+def saves(path: str, kind: str = "adamw", steps: int = 2, **options: Any) -> Any:
+    model, optimizer = fresh(kind, **options)
+    train(model, optimizer, steps)
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "at": (steps, torch.arange(3))})
+    return whole_state(model, optimizer)
+
+
+def loads(path: str, kind: str = "adamw", **options: Any) -> Any:
+    model, optimizer = fresh(kind, seed=5, **options)
+    extra = checkpoint.load(path, model, optimizer)
+    return *whole_state(model, optimizer), extra
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        if "running" in name:  # three equal values have a mean that is rounded
+            torch.testing.assert_close(found[name], value)
+        else:
+            assert torch.equal(found[name], value), name
+
+
+def continues(path: str, kind: str) -> None:
+    """Saved after two steps and loaded into another model: further losses and state are the same bits."""
+    model, optimizer = fresh(kind)
+    train(model, optimizer, 2)
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "noise": torch.rand(3)})
+    other, its_optimizer = fresh(kind, seed=1)
+    train(other, its_optimizer, 1)
+    extra = checkpoint.load(path, other, its_optimizer)
+    assert extra["rank"] == dist.get_rank()
+    assert extra["noise"].shape == (3,)
+    assert train(other, its_optimizer, 3, start=2) == train(model, optimizer, 3, start=2)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key, value in optimizer.state[ours].items():
+            assert torch.equal(its_optimizer.state[theirs][key], value)
+    for ours, theirs in zip(model.buffers(), other.buffers(), strict=True):
+        assert torch.equal(ours, theirs)  # each rank's own running statistics
+
+
+@pytest.mark.parametrize("kind", list(MAKERS))
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_load_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, world: int, kind: str) -> None:
+    ranks(world, continues, str(tmp_path / "deep/er/one"), kind)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (2, 4), (1, 2), (3, 2), (4, 2)])
+def test_any_world_size_loads(ranks: Ranks, tmp_path: Path, saved: int, loaded: int) -> None:
+    model, optimizer = ranks(saved, saves, str(tmp_path / "one"))[0]
+    for their_model, their_optimizer, extra in ranks(loaded, loads, str(tmp_path / "one")):
+        assert_equal(their_model, model)
+        assert_equal(their_optimizer, optimizer)
+        assert extra["rank"] == 0
+        assert extra["at"][0] == 2
+        assert extra["at"][1].tolist() == [0, 1, 2]
+
+
+def in_one_unit(path: str) -> Any:
+    return loads(path, units=lambda name, module: False)
+
+
+def channels_last(path: str) -> Any:
+    torch.manual_seed(9)
+    model = shard(OddNet().to(memory_format=torch.channels_last), units=[Block])
+    optimizer = MAKERS["adamw"](model)
+    checkpoint.load(path, model, optimizer)
+    assert engine_of(model).units[1].segments[0].strides[0] == (63, 1, 21, 7)
+    return shardtrain.full_state_dict(model), {}, None
+
+
+def ignoring_the_head(path: str) -> Any:
+    torch.manual_seed(9)
+    plain = OddNet()
+    model = shard(plain, units=[Block], ignored=[plain.fc])
+    checkpoint.load(path, model)
+    checkpoint.save(f"{path}-ignored", model)
+    with torch.no_grad():
+        model.fc.weight.zero_()
+    checkpoint.load(f"{path}-ignored", model)
+    return shardtrain.full_state_dict(model), {}, None
+
+
+@pytest.mark.parametrize("loading", [in_one_unit, channels_last, ignoring_the_head])
+def test_other_units_and_memory_orders_load(ranks: Ranks, tmp_path: Path, loading: Any) -> None:
+    model, optimizer = ranks(2, saves, str(tmp_path / "one"))[0]
+    for theirs, their_optimizer, _ in ranks(3, loading, str(tmp_path / "one")):
+        assert_equal(theirs, model)
+        if their_optimizer:
+            assert_equal(their_optimizer, optimizer)
+
+
+def test_stock_tools_read_a_checkpoint(on_ranks: Ranks, tmp_path: Path) -> None:
+    model, _ = on_ranks(2, saves, str(tmp_path / "one"))[0]
+    files = [load_file(tmp_path / f"one/rank-0000{rank}.safetensors") for rank in (0, 1)]
+    pieces = [file.get("parameters/blocks.1.conv.weight", torch.empty(0)) for file in files]
+    assert torch.equal(torch.cat(pieces), model["blocks.1.conv.weight"].flatten())
+    assert torch.equal(files[0]["averaged/blocks.0.norm.running_mean"], model["blocks.0.norm.running_mean"])
+    subprocess.run(["sha256sum", "--check", "--quiet", "manifest.sha256"], cwd=tmp_path / "one", check=True)
+    manifest = json.loads((tmp_path / "one/manifest.json").read_text())
+    for name, record in manifest["files"].items():
+        line = f"{record['sha256']}  {tmp_path}/one/{name}"
+        subprocess.run(["sha256sum", "--check", "--quiet"], input=line, text=True, check=True)
+    assert manifest["parameters"]["fc.weight"]["shape"] == [5, 7]
+    assert manifest["versions"]["torch"]
+
+
+def test_files_honour_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        checkpoint.save(tmp_path / "one", shardtrain.shard(nn.Linear(3, 2)))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "one").stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "one").iterdir()} == {0o640}
+
+
+def refused(path: str, make: Callable[[], tuple[nn.Module, torch.optim.Optimizer | None]]) -> str:
+    """Why ``path`` does not load into what ``make`` makes, which stays as it was."""
+    model, optimizer = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="does not fit, nothing was loaded") as caught:
+        checkpoint.load(path, model, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert optimizer is None or not optimizer.state
+    return str(caught.value).partition("nothing was loaded: ")[2]
+
+
+def _wider() -> Any:
+    return shard(OddNet(9), units=[Block]), None
+
+
+def _deeper() -> Any:
+    model = OddNet()
+    model.tail = nn.Linear(5, 5)
+    del model.scale
+    model.scale = 1.0
+    return shard(model), None
+
+
+def _double() -> Any:
+    return shard(OddNet().double()), None
+
+
+def _sgd() -> Any:
+    return fresh("sgd")
+
+
+def _one_group() -> Any:
+    return fresh("fused")
+
+
+def _another_grouping() -> Any:
+    model, _ = fresh()
+    groups = [{"params": [param]} for param in model.parameters()]
+    groups[0], groups[1] = groups[1], groups[0]
+    return model, torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (
+            _wider,
+            ["stem.weight has shape (7, 3, 3, 3), expected (9, 3, 3, 3)", "running_mean has shape (7,)"],
+        ),
+        (_deeper, ["tail.weight is missing; tail.bias is missing; scale is unexpected"]),
+        (_double, ["stem.weight is torch.float32, expected torch.float64"]),
+        (_sgd, ["its optimizer is AdamW, expected SGD"]),
+        (_one_group, ["its optimizer has 11 groups, expected 1"]),
+        (_another_grouping, ["is unexpected in its optimizer's group 0", "optimizer's group 1"]),
+    ],
+)
+def test_what_does_not_fit_is_named_on_every_rank(
+    on_ranks: Ranks, tmp_path: Path, make: Any, texts: list[str]
+) -> None:
+    on_ranks(2, saves, str(tmp_path / "one"))
+    messages = on_ranks(3, refused, str(tmp_path / "one"), make)
+    assert len(set(messages)) == 1
+    for text in texts:
+        assert text in messages[0]
+
+
+def without_an_optimizer(path: str) -> str:
+    model, optimizer = fresh()
+    checkpoint.save(path, model)
+    return refused(path, lambda: (model, optimizer))
+
+
+def test_an_optimizer_that_was_not_saved_is_not_loaded(on_ranks: Ranks, tmp_path: Path) -> None:
+    text = "it was saved without an optimizer, but AdamW is to be loaded"
+    assert on_ranks(2, without_an_optimizer, str(tmp_path / "one")) == [text] * 2
+
+
+def damaged(path: str) -> str:
+    """Why ``path`` does not load, the model untouched."""
+    model, optimizer = fresh()
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(checkpoint.Damaged) as caught:
+        checkpoint.load(path, model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    return str(caught.value).partition("is damaged: ")[2]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def _replace_by_link(path: Path) -> None:
+    elsewhere = path.parent.parent / path.name
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def _swap_data(folder: Path) -> None:
+    for old, new in [("0", "x"), ("1", "0"), ("x", "1")]:
+        (folder / f"rank-0000{old}.safetensors").rename(folder / f"rank-0000{new}.safetensors")
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Forge the manifest, digest and all."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    text = json.dumps(manifest)
+    (folder / "manifest.json").write_text(text)
+    (folder / "manifest.sha256").write_text(digest_line(text))
+
+
+def _rename_file(name: str) -> Callable[[dict[str, Any]], object]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][name] = manifest["files"].pop("rank-00001.safetensors")
+
+    return change
+
+
+DATA, OTHER = "rank-00001.safetensors", "rank-00000.safetensors"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit of data": (lambda f: _flip(f / DATA), f"rank 1: {DATA} does not match its digest"),
+    "two files": (
+        lambda f: (_flip(f / DATA), _flip(f / OTHER)),
+        f"rank 0: {OTHER} does not match its digest; rank 1: {DATA} does not match its digest",
+    ),
+    "a shorter file": (lambda f: os.truncate(f / DATA, 500), f"{DATA} has 500 bytes, expected"),
+    "no file": (lambda f: (f / DATA).unlink(), f"{DATA} is missing"),
+    "a link": (lambda f: _replace_by_link(f / DATA), f"{DATA} is a symbolic link"),
+    "a pipe": (lambda f: ((f / DATA).unlink(), os.mkfifo(f / DATA)), f"{DATA} is no plain file"),
+    "swapped files": (_swap_data, f"{OTHER} has"),
+    "a flipped bit of the manifest": (
+        lambda f: _flip(f / "manifest.json"),
+        "manifest.json does not match manifest.sha256",
+    ),
+    "a flipped bit of its digest": (
+        lambda f: _flip(f / "manifest.sha256"),
+        "manifest.json does not match manifest.sha256",
+    ),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "no digest": (lambda f: (f / "manifest.sha256").unlink(), "manifest.sha256 is missing"),
+    "a linked manifest": (
+        lambda f: _replace_by_link(f / "manifest.json"),
+        "manifest.json is a symbolic link",
+    ),
+    "a manifest of bytes": (
+        lambda f: (f / "manifest.json").write_bytes(b"\xff"),
+        "manifest.json is not UTF-8",
+    ),
+    "an endless manifest": (
+        lambda f: os.truncate(f / "manifest.json", 1 << 40),
+        "manifest.json has 1099511627776 bytes, expected at most 268435456",
+    ),
+    "nothing": (shutil.rmtree, "manifest.json is missing"),
+    "an absolute path": (
+        lambda f: rewrite(f, _rename_file("/etc/passwd")),
+        "names the file '/etc/passwd', expected only rank-00000.safetensors and on",
+    ),
+    "a path upwards": (
+        lambda f: rewrite(f, _rename_file("../rank-00001.safetensors")),
+        "names the file '../rank-00001.safetensors', expected only",
+    ),
+    "another version": (
+        lambda f: rewrite(f, lambda m: m.update(version=2)),
+        "version 2, expected 'shardtrain checkpoint' version 1; load it with the release that wrote it",
+    ),
+    "an absurd size": (
+        lambda f: rewrite(f, lambda m: m["files"][DATA].update(bytes=1 << 80)),
+        f"has {1 << 80} for the size of {DATA}, expected a number of at least 0",
+    ),
+    "a large size": (
+        lambda f: rewrite(f, lambda m: m["files"][DATA].update(bytes=1 << 50)),
+        f"bytes, expected {1 << 50}",
+    ),
+    "an absurd world": (
+        lambda f: rewrite(f, lambda m: m.update(world_size=1 << 40)),
+        f"has 2 files of {1 << 40} ranks, expected one of each",
+    ),
+    "a gap between slices": (
+        lambda f: rewrite(f, lambda m: m["parameters"]["fc.bias"].update(slices=[[OTHER, 1, 5]])),
+        f"has the slice ('{OTHER}', 1, 5) of fc.bias, expected one from 0 on",
+    ),
+    "too few slices": (
+        lambda f: rewrite(f, lambda m: m["parameters"]["fc.bias"].update(slices=[])),
+        "has slices of fc.bias up to 0, expected up to 5",
+    ),
+    "strides out of bounds": (
+        lambda f: rewrite(f, lambda m: m["parameters"]["fc.weight"].update(stride=[70, 10])),
+        "gives fc.weight the stride (70, 10), which does not fill the shape (5, 7)",
+    ),
+    "no shape": (
+        lambda f: rewrite(f, lambda m: m["parameters"]["fc.weight"].pop("shape")),
+        "manifest.json says what cannot be: KeyError 'shape'",
+    ),
+    "a deep nesting": (
+        lambda f: (
+            (f / "manifest.json").write_text("[" * 100_000),
+            (f / "manifest.sha256").write_text(digest_line("[" * 100_000)),
+        ),
+        "manifest.json is no JSON",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "one"
+    _pool.run("auto", 2, saves, str(path))
+    return path
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_damage_is_named_on_every_rank(on_ranks: Ranks, tmp_path: Path, saved: Path, damage: str) -> None:
+    shutil.copytree(saved, tmp_path / "one")
+    spoil, text = DAMAGES[damage]
+    spoil(tmp_path / "one")
+    messages = on_ranks(2, damaged, str(tmp_path / "one"))
+    assert messages[0] == messages[1]
+    assert text in messages[0]
+
+
+def test_a_forged_file_is_not_believed(on_ranks: Ranks, tmp_path: Path, saved: Path) -> None:
+    """Sizes and digests that fit do not make a tensor that is not there."""
+    shutil.copytree(saved, tmp_path / "one")
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][DATA] = manifest["files"][OTHER]
+
+    shutil.copy(tmp_path / "one" / OTHER, tmp_path / "one" / DATA)
+    rewrite(tmp_path / "one", change)
+    messages = on_ranks(2, refused, str(tmp_path / "one"), fresh)
+    assert messages[0] == messages[1]
+    assert (
+        "rank-00001.safetensors has parameters/stem.weight as F32 (119,), expected F32 (70,)" in messages[0]
+    )
+
+
+def test_a_planted_pickle_runs_nothing(on_ranks: Ranks, tmp_path: Path, saved: Path) -> None:
+    class Plant:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "planted"),)
+
+    torch.save(Plant(), tmp_path / "plant")
+    for name in (DATA, OTHER, "manifest.json", "manifest.sha256"):
+        shutil.copytree(saved, tmp_path / name)
+        shutil.copy(tmp_path / "plant", tmp_path / name / name)
+        assert on_ranks(2, damaged, str(tmp_path / name))
+    shutil.copytree(saved, tmp_path / "forged")
+    shutil.copy(tmp_path / "plant", tmp_path / "forged" / DATA)
+    record = {"bytes": (tmp_path / "plant").stat().st_size, "sha256": _sha256(tmp_path / "plant")}
+    rewrite(tmp_path / "forged", lambda manifest: manifest["files"].update({DATA: record}))
+    assert (
+        f"{DATA}: Error while deserializing header"
+        in on_ranks(2, refused, str(tmp_path / "forged"), fresh)[1]
+    )
+    assert not (tmp_path / "planted").exists()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def not_saved(path: str, how: str) -> str:
+    model, optimizer = fresh()
+    train(model, optimizer, 1)
+    odd = dist.get_rank() == 1
+    extra: Any = {"a": [1, {2, 3}]} if how == "extra" and odd else {1: 2} if how == "key" and odd else None
+    if how == "group" and odd:
+        optimizer.param_groups[0]["lr"] = 7.0
+    if how == "stranger":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    if how == "shape":
+        optimizer.state[model.stem.weight]["row"] = torch.zeros(3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if how == "full" and odd:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
+    try:
+        with pytest.raises(checkpoint.SaveFailed) as caught:
+            checkpoint.save(path, model, optimizer, extra=extra)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    train(model, optimizer, 1)  # training may go on
+    return str(caught.value).partition(" was not saved: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("extra", "rank 1: extra['a'][1] is a set, expected tensors, numbers, texts, None, lists and dicts"),
+        ("key", "rank 1: extra has the key 1, expected texts other than '__tensor__'"),
+        ("group", "rank 1 holds another model, optimizer or facts than rank 0"),
+        ("stranger", "optimizer group 11 holds 1 parameters that are not the module's; pass the optimizer"),
+        ("shape", "the optimizer's row of stem.weight has shape (3,), which cannot be cut like"),
+        ("full", "rank 1: rank-00001.safetensors: File too large"),
+    ],
+)
+def test_a_save_fails_everywhere_with_its_reason(
+    on_ranks: Ranks, tmp_path: Path, how: str, text: str
+) -> None:
+    (tmp_path / "old").mkdir()
+    messages = on_ranks(2, not_saved, str(tmp_path / "one"), how)
+    assert messages[0] == messages[1]
+    assert text in messages[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"), [("old", "old: exists already, and"), ("file/one", "file: File exists")]
+)
+def test_a_place_that_cannot_be_written_is_named(
+    on_ranks: Ranks, tmp_path: Path, path: str, text: str
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "file").write_text("")
+    messages = on_ranks(2, not_saved, str(tmp_path / path), "path")
+    assert messages[0] == messages[1]
+    assert text in messages[0]

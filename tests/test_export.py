@@ -1,0 +1,149 @@
+"""Whole weights out of a run, and in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchvision.models import mobilenet_v3_small
+
+from shardtrain.errors import UserError
+from shardtrain.export.__main__ import main
+from shardtrain.weights import load_weights, read_weights, write_weights
+
+from test_resume import run
+
+QUIET = ("monitor.tensorboard=false", "train.epochs=1")
+
+
+@pytest.fixture(scope="module")
+def trained(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert _pool.run("auto", 2, run, str(folder), *QUIET) == ["finished"] * 2
+    return folder
+
+
+def export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["export", *arguments, "threads=1"])
+    try:
+        main()
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_the_stock_model_loads_an_export(
+    tmp_path: Path,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    suffix: str,
+) -> None:
+    out = tmp_path / f"new/weights.{suffix}"
+    assert export(monkeypatch, f"run={trained}", f"out={out}") == 0
+    acc1 = json.loads((trained / "result.json").read_text())["val/acc1"]
+    said = capsys.readouterr().out
+    assert f"the plain model answers as the checkpoint does to 13 held-out images, acc1 {acc1:.2f} %" in said
+    assert "step-00000005" in said
+    state = load_file(out) if suffix == "safetensors" else torch.load(out, weights_only=True)
+    stock = mobilenet_v3_small(num_classes=10)
+    assert list(torch.load(out, weights_only=True) if suffix == "pth" else stock.state_dict())
+    stock.load_state_dict(state)
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_weights_are_a_start(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "weights.safetensors"
+    checkpoint = trained / "checkpoints/step-00000005"
+    assert export(monkeypatch, f"run={checkpoint}", f"out={out}") == 0
+    run_dir = tmp_path / "run"
+    still = ("optim.lr=1e-30", "optim.weight_decay=0", f"model.weights={out}", "train.max_steps=1")
+    assert run(str(run_dir), *QUIET, *still) == "finished"
+    again = tmp_path / "again.safetensors"
+    assert export(monkeypatch, f"run={run_dir}", f"out={again}") == 0
+    before, after = load_file(out), load_file(again)
+    assert all(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
+    ending = run(str(tmp_path / "other"), *QUIET, "model.num_classes=11", f"model.weights={out}")
+    assert "does not fit the model: classifier.3.weight has shape (10, 1024), expected (11, 1024)" in ending
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["run=/nowhere", "out=x.pth"],
+            "error: run=/nowhere: neither a run with checkpoints nor a checkpoint",
+        ),
+        (["run={run}", "out=x.onnx"], "error: x.onnx: expected a name that ends in .safetensors, .pth, .pt"),
+        (["run={run}", "out=file.pth"], "error: file.pth exists already; choose another name or remove it"),
+        (["run={run}", "out=file.pth/x.pth"], "error: file.pth/x.pth: cannot be written ("),
+        (["run={run}"], "error: out: Missing mandatory value"),
+        (["ran={run}"], "error: unknown key ran; did you mean run?"),
+        (["run={broken}", "out=x.pth"], "step-00000005 is damaged: rank 0: manifest.sha256 is missing"),
+    ],
+)
+def test_mistakes_are_named(
+    tmp_path: Path,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.pth").write_text("")
+    shutil.copytree(trained, tmp_path / "broken")
+    for path in (tmp_path / "broken/checkpoints").iterdir():
+        (path / "manifest.sha256").unlink()
+    filled = [each.format(run=trained, broken=tmp_path / "broken") for each in arguments]
+    assert export(monkeypatch, *filled) == 2
+    assert text in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file.pth"]
+
+
+def test_an_export_where_the_images_are_not(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(config: Any) -> Any:
+        raise UserError("not here")
+
+    monkeypatch.setattr("shardtrain.data.load", missing)
+    assert export(monkeypatch, f"run={trained}", f"out={tmp_path}/x.safetensors") == 0
+    assert "answers as the checkpoint does to 32 random images" in capsys.readouterr().out
+
+
+def test_weights_never_run_code(tmp_path: Path) -> None:
+    class Plant:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "planted"),)
+
+    for name in ("x.pth", "x.safetensors"):
+        torch.save({"a": Plant()}, tmp_path / name)
+        with pytest.raises(UserError, match="no weights that can be read without running code"):
+            read_weights(tmp_path / name)
+    assert not (tmp_path / "planted").exists()
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(UserError, match="expected a state dict, names with tensors, found list"):
+        read_weights(tmp_path / "list.pth")
+    with pytest.raises(UserError, match="there is no such file"):
+        read_weights(tmp_path / "none.pth")
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    write_weights(
+        tmp_path / "x.pth", {"weight": torch.zeros(3, 2, dtype=torch.float64), "other": torch.ones(1)}
+    )
+    text = "bias is missing; other is unexpected; weight is torch.float64, expected torch.float32"
+    with pytest.raises(UserError, match=text):
+        load_weights(model, tmp_path / "x.pth")

@@ -1,0 +1,360 @@
+"""A run that was interrupted and continued is the run that was not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from shardtrain import comm, resume
+from shardtrain.checkpoint import saving
+from shardtrain.checkpoint.store import step_name, steps_in
+from shardtrain.compose import compose
+from shardtrain.config import from_hydra
+from shardtrain.data import feed
+from shardtrain.errors import UserError
+from shardtrain.launch import Context, Place
+from shardtrain.monitor import Monitor
+from shardtrain.stop import SIGNALS, Stopped, StopSignals
+from shardtrain.train import train
+
+CPU = torch.device("cpu")
+SMALL = (
+    "model=mobilenet_v3_small",  # it has dropout
+    "data=fake",
+    "augment=digits",
+    "optim=adamw",
+    "train.batch_size=12",
+    "train.epochs=2",
+    "train.log_every=3",
+    "checkpoint.every_steps=4",
+    "monitor.progress=none",
+)
+STEPS = 10
+
+
+class Crash(Exception):
+    """Stands for whatever ends a process."""
+
+
+@contextlib.contextmanager
+def happening(at: dict[int, Any]) -> Iterator[None]:
+    """Within, `at[step]()` is called when that step's reports are due."""
+    report = Monitor.step
+
+    def step_and_more(monitor: Monitor, step: int) -> None:
+        report(monitor, step)
+        at.get(step, lambda: None)()
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with patch.object(Monitor, "step", step_and_more):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def crash() -> None:
+    raise Crash
+
+
+def on_rank_1(number: int) -> None:
+    if comm.rank() == comm.world_size() - 1:
+        os.kill(os.getpid(), number)
+
+
+def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
+    """How the run ended on this rank."""
+    sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
+    raw = compose(["+recipe=resnet", *SMALL, *sizes, *arguments])
+    assert raw is not None
+    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    try:
+        with happening(at or {}):
+            train(from_hydra(raw), Context(place, CPU, Path(folder)))
+    except (Crash, Stopped, UserError, RuntimeError) as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        comm.barrier()
+    return "finished"
+
+
+def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> list[str]:
+    return [run(folder, *arguments, at=event) for event in [*events, {}]]
+
+
+def final(folder: Path) -> dict[str, Any]:
+    """Digests of the last checkpoint's files: parameters, optimizer, buffers, random numbers, sums."""
+    manifest = json.loads((folder / "checkpoints" / step_name(STEPS) / "manifest.json").read_text())
+    return dict(manifest["files"])
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's points, but for those that measure time and memory."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in ("perf", "time", "memory")]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert _pool.run("auto", 2, run, str(folder)) == ["finished"] * 2
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_crashes_leave_no_trace(on_ranks: Any, tmp_path: Path, undisturbed: Path, asynchronous: str) -> None:
+    events = [{2: crash}, {7: crash}, {9: crash}, {10: crash}]
+    endings = on_ranks(2, interrupted, str(tmp_path), events, f"checkpoint.asynchronous={asynchronous}")
+    assert endings[0] == ["Crash "] * 4 + ["finished"]
+    assert final(tmp_path) == final(undisturbed)
+    assert curves(tmp_path) == curves(undisturbed)
+    ours, theirs = (json.loads((path / "result.json").read_text()) for path in (tmp_path, undisturbed))
+    for key in ("status", "step", "train/loss", "val/acc1", "best_val/acc1", "grad_norm"):
+        assert ours[key] == theirs[key], key
+    assert "continuing after step 4" in (tmp_path / "log.txt").read_text()
+
+
+def test_loader_workers_random_crops_and_micro_batches_too(tmp_path: Path) -> None:
+    """In one process, since a rank of the pool may not start workers."""
+    for part, label, number in [(p, n, i) for p in ("train", "val") for n in "abc" for i in range(20)]:
+        image = tmp_path / f"images/{part}/{label}/{number}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (30, 20), 9 * number + ord(label)).save(image)
+    arguments = (
+        "data=imagefolder",
+        f"data.root={tmp_path}/images",
+        "data.image_size=16",
+        "data.resize=18",
+        "train.accumulate=2",
+        "monitor.tensorboard=false",
+        "augment=imagefolder",
+    )
+    assert run(str(tmp_path / "a"), *arguments, "data.workers=2") == "finished"
+    endings = interrupted(str(tmp_path / "b"), [{6: crash}], *arguments, "data.workers=1")
+    assert endings == ["Crash ", "finished"]
+    assert final(tmp_path / "a") == final(tmp_path / "b")
+
+
+def signalled(folder: str, number: int) -> list[str]:
+    events = [{3: lambda: on_rank_1(number)}]
+    return interrupted(folder, events, "monitor.tensorboard=false", "checkpoint.every_steps=100")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGINT")],
+)
+def test_a_signal_to_one_rank_stops_all_after_one_step(
+    on_ranks: Any, tmp_path: Path, undisturbed: Path, number: int, text: str
+) -> None:
+    assert on_ranks(2, signalled, str(tmp_path), number) == [[f"Stopped stopped by {text}", "finished"]] * 2
+    assert f"stopped by {text} after step 4; step 4 is saved" in (tmp_path / "log.txt").read_text()
+    assert final(tmp_path) == final(undisturbed)
+
+
+def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.noted == signal.SIGUSR1
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    with happening({}), pytest.raises(KeyboardInterrupt) as caught, StopSignals() as signals:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
+        assert signals.noted == signal.SIGINT
+        monkeypatch.setattr("shardtrain.stop.SAME_S", -1.0)
+        signal.raise_signal(signal.SIGINT)
+    assert type(caught.value) is KeyboardInterrupt
+    assert (Stopped(signal.SIGINT).exit_code, Stopped(signal.SIGUSR1).exit_code) == (130, 143)
+
+
+def without_chance(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
+    """A run without dropout and BatchNorm, which depend on how many ranks share a batch."""
+    plain = ("model=squeezenet1_1", "optim=sgd", "train.log_every=1", "checkpoint.every_steps=2")
+    with patch.object(nn.Dropout, "forward", lambda module, images: images):
+        return run(folder, *plain, *arguments, at=at)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
+    on_ranks(2, without_chance, str(tmp_path / "whole"))
+    folder = str(tmp_path / "parts")
+    for world, step in [(2, 3), (1, 5), (3, 7)]:
+        on_ranks(world, functools.partial(without_chance, at={step: crash}), folder)
+    assert on_ranks(4, without_chance, folder) == ["finished"] * 4
+    ours, theirs = curves(tmp_path / "parts"), curves(tmp_path / "whole")
+    for tag in ("train/loss", "val/loss", "grad_norm", "lr/group0"):
+        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]]
+        assert [value for _, value in ours[tag]] == pytest.approx([v for _, v in theirs[tag]], rel=2e-4), tag
+
+
+def copied(undisturbed: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    return folder
+
+
+def test_a_finished_run_has_nothing_left_to_do(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
+    folder = copied(undisturbed, tmp_path)
+    assert on_ranks(2, run, str(folder)) == ["finished"] * 2
+    assert "continuing after step 10 of 10: nothing is left to do" in (folder / "log.txt").read_text()
+    before, after = (json.loads((path / "result.json").read_text()) for path in (undisturbed, folder))
+    assert before["val/acc1"] == after["val/acc1"]
+    assert (after["status"], after["step"]) == ("finished", 10)
+
+
+def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
+    folder = copied(undisturbed, tmp_path)
+    (folder / "checkpoints/step-00000010/rank-00001.safetensors").unlink()
+    assert on_ranks(2, run, str(folder)) == ["finished"] * 2
+    log = (folder / "log.txt").read_text()
+    assert "step-00000010 is damaged: rank 1: rank-00001.safetensors is missing; it is set aside" in log
+    assert "continuing after step 8" in log
+    assert final(folder) == final(undisturbed)
+
+
+def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
+    folder = copied(undisturbed, tmp_path)
+    (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")
+    assert on_ranks(2, functools.partial(run, at={8: crash}), str(folder), "resume=none")[0] == "Crash "
+    assert "the checkpoints of an earlier run are in" in (folder / "log.txt").read_text()
+    assert 4 in steps_in(folder / "checkpoints")
+    assert 8 not in steps_in(folder / "checkpoints")
+    assert steps_in(folder / "checkpoints.1") == [8]
+    for source in (folder / "checkpoints.1/step-00000008", tmp_path / "other"):
+        shutil.copytree(undisturbed, tmp_path / "other", dirs_exist_ok=True)
+        target = tmp_path / f"from-{source.name}"
+        assert on_ranks(2, run, str(target), f"resume={source}") == ["finished"] * 2
+    assert final(tmp_path / "from-step-00000008") == final(undisturbed)
+    assert "continuing after step 10" in (tmp_path / "from-other/log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("train.batch_size=6", "the checkpoint is of a run with train.batch_size=12, this one has 6"),
+        ("seed=3", "the checkpoint is of a run with seed=0, this one has 3, so its place among the images"),
+        ("model=squeezenet1_1", "does not fit, nothing was loaded: features.0.weight is missing"),
+        ("optim=sgd", "its optimizer is AdamW, expected SGD; resume=none starts anew"),
+        ("resume=/nowhere", "resume=/nowhere: neither a checkpoint nor a run with checkpoints; resume=none"),
+    ],
+)
+def test_what_cannot_be_continued_is_named(
+    tmp_path: Path, undisturbed: Path, argument: str, text: str
+) -> None:
+    folder = copied(undisturbed, tmp_path) if "/" not in argument else tmp_path / "new"
+    ending = run(str(folder), argument)
+    assert ending.startswith("UserError ")
+    assert text in ending
+
+
+def test_no_whole_checkpoint_is_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
+    assert "no checkpoint is whole: " in (ending := run(str(tmp_path)))
+    assert ending.endswith(
+        "step-00000004 is damaged: rank 0: manifest.json is missing; resume=none starts anew"
+    )
+
+
+def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Path) -> None:
+    folder = copied(undisturbed, tmp_path)
+    shutil.rmtree(folder / "checkpoints/step-00000010")
+    seen: list[Any] = []
+    fit = resume.Keeper.step_done
+
+    def look(keeper: resume.Keeper, *args: Any) -> None:
+        groups = keeper._job.optimizer.param_groups
+        seen.append([(group["weight_decay"], group["lr"]) for group in groups])
+        fit(keeper, *args)
+
+    with patch.object(resume.Keeper, "step_done", look):
+        assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"
+    assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
+
+
+def on_a_full_disk(folder: str, *arguments: str) -> str:
+    """Every write of rank 1 fails, from step 6 on."""
+    write = saving.write_tensors
+
+    def fails(place: Path, *args: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+
+    def fill() -> None:
+        if comm.rank() == 1:
+            saving.write_tensors = fails  # type: ignore[assignment]
+
+    def empty() -> None:
+        saving.write_tensors = write
+
+    try:
+        return run(folder, "monitor.tensorboard=false", *arguments, at={6: fill, 9: empty})
+    finally:
+        empty()
+
+
+def test_training_goes_on_without_a_checkpoint_or_stops(on_ranks: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "on"
+    assert on_ranks(2, on_a_full_disk, str(folder)) == ["finished"] * 2
+    reason = "step-00000008 was not saved: rank 1: rank-00001.safetensors: No space left on device"
+    assert f"{reason}; the newest is of step 4; training goes on" in (folder / "log.txt").read_text()
+    assert steps_in(folder / "checkpoints") == [4, 10]
+    ending = on_ranks(2, on_a_full_disk, str(tmp_path / "off"), "checkpoint.on_failure=stop")
+    assert [text.partition("checkpoints/")[2] for text in ending] == [reason] * 2
+    assert json.loads((tmp_path / "off/result.json").read_text())["status"] == "failed"
+
+
+def with_bad_steps(folder: str, bad: list[int], *arguments: str) -> Any:
+    """Rank 1's images are no numbers in the steps `bad`."""
+    calls = []
+    prepare = feed.Prepare.__call__
+
+    def spoil(self: feed.Prepare, images: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        spoiled = comm.rank() == 1 and len(calls) in bad
+        return prepare(self, images) * (float("nan") if spoiled else 1.0)
+
+    with patch.object(feed.Prepare, "__call__", spoil):
+        return run(folder, "monitor.tensorboard=false", "train.log_every=1", *arguments)
+
+
+def test_a_step_that_is_no_number_stops_the_run_or_is_skipped(on_ranks: Any, tmp_path: Path) -> None:
+    stopped = on_ranks(2, with_bad_steps, str(tmp_path / "stop"), [3])
+    text = "step 3: loss nan on rank 1, gradient norm nan; a lower optim.lr may help, or train.nonfinite=skip"
+    assert stopped == [f"RuntimeError {text}"] * 2
+    skip = ("train.nonfinite=skip", "train.skip_at_most=2", "train.max_steps=4")
+    skipped = on_ranks(2, with_bad_steps, str(tmp_path / "skip"), [1, 3, 4], *skip)
+    assert skipped == ["finished"] * 2
+    assert "skipped step 3: loss nan on rank 1, gradient norm nan" in (tmp_path / "skip/log.txt").read_text()
+    result = json.loads((tmp_path / "skip/result.json").read_text())
+    assert math.isfinite(result["val/loss"])
+    assert math.isnan(result["train/loss"])  # of a report in which every step was skipped
+    too_many = on_ranks(2, with_bad_steps, str(tmp_path / "many"), [2, 3, 4], *skip)
+    text = "step 4: loss nan on rank 1, gradient norm nan; 2 steps in a row were skipped (train.skip_at_most)"
+    assert too_many == [f"RuntimeError {text}"] * 2
+
+
+def test_reports_say_how_long_saves_held_training_up(undisturbed: Path) -> None:
+    result = json.loads((undisturbed / "result.json").read_text())
+    assert 0 < result["time/checkpoint_s"] < 5

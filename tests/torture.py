@@ -1,0 +1,495 @@
+"""Checkpoints under torture: kills, bit flips, full disks, and whole runs killed again and again.
+
+    python tests/torture.py              everything, at length (about a quarter of an hour on two cores)
+    python tests/torture.py flips        one of: points kills flips files disks runs
+
+Every part is a generator that yields a line per case and raises at the first wrong result. The test-suite
+runs a short form of each (`test_torture.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.checkpoint import SaveFailed
+from shardtrain.checkpoint.loading import load_into, open_checkpoint
+from shardtrain.checkpoint.manifest import Damaged
+from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
+from shardtrain.wrap import engine_of
+
+from small import Block, OddNet, train
+
+CPU = torch.device("cpu")
+WORLD = 2
+
+
+# --- what is saved and how it is compared
+
+
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = shardtrain.shard(OddNet(), units=[Block])
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def open_store(folder: str, keep: int, asynchronous: bool) -> Store:
+    return Store(Path(folder), comm.open_transport(), CPU, keep=keep, asynchronous=asynchronous)
+
+
+def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
+    """A rank: continue from the newest checkpoint, train on, save every step."""
+    model, optimizer = fresh()
+    store = open_store(folder, keep, asynchronous)
+    found = store.newest()
+    if found.opened is not None:
+        load_into(found.opened, engine_of(model), optimizer)
+    for step in range(found.step + 1, steps + 1):
+        train(model, optimizer, 1, start=step)
+        store.save(step, model, optimizer, extra={"step": step}, facts={}, best=None)
+    store.finish()
+
+
+def content(path: Path) -> str:
+    """A digest of everything that the checkpoint ``path`` loads into a single rank."""
+    model, optimizer = fresh()
+    opened = open_checkpoint(path, comm.Alone(), CPU)
+    extra = load_into(opened, engine_of(model), optimizer)
+    digest = hashlib.sha256(json.dumps(extra).encode())
+    for name, value in shardtrain.full_state_dict(model).items():
+        digest.update(name.encode() + value.numpy().tobytes())
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            digest.update(key.encode() + value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --- ranks that can be killed
+
+
+class Kill(NamedTuple):
+    """End ``rank`` with SIGKILL ``when`` ("before", "after") the ``count``-th call of ``os.<function>``."""
+
+    rank: int
+    when: str
+    function: str
+    count: int
+
+
+POINTS = {
+    "before the temporary directory is made": Kill(0, "before", "mkdir", 1),
+    "after the temporary directory is made": Kill(0, "after", "mkdir", 2),
+    "before a data file": Kill(1, "before", "write", 1),
+    "in the middle of a data file": Kill(1, "before", "write", 9),
+    "before a data file is on the disk": Kill(1, "before", "fsync", 1),
+    "after a data file is on the disk": Kill(1, "after", "fsync", 1),
+    "in the manifest": Kill(0, "before", "fsync", 2),
+    "between the manifest and its digest": Kill(0, "after", "fsync", 2),
+    "before the rename": Kill(0, "before", "rename", 1),
+    "after the rename": Kill(0, "after", "rename", 1),
+    "after the commit": Kill(0, "after", "fsync", 5),
+    "in the deletion of an old checkpoint": Kill(0, "after", "rename", 2),
+}
+
+
+def _arm(kill: Kill) -> None:
+    """In a process that is to die: make it die there."""
+    original, calls = getattr(os, kill.function), [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        try:
+            if calls[0] == kill.count and kill.when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        finally:
+            if calls[0] == kill.count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, kill.function, counted)
+
+
+def _rank(rank: int, meeting: str, folder: str, steps: int, asynchronous: bool, kill: Kill | None) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what survivors say of the dead is not wanted here
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, WORLD), rank=rank, world_size=WORLD)
+    if kill is not None and kill.rank == rank:
+        _arm(kill)
+    works(folder, steps, 2, asynchronous)
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None) -> Iterator[list[Any]]:
+    """Two ranks at work on ``folder`` up to step ``steps``; gone when the block is left."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "shardtrain"])
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (f"{meeting}/store", str(folder), steps, asynchronous, kill)
+        started = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
+        for process in started:
+            process.start()
+        try:
+            yield started
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def expected(folder: Path, steps: int) -> dict[int, str]:
+    """The content of every step's checkpoint, from ranks that nobody disturbs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "shardtrain"])
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (f"{meeting}/store", str(folder), steps)
+        started = [context.Process(target=_undisturbed, args=(rank, *arguments)) for rank in range(WORLD)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+            assert process.exitcode == 0, "the undisturbed ranks failed"
+    return {step: content(folder / step_name(step)) for step in steps_in(folder)}
+
+
+def _undisturbed(rank: int, meeting: str, folder: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, WORLD), rank=rank, world_size=WORLD)
+    works(folder, steps, steps, False)
+    dist.destroy_process_group()
+
+
+def survivor(folder: Path, known: dict[int, str], at_least: int) -> int:
+    """The step that the next start finds: whole, bit for bit, and not before ``at_least``."""
+    found = newest(folder, comm.Alone(), CPU)
+    assert not found.damaged, found.damaged
+    assert found.step >= at_least, f"step {found.step} is found, but {at_least} was committed"
+    if found.step:
+        assert content(folder / step_name(found.step)) == known[found.step], f"step {found.step} has changed"
+    return found.step
+
+
+def points(folder: Path, names: Sequence[str] = tuple(POINTS)) -> Iterator[str]:
+    """SIGKILL of one rank at each of the named points of a save."""
+    known = expected(folder / "expected", 4)
+    for name in names:
+        place = folder / "points"
+        for step in (1, 2):
+            shutil.copytree(folder / "expected" / step_name(step), place / step_name(step))
+        with ranks(place, 3, False, POINTS[name]) as started:
+            for process in started:
+                process.join(30)
+            codes = [process.exitcode for process in started]
+            assert codes[POINTS[name].rank] == -signal.SIGKILL, codes
+            assert None not in codes, f"{name}: the other rank did not leave within 30 s"
+        step = survivor(place, known, 2)
+        with ranks(place, 4, False) as started:
+            for process in started:
+                process.join(60)
+            assert [process.exitcode for process in started] == [0] * WORLD
+        assert survivor(place, known, 4) == 4
+        left = sorted(path.name for path in place.iterdir())
+        assert left == [step_name(3), step_name(4)], left
+        shutil.rmtree(place)
+        yield f"killed {name}: step {step} is there, whole; then to step 4, nothing left behind"
+
+
+def kills(folder: Path, count: int = 100, steps: int = 2000) -> Iterator[str]:
+    """SIGKILL of all ranks at random times, each start going on where the one before was killed."""
+    chance, known, reached = random.Random(0), expected(folder / "expected", 40), 0
+    place = folder / "kills"
+    for number in range(count):
+        if reached > 30:  # the known steps are used up: start anew
+            shutil.rmtree(place)
+            reached = 0
+        with ranks(place, steps, number % 2 == 0) as started:
+            deadline = time.monotonic() + 60
+            while not (steps_in(place) and steps_in(place)[-1] > reached):
+                assert time.monotonic() < deadline, "the ranks make no progress"
+                time.sleep(0.002)
+            time.sleep(chance.random() * 0.05)
+            for process in started:
+                os.kill(process.pid, signal.SIGKILL)
+        before = steps_in(place)[-1]
+        reached = survivor(place, known, before)
+        yield f"kill {number + 1}: step {reached} is there, whole"
+
+
+# --- damage
+
+
+def saved(folder: Path) -> Path:
+    expected(folder / "saved", 2)
+    return folder / "saved"
+
+
+def _named(path: Path, file: str) -> None:
+    """Loading must fail and name the file; and the next start must fall back."""
+    refusal = _refusal(lambda: open_checkpoint(path, comm.Alone(), CPU))
+    assert file in refusal, f"damage to {file}: {refusal or 'not noticed'}"
+
+
+def _refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (Damaged, SaveFailed) as error:
+        return str(error)
+    return ""
+
+
+def flips(folder: Path, count: int = 1000) -> Iterator[str]:
+    """Single bits, spread evenly over every file."""
+    chance, place = random.Random(0), saved(folder)
+    path = place / step_name(2)
+    files = sorted(path.iterdir())
+    for number in range(count):
+        file = files[number % len(files)]
+        whole = file.read_bytes()
+        at = chance.randrange(len(whole))
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
+        _named(path, "manifest" if file.name.startswith("manifest") else file.name)
+        if number < len(files):
+            assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
+        file.write_bytes(whole)
+    content(path)
+    yield f"{count} bit flips in {len(files)} files: all noticed and named"
+
+
+def files(folder: Path) -> Iterator[str]:
+    """Files cut short, zeroed at the end, emptied, deleted, swapped, taken from another step, links."""
+    place = saved(folder)
+    path, other = place / step_name(2), place / step_name(1)
+    damages: dict[str, Callable[[Path], object]] = {
+        "cut short by a byte": lambda file: os.truncate(file, file.stat().st_size - 1),
+        "cut in half": lambda file: os.truncate(file, file.stat().st_size // 2),
+        "emptied": lambda file: os.truncate(file, 0),
+        "longer by a byte": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+        "with a zeroed tail": _zero_tail,
+        "deleted": lambda file: file.unlink(),
+        "from another step": lambda file: shutil.copy(other / file.name, file),
+        "a link to itself elsewhere": _link,
+        "a directory": lambda file: (file.unlink(), file.mkdir()),
+    }
+    for name, damage in damages.items():
+        for file in sorted(path.iterdir()):
+            shutil.copytree(path, place / "keep")
+            damage(file)
+            _named(path, "manifest" if file.name.startswith("manifest") else file.name)
+            assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
+            shutil.rmtree(path)
+            (place / "keep").rename(path)
+        yield f"every file {name}: noticed, named, fallen back from"
+    swapped = [path / f"rank-0000{rank}.safetensors" for rank in (0, 1)]
+    swapped[0].rename(path / "x")
+    swapped[1].rename(swapped[0])
+    (path / "x").rename(swapped[1])
+    _named(path, "rank-00000.safetensors")
+    yield "data files swapped: noticed, named"
+    shutil.rmtree(path)
+    shutil.copytree(other, path)
+    assert newest(place, comm.Alone(), CPU).step == 1
+    yield "a whole checkpoint under another step's name: fallen back from"
+
+
+def _zero_tail(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) * 2 // 3] + bytes(len(data) - len(data) * 2 // 3))
+
+
+def _link(file: Path) -> None:
+    elsewhere = file.parent.parent / f"elsewhere-{file.name}"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+
+
+# --- disks
+
+
+def disks(folder: Path) -> Iterator[str]:
+    """A full disk and a read-only one; needs leave to mount."""
+    place = folder / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        yield "disks: skipped, mounting is not permitted here"
+        return
+    try:
+        store, model, optimizer = _half_full(place)
+        before = content(place / "c" / step_name(1))
+        _fails(store, model, optimizer, "No space left on device")
+        assert content(place / "c" / step_name(1)) == before
+        yield "full disk: the save fails with that reason, the old checkpoint stays"
+        (place / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        _fails(store, model, optimizer, "Read-only file system")
+        assert newest(place / "c", comm.Alone(), CPU).step == 1
+        yield "read-only disk: the save fails with that reason, the old checkpoint loads"
+        subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        store.save(2, model, optimizer, extra={}, facts={}, best=None)
+        assert sorted(path.name for path in (place / "c").iterdir()) == [step_name(1), step_name(2)]
+        yield "with room again: saved, nothing left behind"
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def _half_full(place: Path) -> tuple[Store, nn.Module, torch.optim.Optimizer]:
+    """A checkpoint, and so much besides that there is room for half of the next one."""
+    model, optimizer = fresh()
+    train(model, optimizer, 1, batch=_images)
+    store = open_store(str(place / "c"), 2, False)
+    store.save(1, model, optimizer, extra={}, facts={}, best=None)
+    size = sum(file.stat().st_size for file in (place / "c" / step_name(1)).iterdir())
+    free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+    (place / "filler").write_bytes(bytes(free - size // 2))
+    return store, model, optimizer
+
+
+def _images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(6, 3, 5, 5), torch.randint(5, (6,))
+
+
+def _fails(store: Store, model: nn.Module, optimizer: torch.optim.Optimizer, reason: str) -> None:
+    refusal = _refusal(lambda: store.save(2, model, optimizer, extra={}, facts={}, best=None))
+    assert reason in refusal, f"{reason}: {refusal or 'not noticed'}"
+
+
+# --- whole runs
+
+RUN = (
+    "+recipe=resnet",
+    "model=mobilenet_v3_small",
+    "data=fake",
+    "data.train_images=240",
+    "data.val_images=12",
+    "train.batch_size=12",
+    "train.epochs=3",
+    "train.eval_every=1",
+    "train.log_every=3",
+    "checkpoint.every_steps=5",
+    "monitor.progress=lines",
+)
+
+
+def torchrun(folder: Path, restarts: int = 0, extra: Sequence[str] = ()) -> list[str]:
+    """Two ranks of the training program, on a port of their own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]
+    launcher += ["--max-restarts", str(restarts)]
+    return [*launcher, "-m", "shardtrain.train", *RUN, f"run.dir={folder}", *extra]
+
+
+def finished(folder: Path) -> tuple[Any, Any]:
+    """What must not depend on kills: digests of the last checkpoint, and TensorBoard's points."""
+    path = folder / "checkpoints" / step_name(steps_in(folder / "checkpoints")[-1])
+    manifest = json.loads((path / "manifest.json").read_text())
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in ("perf", "time", "memory")]
+    points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    return {name: record["sha256"] for name, record in manifest["files"].items()}, points
+
+
+def workers(launcher: int) -> list[int]:
+    """The ranks that the process ``launcher`` has started."""
+    listed = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(number) for number in listed]
+
+
+def runs(folder: Path, count: int = 20, extra: Sequence[str] = ()) -> Iterator[str]:
+    """A run killed at random times and started again by the same command, then by torchrun itself."""
+    chance = random.Random(0)
+    started = time.monotonic()
+    subprocess.run(torchrun(folder / "whole", extra=extra), check=True, capture_output=True)
+    length = time.monotonic() - started
+    yield f"undisturbed: {length:.0f} s"
+    killed = 0
+    while killed < count:
+        running = subprocess.Popen(
+            torchrun(folder / "killed", extra=extra),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(length * (0.4 + 0.5 * chance.random()))
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            killed += 1
+        elif killed < count:  # it has finished before it was killed often enough: another one
+            assert running.returncode == 0
+            assert finished(folder / "killed") == finished(folder / "whole")
+            shutil.rmtree(folder / "killed")
+        for child in workers(running.pid) if Path(f"/proc/{running.pid}").exists() else []:
+            os.kill(child, signal.SIGKILL)
+        running.wait()
+    subprocess.run(torchrun(folder / "killed", extra=extra), check=True, capture_output=True)
+    assert finished(folder / "killed") == finished(folder / "whole")
+    yield f"{count} kills of the whole job, continued by the same command: the same bits, the same curves"
+    yield from restarts(folder, min(3, count), extra)
+
+
+def restarts(folder: Path, count: int, extra: Sequence[str] = ()) -> Iterator[str]:
+    """One worker killed at random, again and again, under ``torchrun --max-restarts``."""
+    chance = random.Random(1)
+    running = subprocess.Popen(
+        torchrun(folder / "restarted", count, extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert running.stdout is not None
+    killed, waiting, told = 0, True, []
+    for line in running.stdout:
+        told.append(line)
+        if line.startswith("world"):
+            waiting = True  # a new attempt
+        if waiting and killed < count and re.match(r"step +\d", line) and chance.random() < 0.4:
+            os.kill(chance.choice(workers(running.pid)), signal.SIGKILL)
+            killed, waiting = killed + 1, False
+    assert running.wait() == 0, "".join(told[-60:])
+    assert killed == count, f"killed {killed} times, not {count}"
+    assert finished(folder / "restarted") == finished(folder / "whole")
+    yield f"{count} kills of one worker under torchrun --max-restarts {count}: the same bits, the same curves"
+
+
+PARTS: dict[str, Callable[[Path], Iterator[str]]] = {
+    "points": points,
+    "kills": kills,
+    "flips": flips,
+    "files": files,
+    "disks": disks,
+    "runs": runs,
+}
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names or PARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            for line in PARTS[name](Path(folder)):
+                print(f"{name}: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
