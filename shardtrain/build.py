@@ -18,7 +18,11 @@ from shardtrain import data, targets
 from shardtrain.config import Config, Constant, Optim, Sched, Sgd, micro_batch
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
+from shardtrain.precision import Precision
 from shardtrain.weights import load_weights
+
+# Logits, and so the loss, are fp32 in any case.
+PRECISIONS = {"fp32": None, "bf16": Precision(param=torch.bfloat16, output=torch.float32)}
 
 EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
 
@@ -145,6 +149,7 @@ def _shard_with_optimizer(model: nn.Module, config: Config) -> torch.optim.Optim
     groups = parameter_groups(model, config.optim.weight_decay)
     shardtrain.shard(
         model,
+        precision=PRECISIONS[config.parallel.precision],
         reshard_after_forward=config.parallel.reshard_after_forward,
         transport=config.parallel.transport,
     )

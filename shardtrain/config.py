@@ -140,6 +140,7 @@ class Constant:
 class Parallel:
     reshard_after_forward: bool
     transport: str = one_of("auto", "process_group", "shared_memory")
+    precision: str = one_of("fp32", "bf16")
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def test_fast_dry_run() -> None:
         ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
         ("device=gpu", r"device=gpu.*\(valid: auto, cpu, cuda\)"),
         ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group, shared_memory\)"),
+        ("parallel.precision=fp16", r"parallel.precision=fp16; did you mean bf16\? \(valid: fp32, bf16\)"),
         ("checkpoint.keep=-1", r"checkpoint.keep=-1: expected at least 0"),
         ("checkpoint.every_steps=0", r"checkpoint.every_steps=0: expected at least 1"),
         ("checkpoint.on_failure=ask", r"checkpoint.on_failure=ask \(valid: continue, stop\)"),

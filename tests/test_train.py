@@ -54,6 +54,15 @@ def run(folder: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
+def test_bf16_trains_about_as_fp32(tmp_path: Path) -> None:
+    fp32, bf16 = (
+        run(str(tmp_path / name), f"parallel.precision={name}", "monitor.progress=none")
+        for name in ("fp32", "bf16")
+    )
+    assert bf16["train/loss"] == pytest.approx(fp32["train/loss"], rel=0.05)
+    assert bf16["train/loss"] != fp32["train/loss"]
+
+
 def test_one_rank_trains_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(str(tmp_path / "run"), "monitor.progress=lines")
     assert (result["status"], result["step"], result["world_size"]) == ("finished", 2, 1)
