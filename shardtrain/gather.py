@@ -15,6 +15,7 @@ from shardtrain.shard import State, Unit
 def launch(unit: Unit, transport: Transport) -> None:
     """Start gathering ``unit``. Nothing may be read from its full vector before ``finish``."""
     assert unit.state is State.SHARDED, f"{unit.name}: {unit.state}"
+    unit.account.add(int(bool(unit.segments)), unit.full_bytes)
     for segment in unit.segments:
         segment.resize_full(segment.layout.padded)
     flats = [segment.flat for segment in unit.segments]
@@ -44,8 +45,11 @@ def release(unit: Unit) -> None:
     if unit.pinned:
         return
     unit.show_local()
+    if unit.state is State.SHARDED:
+        return
     if unit.state is State.GATHERING:
         finish(unit)
+    unit.account.add(-int(bool(unit.segments)), -unit.full_bytes)
     for segment in unit.segments:
         segment.resize_full(0)
     unit.state = State.SHARDED

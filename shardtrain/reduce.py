@@ -6,15 +6,40 @@ launch   start sending every owner its interval, and adding up what comes
 finish   give each parameter its piece of the mean
 
 On a single rank nothing belongs to others, so nothing is copied and nothing is sent.
+
+A parameter without a gradient on this rank may have one on another, and if it has none anywhere it must
+get none, as in the unwrapped model: weight decay and momentum move a parameter with a zero gradient. So
+absence travels in what is sent anyway, as ``-0.0``: the sum of values is ``-0.0`` only where all of them
+are. Two ranks, a parameter of two elements::
+
+    rank 0 has none   -0.0 -0.0      rank 0 has none   -0.0 -0.0
+    rank 1 has        +0.0  3.0      rank 1 has none   -0.0 -0.0
+    mean              +0.0  1.5      mean              -0.0 -0.0    -> no gradient
+
+A gradient that is there never starts with ``-0.0``: 0.0 is added to the first element of every piece.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch import nn
 
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Gradient, Pending, Transport
 from shardtrain.shard import Segment, Unit, in_memory_order
+
+
+class Shown(NamedTuple):
+    """What ``.grad`` of a parameter is while a gradient of it waits to be reduced.
+
+    ``own``: it is this rank's part of the waiting gradient; else an earlier, reduced one.
+    """
+
+    grad: torch.Tensor
+    version: int
+    own: bool
 
 
 class FlatGradient:
@@ -35,10 +60,15 @@ class FlatGradient:
             [part for part in (slice(0, piece.start), slice(piece.stop, size)) if part.start < part.stop]
             for piece, size in zip(segment.pieces, sizes, strict=True)
         ]
+        # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
+        layout = segment.layout
+        starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.numel}
+        self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._clear()
 
     def _clear(self) -> None:
         self.filled.clear()
+        self._shown: dict[int, Shown] = {}
         self._full: torch.Tensor | None = None
         self._own: dict[int, torch.Tensor] = {}
 
@@ -51,6 +81,39 @@ class FlatGradient:
         """None has arrived; count once what to expect, since every arrival asks whether it was the last."""
         self.arrived.clear()
         self._expected = sum(param.requires_grad for param in self.segment.params)
+        while self._shown:
+            self._heed(*self._shown.popitem())
+
+    def show_waiting(self) -> None:
+        """Let parameters without a gradient show this rank's part of the one that waits.
+
+        Only so is it seen when a user clears gradients, or changes them, before the next backward.
+        """
+        for index in self.filled:
+            held = self.segment.held_grad(index)
+            if held is None:
+                self.segment.give_grad(index, self._own[index])
+            grad = self._own[index] if held is None else held
+            self._shown[index] = Shown(grad, grad._version, own=held is None)
+
+    def _heed(self, index: int, shown: Shown) -> None:
+        """Do to a waiting gradient what a user has done to ``.grad``, if that is to clear it.
+
+        Raises:
+            ValueError: it was changed in another way.
+        """
+        now = self.segment.held_grad(index)
+        if now is shown.grad and now._version == shown.version:
+            if shown.own:
+                self.segment.take_grad(index)
+        elif now is None or not now.any():
+            self.filled.discard(index)
+        else:
+            self._shown[index] = shown
+            raise ValueError(
+                f"the gradient of parameter {self.segment.places[index].name} was changed while it waits "
+                "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
+            )
 
     def collect(self, index: int) -> None:
         """Take the gradient that autograd has just accumulated in parameter ``index``.
@@ -93,19 +156,23 @@ class FlatGradient:
             self._full = self._transport.gradient(self.segment.layout, like)
         return self._full
 
-    def wanted(self) -> list[int]:
-        """Indices of parameters that will get a gradient: others may have one where this rank has none."""
-        params, alone = self.segment.params, self._transport.world == 1
-        return [i for i, p in enumerate(params) if p.requires_grad and (i in self.filled or not alone)]
+    def unsure(self) -> list[int]:
+        """Indices of trainable parameters without a gradient on this rank: another may have one."""
+        if self._transport.world == 1:
+            return []
+        return [i for i, p in enumerate(self.segment.params) if p.requires_grad and i not in self.filled]
 
     def take(self) -> Gradient:
-        """What has come together, zero where nothing arrived on this rank."""
+        """What has come together, -0.0 where nothing arrived on this rank."""
         segment = self.segment
+        if self._transport.world > 1:
+            self._starts = self._starts.to(self._open().device)
+            self._open().index_add_(0, self._starts, self._open().new_zeros(len(self._starts)))
         for index, piece in enumerate(segment.pieces):
             if index not in self.filled:
-                self._own[index] = segment.local.new_zeros(piece.numel)
+                self._own[index] = segment.local.new_full((piece.numel,), -0.0)
                 for part in self._elsewhere[index]:
-                    self._into(index, part).zero_()
+                    self._into(index, part).fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
         gradient = Gradient(self._open(), own, segment.layout)
         self._clear()
@@ -114,6 +181,9 @@ class FlatGradient:
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self.arrived.clear()
+        for index, shown in self._shown.items():
+            if shown.own and self.segment.held_grad(index) is shown.grad:
+                self.segment.take_grad(index)
         if self._full is not None:
             self._transport.discard(self._full)
         self._clear()
@@ -127,7 +197,7 @@ class Reduction:
         self.gradients = [FlatGradient(segment, transport) for segment in unit.segments]
         self._transport = transport
         self._moving = Pending()
-        self._under_way: list[tuple[FlatGradient, list[int], Gradient]] = []
+        self._under_way: list[tuple[FlatGradient, list[int], list[int], Gradient]] = []
 
     @property
     def complete(self) -> bool:
@@ -142,20 +212,30 @@ class Reduction:
         for gradient in self.gradients:
             gradient.begin_backward()
 
-    def launch(self) -> None:
-        """Start reducing what has been collected. Parameters without a gradient here count as zero."""
-        trainable = [flat for flat in self.gradients if flat.segment.trainable]
-        self._under_way = [(flat, flat.wanted(), flat.take()) for flat in trainable]
-        self._moving = self._transport.reduce(self.unit.tag(1), [taken for _, _, taken in self._under_way])
+    def show_waiting(self) -> None:
+        for gradient in self.gradients:
+            gradient.show_waiting()
 
-    def finish(self) -> None:
-        """Wait for the movement and give every trainable parameter its piece of the mean."""
+    def launch(self) -> None:
+        """Start reducing what has been collected."""
+        trainable = [flat for flat in self.gradients if flat.segment.trainable]
+        self._under_way = [(flat, sorted(flat.filled), flat.unsure(), flat.take()) for flat in trainable]
+        self._moving = self._transport.reduce(self.unit.tag(1), [taken for *_, taken in self._under_way])
+
+    def finish(self) -> list[nn.Parameter]:
+        """Wait for the movement and give every parameter its piece of the mean, if there is a gradient.
+
+        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient.
+        """
         with waiting("reduce_scatter", self.unit.title, self.unit.device):
             self._moving.wait()
-        for flat, wanted, taken in self._under_way:
-            for index in wanted:
+        given = []
+        for flat, filled, unsure, taken in self._under_way:
+            for index in [*filled, *(i for i in unsure if not is_absent(taken.own[i]))]:
                 flat.segment.give_grad(index, taken.own[index])
+                given.append(flat.segment.params[index])
         self._under_way = []
+        return given
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
@@ -163,3 +243,8 @@ class Reduction:
         self._under_way = []
         for gradient in self.gradients:
             gradient.drop()
+
+
+def is_absent(mean: torch.Tensor) -> bool:
+    """Whether no rank had a gradient here: not a single element, and each -0.0."""
+    return mean.numel() > 0 and bool(((mean == 0) & torch.signbit(mean.real)).all())

@@ -26,12 +26,12 @@ from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Found, Store, newest
 from shardtrain.config import Config
 from shardtrain.data.sampler import generator
+from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Scores
 from shardtrain.launch import Context, Place
 from shardtrain.monitor import Monitor, Window
 from shardtrain.stop import Stopped, StopSignals
-from shardtrain.wrap import engine_of
 
 CHECKPOINTS = "checkpoints"
 

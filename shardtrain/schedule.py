@@ -15,14 +15,16 @@ Reductions are started in the reverse of the order in which units were first ent
 on which some gradient never comes (a parameter unused there) joins all the same: autograd runs nodes
 latest first, so once the backward of a unit begins, every unit entered after it in forward is over, and
 what has not arrived there counts as zero. For the same reason frozen parameters, whose last use no
-gradient announces, can be released then.
+gradient announces, can be released then. And a unit whose outputs the loss does not depend on, here, is
+gathered and reduced all the same, when its turn is over: on another rank the loss may depend on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from shardtrain import gather
 from shardtrain.comm.meter import waiting
@@ -74,6 +76,10 @@ class Schedule:
         self._position: dict[Unit, int] = {}  # when forward first entered each unit
         self._to_reduce: list[Unit] = []  # units whose reduction has not been started, in order
         self._launched: list[Unit] = []  # units whose reduction has been started in this backward
+        self._left: dict[Unit, None] = {}  # units whose backward must come, in the order forward left them
+        self._owed: set[Unit] = set()  # units whose gradients wait under `no_sync`
+        self._given: list[nn.Parameter] = []  # parameters that this backward has given a reduced gradient
+        self.tell_reduced: Callable[[nn.Parameter], None] = _nobody
 
     def at_rest(self) -> bool:
         """Whether no step is under way, so that every parameter shows its local piece.
@@ -107,6 +113,7 @@ class Schedule:
             unit.cast()
         self._fence("entering")
         self._forward.begin()
+        self._left.clear()
         self._in_forward = True
 
     def end_forward(self, failed: bool) -> None:
@@ -146,12 +153,22 @@ class Schedule:
             self._fence("leaving")
         if not backward_will_tell:
             return
-        if torch.is_grad_enabled() and (unit is self.root or not self.reshard_after_forward):
+        if torch.is_grad_enabled() and not failed and (unit is self.root or not self.reshard_after_forward):
             unit.show_local()
         else:
             gather.release(unit)
 
+    def expect_backward(self, unit: Unit) -> None:
+        """Forward leaves ``unit`` now, with outputs whose gradients will announce its backward."""
+        if self._in_forward and not self._in_backward:
+            self._left.pop(unit, None)
+            self._left[unit] = None
+
     # backward
+
+    @property
+    def in_backward(self) -> bool:
+        return self._in_backward
 
     def before_backward(self, unit: Unit) -> None:
         """The gradient of one of ``unit``'s outputs is known: its parameters must be whole."""
@@ -160,12 +177,32 @@ class Schedule:
         if unit in self._entered:
             gather.open_full(unit, self.transport)
             return
+        if unit in self._left:
+            self._enter_skipped(unit)
         self._pass_over_units_after(unit)
         gather.open_full(unit, self.transport)
         self._entered.append(unit)
         self._prefetch(self._backward.next_after(unit))
 
+    def _enter_skipped(self, until: Unit | None = None) -> None:
+        """Enter units whose outputs have got no gradient on this rank: last left first, down to ``until``."""
+        while self._left:
+            unit, _ = self._left.popitem()
+            if unit is until:
+                break
+            self.before_backward(unit)
+
     def _begin_backward(self) -> None:
+        """The first sign of a backward.
+
+        Raises:
+            ValueError: it is to be differentiated in turn.
+        """
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "double backward (create_graph=True) is not supported: the graph would need parameters that "
+                "are released when this backward ends; compute gradients of gradients on an unsharded model"
+            )
         self._in_backward = True
         self._backward.begin()
         order = dict.fromkeys([*self._forward.seen, *self.units])
@@ -209,27 +246,53 @@ class Schedule:
         self._completed.add(unit)
         while self._to_reduce and (not self._to_reduce[0].trainable or self._to_reduce[0] in self._completed):
             next_unit = self._to_reduce.pop(0)
-            if next_unit.trainable:
+            if next_unit.trainable and self.reduce_gradients:
                 self._launch(next_unit)
 
     def _launch(self, unit: Unit) -> None:
-        if not self.reduce_gradients:
-            return
-        if self._launched:
-            self._reductions[self._launched[-1]].finish()
+        self._finish_last()
         self._reductions[unit].launch()
         self._launched.append(unit)
 
+    def _finish_last(self) -> None:
+        if self._launched:
+            self._given += self._reductions[self._launched[-1]].finish()
+
     def _end_backward(self) -> None:
-        """Autograd is done: reduce what had to wait, and go back to rest."""
-        late = [unit for unit in self._to_reduce if unit in self._entered and unit.trainable]
+        """Autograd is done: reduce what had to wait, go back to rest, and tell users."""
+        self._enter_skipped()
+        if self.reduce_gradients:
+            self._reduce_the_rest()
+        else:
+            self._owed.update(self._entered)
+        given = dict.fromkeys(self._given)
+        self._rest()
+        self._fence("leaving")
+        for unit in self._owed:
+            self._reductions[unit].show_waiting()
+        for param in given:
+            self.tell_reduced(param)
+
+    def _reduce_the_rest(self) -> None:
+        due = self._owed.union(self._entered)
+        late = [unit for unit in self._to_reduce if unit in due and unit.trainable]
         again = [unit for unit in self._launched if self._reductions[unit].waiting]
         for unit in [*late, *again]:
             self._launch(unit)
-        if self._launched:
-            self._reductions[self._launched[-1]].finish()
-        self._rest()
-        self._fence("leaving")
+        self._finish_last()
+        self._owed.clear()
+
+    def require_reduced(self, what: str) -> None:
+        """Refuse ``what`` while gradients wait under `no_sync`.
+
+        Raises:
+            ValueError: some do.
+        """
+        if self._owed:
+            raise ValueError(
+                f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
+                "no_sync first, or clear them with zero_grad() and run another one"
+            )
 
     def recover(self) -> None:
         """Forget a backward that did not end: an exception went through it."""
@@ -237,6 +300,7 @@ class Schedule:
             reduction.drop()
         for unit in self._entered:
             unit.drop_kept_grads()
+        self._owed.clear()
         self._rest()
 
     def _rest(self) -> None:
@@ -245,6 +309,8 @@ class Schedule:
         self._passed.clear()
         self._completed.clear()
         self._launched.clear()
+        self._left.clear()
+        self._given = []
         for unit in self.units:
             gather.release(unit)
 
@@ -256,3 +322,7 @@ class Schedule:
 def in_autograd() -> bool:
     """Whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _nobody(_: nn.Parameter) -> None:
+    """Nobody wants to know."""

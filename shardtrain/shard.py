@@ -19,9 +19,10 @@ new tensor would leave the view with stale memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -144,14 +145,24 @@ class Segment:
 
     def give_grad(self, index: int, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
-        param = self.params[index]
-        held = self.kept_grads[index] if self.shows_full else param.grad
+        held = self.held_grad(index)
         if held is not None:
             held.add_(piece)
         elif self.shows_full:
             self.kept_grads[index] = piece
         else:
-            param.grad = piece
+            self.params[index].grad = piece
+
+    def held_grad(self, index: int) -> torch.Tensor | None:
+        """The gradient of this rank's piece of parameter ``index``, on show or put away."""
+        return self.kept_grads[index] if self.shows_full else self.params[index].grad
+
+    def take_grad(self, index: int) -> None:
+        """Let the piece of parameter ``index`` have no gradient."""
+        if self.shows_full:
+            self.kept_grads[index] = None
+        else:
+            self.params[index].grad = None
 
     def was_replaced(self) -> bool:
         """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage."""
@@ -191,6 +202,45 @@ class Segment:
         self._adopt(local)
         self.show_local()
 
+    def copied(self, memo: Mapping[int, Any]) -> Segment:
+        """The same over copies of its modules, whose parameters hold clones of the pieces. Collective.
+
+        ``memo``: from the ids of modules to their copies, as ``copy.deepcopy`` leaves it.
+        """
+        twin = copy.copy(self)
+        twin.places = tuple(
+            Place(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.owners))
+            for place in self.places
+        )
+        twin.kept_grads = [None] * len(self.params)
+        twin.take_over()
+        return twin
+
+
+class Gathered(NamedTuple):
+    """How much of a model is gathered: units, the root among them, and bytes of their full vectors.
+
+    Ranks that share memory have those bytes once between them, gathered or not.
+    """
+
+    units: int
+    bytes: int
+
+
+class Account:
+    """What is gathered now, and the most that was since `take_peak`."""
+
+    def __init__(self) -> None:
+        self.now = self._peak = Gathered(0, 0)
+
+    def add(self, units: int, size: int) -> None:
+        self.now = Gathered(self.now.units + units, self.now.bytes + size)
+        self._peak = Gathered(max(self.now.units, self._peak.units), max(self.now.bytes, self._peak.bytes))
+
+    def take_peak(self) -> Gathered:
+        peak, self._peak = self._peak, self.now
+        return peak
+
 
 class Unit:
     """A group of parameters that is gathered and reduced together."""
@@ -203,6 +253,12 @@ class Unit:
         self.state = State.SHARDED
         self.moving = Pending()
         self.pinned = False  # held in full by `unsharded`: a release does nothing
+        self.account = Account()  # one for all units of a model
+
+    def copied(self, memo: Mapping[int, Any]) -> Unit:
+        """The same over copies of its modules; see `Segment.copied`."""
+        segments = [segment.copied(memo) for segment in self.segments]
+        return Unit(self.name, self.index, memo[id(self.module)], segments)
 
     @property
     def title(self) -> str:
@@ -221,6 +277,10 @@ class Unit:
     def holds(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""
         return not self.name or other.name.startswith(f"{self.name}.")
+
+    @property
+    def full_bytes(self) -> int:
+        return sum(segment.full.nbytes for segment in self.segments)
 
     @property
     def trainable(self) -> bool:

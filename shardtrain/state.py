@@ -14,15 +14,17 @@ from torch import nn
 
 from shardtrain import comm, gather
 from shardtrain.comm.transport import Flat, Transport
+from shardtrain.engine import Engine, engine_of
 from shardtrain.shard import Segment, Unit, in_memory_order
-from shardtrain.wrap import Engine, engine_of
 
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Gradient accumulation: a backward in here keeps its gradients whole on each rank, and reduces nothing.
 
-    The next backward outside adds to them and reduces the sum. Inside, ``.grad`` stays empty.
+    The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter that has
+    no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too;
+    an optimizer's step, clipping and other changes of it are refused.
     """
     schedule = engine_of(module).schedule
     before, schedule.reduce_gradients = schedule.reduce_gradients, schedule.transport.world == 1
@@ -43,10 +45,12 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         grads: gather gradients as well, and treat edits to them alike.
 
     Raises:
-        ValueError: a step or another ``unsharded`` is under way.
+        ValueError: a step or another ``unsharded`` is under way; gradients asked for wait under `no_sync`.
     """
     engine = engine_of(module)
     require_rest(engine, "unsharded")
+    if grads:
+        engine.schedule.require_reduced("unsharded(grads=True)")
     for unit in engine.units:
         _open(unit, engine.transport, grads)
     try:
@@ -91,16 +95,20 @@ def _whole(segment: Segment, local: torch.Tensor, transport: Transport, unit: Un
 
 
 def _whole_grads(segment: Segment, transport: Transport, unit: Unit) -> list[torch.Tensor | None]:
-    """Every parameter's gradient, gathered and shaped; None where there is none."""
-    has_grad = [param.grad is not None for param in segment.params]
-    if not any(has_grad):
-        return [None] * len(has_grad)
+    """Every parameter's gradient, gathered and shaped; None where there is none.
+
+    Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
+    """
+    has_grad = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
+    transport.all_reduce(has_grad, "max")
+    if not has_grad.any():
+        return [None] * len(segment.params)
     local = torch.zeros_like(segment.local)
     for param, piece in zip(segment.params, segment.pieces, strict=True):
         if param.grad is not None:
             local[piece.offset : piece.offset + piece.numel].copy_(param.grad)
     views = segment.views_of(_whole(segment, local, transport, unit))
-    return [view if has else None for view, has in zip(views, has_grad, strict=True)]
+    return [view if has else None for view, has in zip(views, has_grad.tolist(), strict=True)]
 
 
 def _piece_of_grad(segment: Segment, index: int) -> torch.Tensor | None:

@@ -71,6 +71,17 @@ def sharded_and_replica(
     )
 
 
+def average_gradients(model: nn.Module) -> None:
+    """What replicas do by hand: the mean over ranks, and None only where no rank has a gradient."""
+    for param in model.parameters():
+        has = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has)
+        if has:
+            total = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(total)
+            param.grad = total / dist.get_world_size()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
@@ -111,8 +122,8 @@ def assert_same_parameters(model: nn.Module, replica: nn.Module, tolerance: floa
 
 def assert_at_rest(model: nn.Module) -> None:
     """Every parameter shows its 1-D piece, and nothing is gathered."""
+    from shardtrain.engine import engine_of
     from shardtrain.shard import State
-    from shardtrain.wrap import engine_of
 
     engine = engine_of(model)
     for unit in engine.units:

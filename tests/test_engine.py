@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.engine import engine_of
 from shardtrain.shard import ALIGN_BYTES, State
-from shardtrain.wrap import engine_of
 
 from small import (
     Block,

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 import shardtrain
 from shardtrain.bench.cases import BLOCKS, Batch
 from shardtrain.comm import Alone, ProcessGroupTransport
-from shardtrain.wrap import engine_of
+from shardtrain.engine import engine_of
 
 TITLES = {
     "shardtrain": "shardtrain",

@@ -16,8 +16,8 @@ from torch import nn
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import SaveFailed, begin
+from shardtrain.engine import engine_of
 from shardtrain.state import require_rest
-from shardtrain.wrap import engine_of
 
 __all__ = ["Damaged", "SaveFailed", "load", "save"]
 

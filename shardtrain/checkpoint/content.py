@@ -29,8 +29,8 @@ from shardtrain.checkpoint.manifest import (
     State,
     file_name,
 )
+from shardtrain.engine import Engine
 from shardtrain.state import equal_buffers, persistent_buffers
-from shardtrain.wrap import Engine
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 

@@ -34,9 +34,9 @@ from shardtrain.checkpoint.manifest import (
     read,
 )
 from shardtrain.comm.transport import Transport
+from shardtrain.engine import Engine
 from shardtrain.shard import in_memory_order
 from shardtrain.state import persistent_buffers
-from shardtrain.wrap import Engine
 
 
 class Opened(NamedTuple):

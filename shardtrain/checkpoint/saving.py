@@ -30,7 +30,7 @@ from shardtrain import comm
 from shardtrain.checkpoint.content import Content, collect
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line, dump, file_name
-from shardtrain.wrap import Engine
+from shardtrain.engine import Engine
 
 TEMPORARY = ".tmp-"
 _ALIGN = 64  # bytes; a cache line

@@ -31,8 +31,8 @@ from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import TEMPORARY, HostMemory, Saving, Stage, begin
 from shardtrain.comm.transport import Transport
+from shardtrain.engine import engine_of
 from shardtrain.state import require_rest
-from shardtrain.wrap import engine_of
 
 _STEP = re.compile(r"step-(\d{8,})")
 ASIDE = "damaged-"

@@ -12,6 +12,9 @@ collectives, the few names that such programs need are passed on as they are. Th
 from __future__ import annotations
 
 import logging
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from torch.distributed import (
     scatter,
 )
 
+from shardtrain.comm import native
 from shardtrain.comm.collectives import (
     all_gather_into_tensor,
     all_to_all,
@@ -67,6 +71,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_text",
+    "control_device",
     "destroy_process_group",
     "gather_texts",
     "get_rank",
@@ -80,6 +85,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "require_same",
     "scatter",
     "world_size",
 ]
@@ -166,6 +172,33 @@ def gather_texts(text: str, transport: Transport, device: torch.device) -> list[
     if joined.numel():
         transport.all_reduce(joined)
     return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
+
+
+def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a small tensor must lie that ranks of ``group`` (default: the world) exchange."""
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    return torch.device("cpu" if group is None else native.device_types(group)[0])
+
+
+def require_same(lines: Sequence[str], what: str, transport: Transport, device: torch.device) -> None:
+    """Return if all ranks have the same ``lines``. Collective: two all-reduces of one number.
+
+    Raises:
+        ValueError: they differ; on every rank, with the first line in which each differs from rank 0.
+    """
+    digest = zlib.crc32("\n".join(lines).encode())
+    low, high = (torch.tensor([digest], device=device) for _ in range(2))
+    transport.all_reduce(low, "min")
+    transport.all_reduce(high, "max")
+    if low.item() == high.item():
+        return
+    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), transport, device))
+    odd = []
+    for rank, found in enumerate(others, 1):
+        pairs = zip_longest(found, first, fillvalue="no more")
+        theirs, wanted = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        odd += [f"rank {rank} has {theirs} where rank 0 has {wanted}"] if theirs != wanted else []
+    raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
 
 
 def barrier() -> None:

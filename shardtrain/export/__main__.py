@@ -28,11 +28,11 @@ from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
 from shardtrain.compose import compose, config_folder
 from shardtrain.config import Config, checked
+from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
 from shardtrain.resume import CHECKPOINTS
 from shardtrain.weights import load_weights, write_weights
-from shardtrain.wrap import engine_of
 
 _RANDOM_IMAGES = 32
 

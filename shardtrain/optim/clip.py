@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shardtrain.wrap import engine_of
+from shardtrain.engine import engine_of
 
 
 def clip_grad_norm_(
@@ -24,11 +24,12 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
-        ValueError: ``norm_type`` is not positive.
+        ValueError: ``norm_type`` is not positive, or gradients wait under `no_sync`.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     engine = engine_of(module)
+    engine.schedule.require_reduced("clip_grad_norm_()")
     params = [param for param in module.parameters() if param.grad is not None]
     sharded = {param for unit in engine.units for segment in unit.segments for param in segment.params}
     cut = _power([p.grad for p in params if p in sharded], norm_type, engine.device)

@@ -1,0 +1,749 @@
+"""What people do to a model: hooks, copies, odd optimizers, parts unused. Equal to a replica, or refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.engine import engine_of
+from shardtrain.shard import Gathered
+
+from small import (
+    Block,
+    OddNet,
+    assert_same_parameters,
+    average_gradients,
+    images,
+    sgd,
+    shard,
+    sharded_and_replica,
+    train,
+)
+
+Ranks = Callable[..., list[Any]]
+several = pytest.mark.parametrize("world", [2, 3])
+every = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# parts of a model without gradients
+
+
+class Sometimes(nn.Module):
+    """``b`` is used on even ranks only, ``c`` nowhere; all are in one unit."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(x) * self.scale if self.rank % 2 == 0 else x
+
+
+def unused_in_a_unit_that_ran() -> None:
+    torch.manual_seed(0)
+    replica = nn.Sequential(*(Sometimes(dist.get_rank()) for _ in range(3)))
+    model = shard(copy.deepcopy(replica), units=[Sometimes])
+    ours, theirs = sgd(model), sgd(replica)
+    for step in range(3):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+        for net, optimizer in ((model, ours), (replica, theirs)):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            if net is replica:
+                average_gradients(net)
+            optimizer.step()
+    for layer in model:
+        assert all(p.grad is None for p in layer.c.parameters() if p.numel())
+        assert layer.b.weight.grad is not None
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_a_parameter_used_nowhere_gets_no_gradient_though_its_unit_ran(ranks: Ranks, world: int) -> None:
+    """Weight decay and momentum would move it."""
+    ranks(world, unused_in_a_unit_that_ran)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.mid = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.heads = nn.ModuleList(Nested() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = self.mid(self.trunk(x).relu()).relu()
+        return [head(x) for head in self.heads]
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x))
+
+
+def outputs_used_by_rank(used: dict[int, list[int]], detached: int) -> None:
+    """Rank r's loss depends on heads ``used[r]`` only; on rank ``detached`` not even on the trunk."""
+    torch.manual_seed(0)
+    replica = TwoHeads()
+    model = shard(copy.deepcopy(replica), units=[nn.Linear, Nested])
+    rank = dist.get_rank()
+    ours, theirs = sgd(model), sgd(replica)
+    for step in range(3):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step + 10 * rank))
+        for net, optimizer in ((model, ours), (replica, theirs)):
+            optimizer.zero_grad()
+            outputs = net(x)
+            loss = sum((outputs[i].square().mean() for i in used[rank]), torch.zeros(()))
+            if rank == detached:
+                loss = sum(p.sum() for p in ()) + outputs[used[rank][0]].sum()
+            loss.backward()
+            if net is replica:
+                average_gradients(net)
+            optimizer.step()
+    assert_same_parameters(model, replica)
+
+
+@several
+def test_outputs_of_units_used_on_some_ranks_only(ranks: Ranks, world: int) -> None:
+    ranks(world, outputs_used_by_rank, {0: [0, 1], 1: [2], 2: [1]}, 1)
+
+
+# accumulation
+
+
+def clears_between(set_to_none: bool) -> None:
+    model, replica = sharded_and_replica()
+    for net, quiet in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
+        optimizer = sgd(net)
+        for step in range(2):
+            for micro in range(3):
+                x, y = images(10 * step + micro)
+                with quiet() if micro < 2 else torch.enable_grad():
+                    F.cross_entropy(net(x), y).backward()
+                if micro == 0:
+                    optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert_same_parameters(model, replica)
+
+
+@every
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_clears_what_waits_under_no_sync(ranks: Ranks, world: int, set_to_none: bool) -> None:
+    ranks(world, clears_between, set_to_none)
+
+
+def misuses_waiting_gradients() -> list[str]:
+    model, replica = sharded_and_replica()
+    optimizer = sgd(model)
+    x, y = images(0)
+
+    def backward() -> None:
+        with shardtrain.no_sync(model):
+            F.cross_entropy(model(x), y).backward()
+
+    backward()
+    texts = [
+        refusal(optimizer.step),
+        refusal(lambda: shardtrain.clip_grad_norm_(model, 1.0)),
+        refusal(lambda: shardtrain.unsharded(model, grads=True).__enter__()),
+    ]
+    for param in model.parameters():
+        param.grad.mul_(2.0)
+    texts.append(refusal(backward))
+    optimizer.zero_grad()
+    assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    assert_same_parameters(model, replica)
+    return texts
+
+
+@several
+def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed(ranks: Ranks, world: int) -> None:
+    waiting = (
+        "while gradients wait under no_sync to be reduced: run the last backward outside of no_sync first"
+    )
+    for texts in ranks(world, misuses_waiting_gradients):
+        for text, what in zip(
+            texts, ["an optimizer's step()", "clip_grad_norm_()", "unsharded(grads=True)"], strict=False
+        ):
+            assert text.startswith(f"{what} {waiting}")
+        assert "was changed while it waits under no_sync" in texts[3]
+
+
+def interleaves() -> None:
+    """no_sync before the first forward; backwards with and without it; a unit that only runs inside."""
+    model, replica = sharded_and_replica()
+    for net, quiet in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
+        optimizer = sgd(net)
+        for micro, silent in enumerate([True, False, True, True, False]):
+            x, y = images(micro)
+            with quiet() if silent else torch.enable_grad():
+                F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    assert_same_parameters(model, replica)
+
+
+@several
+def test_backwards_with_and_without_no_sync_interleave(ranks: Ranks, world: int) -> None:
+    ranks(world, interleaves)
+
+
+# hooks
+
+
+def user_hooks() -> None:
+    torch.manual_seed(0)
+    plain = OddNet()
+    replica = copy.deepcopy(plain)
+    seen: dict[str, list[tuple[str, torch.Size, bool]]] = {}
+
+    def note(param: torch.Tensor, name: str, when: str) -> None:
+        at_rest = engine_of(plain).gathered.units == 0
+        seen.setdefault(name, []).append((when, param.grad.shape, at_rest))
+
+    for name, param in plain.named_parameters():
+        param.register_post_accumulate_grad_hook(functools.partial(note, name=name, when="before"))
+    model = shard(plain, units=[Block])
+    handles = [
+        p.register_post_accumulate_grad_hook(functools.partial(note, name=n, when="after"))
+        for n, p in model.named_parameters()
+    ]
+    pieces = {n: p.shape for n, p in model.named_parameters()}
+    x, y = images(0)
+    with shardtrain.no_sync(model):
+        F.cross_entropy(model(x), y).backward()
+    assert not seen or dist.get_world_size() == 1
+    seen.clear()
+    F.cross_entropy(model(x), y).backward()
+    assert seen == {n: [("before", s, True), ("after", s, True)] for n, s in pieces.items()}
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    F.cross_entropy(model(x), y).backward()
+    assert [w for w, *_ in seen["fc.weight"]] == ["before"]
+    F.cross_entropy(replica(x), y)
+
+
+@every
+def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece(ranks: Ranks, world: int) -> None:
+    ranks(world, user_hooks)
+
+
+def optimizer_in_backward() -> None:
+    model, replica = sharded_and_replica()
+    optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in model.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for number in range(4):
+        x, y = images(number)
+        F.cross_entropy(model(x), y).backward()
+    assert all(p.grad is None for p in model.parameters())
+    train(replica, torch.optim.AdamW(replica.parameters(), lr=0.01))
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_an_optimizer_may_step_in_backward(ranks: Ranks, world: int) -> None:
+    ranks(world, optimizer_in_backward)
+
+
+# copies
+
+
+def averages() -> None:
+    model, replica = sharded_and_replica()
+    pairs = []
+    for net in (model, replica.module):
+        pairs.append((net, AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)))
+    ours, theirs = sgd(model), sgd(replica)
+    for step in range(3):
+        train(model, ours, 1, start=step)
+        train(replica, theirs, 1, start=step)
+        for net, average in pairs:
+            average.update_parameters(net)
+    average = pairs[0][1].module
+    assert_same_parameters(average, pairs[1][1].module)
+    assert_same_parameters(model, replica)
+    assert type(average) is OddNet
+    train(average, sgd(average), 2)  # trains by itself,
+    assert_same_parameters(model, replica)  # and leaves the other alone
+    train(model, ours, 1)
+    train(replica, theirs, 1)
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_a_copy_is_sharded_too(ranks: Ranks, world: int) -> None:
+    ranks(world, averages)
+
+
+def bad_copies() -> list[str]:
+    model, _ = sharded_and_replica()
+    part = copy.deepcopy(model.blocks[0])
+    texts = [refusal(lambda: part(torch.ones(2, 7, 3, 3)))]
+    with shardtrain.unsharded(model):
+        texts.append(refusal(lambda: copy.deepcopy(model)))
+    texts.append(refusal(lambda: pickle.dumps(model)))
+    train(model, sgd(model), 1)
+    return texts
+
+
+@several
+def test_other_copies_are_refused(ranks: Ranks, world: int) -> None:
+    for texts in ranks(world, bad_copies):
+        assert texts[0].startswith("this Block is a copy of a part of a sharded model")
+        assert texts[1] == "a sharded model cannot be copied inside forward, backward or unsharded()"
+        assert texts[2].startswith("a sharded model cannot be pickled")
+
+
+# optimizers
+
+
+def element_wise(name: str) -> None:
+    model, replica = sharded_and_replica()
+    kind = getattr(torch.optim, name)
+    train(model, kind(model.parameters(), lr=0.01), 3)
+    train(replica, kind(replica.parameters(), lr=0.01), 3)
+    assert_same_parameters(model, replica, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
+)
+def test_element_wise_optimizers_equal_ddp_s(on_ranks: Ranks, name: str) -> None:
+    on_ranks(3, element_wise, name)
+
+
+class Lars(torch.optim.SGD):
+    """Scales each parameter's gradient by norms, which pieces have others of."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(param.norm() / (param.grad.norm() + 1e-8))
+        return super().step(closure)
+
+
+def needs_whole_parameters() -> list[str]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
+    optimizers = [
+        torch.optim.Adafactor(plain.parameters()),
+        torch.optim.Muon(plain.parameters()),
+        torch.optim.LBFGS(plain.parameters()),
+        Lars(plain.parameters(), lr=0.1),
+    ]
+    model = shard(plain)
+    texts = []
+    for optimizer in optimizers:
+        loss = model(torch.ones(2, 7)).sum()
+        loss.backward()
+        before = [p.clone() for p in model.parameters()]
+        texts.append(refusal(lambda optimizer=optimizer, loss=loss: optimizer.step(lambda: loss)))
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    texts.append(refusal(lambda: torch.optim.Muon(model.parameters())))
+    return texts
+
+
+@every
+def test_optimizers_that_need_whole_parameters_are_refused_at_the_first_step(
+    ranks: Ranks, world: int
+) -> None:
+    other = "cannot step on a sharded model: it gives a piece of a parameter other values than the whole one"
+    for texts in ranks(world, needs_whole_parameters):
+        assert texts[0].startswith(f"Adafactor {other}")
+        assert texts[1].startswith("Muon cannot step on a sharded model: it refuses a piece of a parameter")
+        assert texts[2].startswith(f"LBFGS {other}")
+        assert texts[3].startswith(f"Lars {other}")
+        assert "2D parameters" in texts[4]
+
+
+def many_groups() -> None:
+    model, replica = sharded_and_replica()
+    for net in (model, replica):
+        params = list(net.parameters())
+        first = torch.optim.AdamW(
+            [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params[:4])] + [{"params": []}]
+        )
+        second = torch.optim.SGD(params[4:], lr=0.05, momentum=0.9)
+        schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (first, second)]
+        for step in range(3):
+            x, y = images(step)
+            F.cross_entropy(net(x), y).backward()
+            with comm.meter() as meter:
+                for optimizer, schedule in zip((first, second), schedules, strict=True):
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad(set_to_none=step == 1)
+                list(net.named_parameters())
+            assert not meter.calls
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing(ranks: Ranks, world: int) -> None:
+    ranks(world, many_groups)
+
+
+# autograd
+
+
+def twice_differentiated() -> str:
+    model, replica = sharded_and_replica()
+    x, _ = images(0)
+    x.requires_grad_()
+    out = model(x).sum()
+    text = refusal(lambda: torch.autograd.grad(out, x, create_graph=True))
+    x.requires_grad_(False)
+    optimizer = sgd(model)
+    # the refused forward has moved the running statistics, which training does not read
+    assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    assert_same_parameters(model, replica)
+    return text
+
+
+@every
+def test_double_backward_says_that_it_is_not_supported(ranks: Ranks, world: int) -> None:
+    for text in ranks(world, twice_differentiated):
+        assert text.startswith("double backward (create_graph=True) is not supported: the graph would need")
+
+
+class Outside(nn.Module):
+    """Uses a unit's weight without calling the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.outside = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        return F.linear(x, self.first.weight) if self.outside else x
+
+
+def used_outside() -> None:
+    torch.manual_seed(0)
+    plain = Outside()
+    root_only = shard(copy.deepcopy(plain), units=[])
+    torch.testing.assert_close(root_only(torch.ones(2, 7)), plain(torch.ones(2, 7)))
+    model = shard(copy.deepcopy(plain), units=[nn.Linear])
+    with pytest.raises(RuntimeError, match=r"matrix|shape|size|2-D"):
+        model(torch.ones(2, 7))
+    assert engine_of(model).gathered == Gathered(0, 0)
+    model.outside = plain.outside = False
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(2, 7)), plain(torch.ones(2, 7)))
+    assert_same_parameters(model, plain)
+
+
+@several
+def test_a_parameter_used_outside_its_unit_fails_cleanly(ranks: Ranks, world: int) -> None:
+    ranks(world, used_outside)
+
+
+# models
+
+
+def attached_later() -> list[str]:
+    texts = []
+    for attach in (
+        lambda m: setattr(m, "fc", nn.Linear(7, 5)),
+        lambda m: m.blocks[0].register_parameter("extra", nn.Parameter(torch.ones(3))),
+        lambda m: m.blocks.append(Block(7)),
+    ):
+        model, _ = sharded_and_replica()
+        attach(model)
+        texts.append(refusal(lambda model=model: model(images(0)[0])))
+    model, replica = sharded_and_replica()
+    for net in (model, replica.module):
+        net.blocks.append(nn.Identity())
+    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    return texts
+
+
+@several
+def test_parameters_attached_after_sharding_are_refused_by_name(ranks: Ranks, world: int) -> None:
+    names = ["fc.weight, fc.bias", "blocks.0.extra", "blocks.2.conv.weight, blocks.2.norm.weight"]
+    for texts in ranks(world, attached_later):
+        for text, name in zip(texts, names, strict=True):
+            assert text.startswith(f"parameters attached after shard(): {name}")
+
+
+def differ_between_ranks() -> list[str]:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    frozen = OddNet()
+    frozen.fc.requires_grad_(not last)
+    chosen = [Block] if last else [nn.Linear]
+    return [
+        refusal(lambda: shard(OddNet(9 if last else 7))),
+        refusal(lambda: shard(frozen)),
+        refusal(lambda: shard(OddNet(), units=chosen)),
+        refusal(lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
+    ]
+
+
+@several
+def test_models_that_differ_between_ranks_are_refused_on_all(ranks: Ranks, world: int) -> None:
+    odd = world - 1
+    rows = ranks(world, differ_between_ranks)
+    assert all(row == rows[0] for row in rows)
+    shape, frozen, units, lazy = rows[0]
+    start = f"the model to shard differs between ranks: rank {odd} has "
+    assert shape.startswith(f"{start}stem.weight (9, 3, 3, 3) torch.float32")
+    assert "where rank 0 has stem.weight (7, 3, 3, 3)" in shape
+    assert f"{start}fc.weight (5, 7) torch.float32 strides (7, 1) frozen in fc where" in frozen
+    assert units.startswith(f"{start}fc.weight")
+    assert lazy.startswith("parameters without a shape yet: 0.weight, 0.bias; run one forward")
+
+
+class Constant(nn.Module):
+    """No inputs, fp32 and fp64 parameters, and a part without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+        self.wide = nn.Parameter(torch.linspace(0, 1, 5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.linspace(0, 1, 3))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self) -> torch.Tensor:
+        return self.act(self.wide).square().sum() + self.narrow.square().sum() + self.empty.sum()
+
+
+def odd_modules() -> None:
+    plain = nn.Sequential(nn.ReLU(), nn.Flatten())
+    torch.testing.assert_close(shard(plain)(torch.ones(2, 2)), torch.ones(2, 2))
+    replica = Constant()
+    model = shard(copy.deepcopy(replica))
+    assert isinstance(model, Constant)
+    for net in (model, replica):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net().backward()
+            optimizer.step()
+    assert_same_parameters(model, replica)
+    model.apply(lambda m: isinstance(m, Constant) and nn.init.constant_(m.wide, 3.0))
+    assert shardtrain.full_state_dict(model)["wide"].eq(3).all()
+
+
+@every
+def test_no_inputs_no_parameters_empty_parameters_and_mixed_dtypes(ranks: Ranks, world: int) -> None:
+    ranks(world, odd_modules)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter beside it, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(9, 9).requires_grad_(False)
+        self.down, self.up = nn.Linear(9, 2, bias=False), nn.Linear(2, 9, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x).relu() + self.up(self.down(x))
+
+
+def adapters() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Adapted(), nn.Linear(9, 9).requires_grad_(False), Adapted())
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    model = shard(plain, units=[Adapted, nn.Linear][:1])
+    ours, theirs = sgd(model), sgd(replica)
+    world = dist.get_world_size()
+    for step in range(3):
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        for net, optimizer in ((model, ours), (replica, theirs)):
+            optimizer.zero_grad()
+            with comm.meter() as meter:
+                net(x).square().mean().backward()
+            if net is model and world > 1:
+                assert meter.calls["reduce_scatter"] == 2
+                assert meter.bytes["reduce_scatter"] < (world - 1) * 2 * (36 * 4 / world + 32)
+            optimizer.step()
+    for block in (model[0], model[2]):
+        assert all(p.grad is None for p in block.base.parameters())
+    assert_same_parameters(model, replica)
+
+
+@every
+def test_adapters_beside_frozen_layers_reduce_nothing_else(ranks: Ranks, world: int) -> None:
+    ranks(world, adapters)
+
+
+def tied_in_a_unit_and_across(units: Any, home: str) -> None:
+    def make() -> nn.Module:
+        stage = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+        stage[1].weight = stage[0].weight
+        again = nn.Linear(7, 7)
+        return nn.Sequential(stage, again, nn.Linear(7, 7), again)
+
+    model, replica = sharded_and_replica(make, units=units)
+    unit_of = {
+        place.name: unit.name
+        for unit in engine_of(model).units
+        for segment in unit.segments
+        for place in segment.places
+    }
+    assert unit_of["0.0.weight"] == home
+    assert unit_of["1.weight"] == "1"
+    for net in (model, replica):
+        optimizer = sgd(net)
+        for step in range(3):
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    assert_same_parameters(model, replica)
+
+
+def _linear_and_stage(name: str, module: nn.Module) -> bool:
+    return name == "0" or isinstance(module, nn.Linear)
+
+
+@several
+def test_tied_weights_belong_to_the_common_ancestor(ranks: Ranks, world: int) -> None:
+    """And a module reachable by two names is one unit."""
+    ranks(world, tied_in_a_unit_and_across, [nn.Linear], "")
+    ranks(world, tied_in_a_unit_and_across, _linear_and_stage, "0")
+
+
+# batches
+
+
+def uneven_batches() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    model = shard(plain, units=[nn.Linear])
+    for net in (model, replica):
+        optimizer = sgd(net)
+        for step in range(3):
+            n = (dist.get_rank() + step) % 3  # one rank has nothing
+            x = torch.randn(n, 7, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+    assert_same_parameters(model, replica)
+
+
+@several
+def test_unequal_and_empty_local_batches(ranks: Ranks, world: int) -> None:
+    ranks(world, uneven_batches)
+
+
+def shares_a_global_batch(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3)).double()
+    shard(model, units=[nn.Linear] if dist.get_world_size() % 2 else [])
+    if weights:
+        shardtrain.load_full_state_dict(model, weights)
+    optimizer = sgd(model)
+    for step in range(3):
+        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+        optimizer.zero_grad()
+        model(mine).square().mean().backward()
+        optimizer.step()
+    return shardtrain.full_state_dict(model)
+
+
+def test_the_same_global_batch_at_any_world_size_and_saves_between_them(ranks: Ranks) -> None:
+    """With other units at odd world sizes; then each world goes on from what another has saved."""
+    ends = {world: ranks(world, shares_a_global_batch, {})[0] for world in (1, 2, 3, 4)}
+    onward = {world: ranks(world, shares_a_global_batch, ends[5 - world])[0] for world in (1, 2, 3, 4)}
+    for results in (ends, onward):
+        for state in results.values():
+            for name, value in state.items():
+                torch.testing.assert_close(value, results[1][name], rtol=1e-10, atol=1e-12)
+
+
+# memory
+
+
+def _seven() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(9, 9) for _ in range(7)))
+
+
+def account(reshard: bool) -> list[Gathered]:
+    model, _ = sharded_and_replica(_seven, units=[nn.Linear], reshard_after_forward=reshard)
+    engine = engine_of(model)
+    peaks = []
+    for _ in range(3):
+        out = model(torch.ones(2, 9)).sum()
+        peaks.append(engine.take_gathered_peak())
+        out.backward()
+        peaks.append(engine.take_gathered_peak())
+        assert engine.gathered == Gathered(0, 0)
+    assert engine.take_gathered_peak() == Gathered(0, 0)
+    return peaks
+
+
+@several
+def test_an_account_of_what_is_gathered(ranks: Ranks, world: int) -> None:
+    """One unit at first, when nothing is known of the order; then two, the next one on its way."""
+    size = world * 16 * -(-90 * 4 // (world * 16))  # bytes of a unit of 90 fp32 elements, padded
+    for peaks in ranks(world, account, True):
+        assert peaks[2:] == [Gathered(2, 2 * size)] * 4
+    for peaks in ranks(world, account, False):
+        assert peaks[2] == Gathered(7, 7 * size)
+
+
+def two_hundred_steps() -> tuple[int, int, int]:
+    model, _ = sharded_and_replica()
+    optimizer = sgd(model)
+    train(model, optimizer, 20)
+    gc.collect()
+    tensors, before = _tensors(), _resident()
+    train(model, optimizer, 200)
+    gc.collect()
+    return _tensors() - tensors, _resident() - before, engine_of(model).gathered.bytes
+
+
+def _tensors() -> int:
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_memory_is_flat_over_200_steps(ranks: Ranks) -> None:
+    for tensors, grown, gathered in ranks(2, two_hundred_steps):
+        assert tensors <= 0
+        assert grown < 2**20
+        assert gathered == 0
