@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -63,7 +65,7 @@ def build(
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
     optimizer = _shard_with_optimizer(model.to(device), config)
-    torch.manual_seed(generator("rank", config.seed, rank).initial_seed())  # dropout differs between ranks
+    seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     train, val = _feeds(config, images, share, device, range(first_step, steps))
     job = Job(
@@ -81,6 +83,14 @@ def build(
         forward_flops=flops / share.micro_batch,
     )
     return job, config
+
+
+def seed_process(*key: int | str) -> None:
+    """Make whatever draws random numbers in this process depend on ``key`` alone."""
+    seed = generator(*key).initial_seed()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
 
 
 def plain_model(model: Mapping[str, Any]) -> nn.Module:

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from shardtrain import comm
-from shardtrain.build import Job
+from shardtrain.build import Job, seed_process
 from shardtrain.checkpoint import Damaged, SaveFailed
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Found, Store, newest
 from shardtrain.config import Config
-from shardtrain.data.sampler import generator
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Scores
@@ -147,7 +146,7 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
     if ranks == job.share.world_size:
         _set_random_state(extra["random"], engine_of(job.model).device)
     else:
-        torch.manual_seed(generator("resumed", config.seed, comm.rank(), start.step).initial_seed())
+        seed_process("resumed", config.seed, comm.rank(), start.step)
     return None if extra["best"] is None else Best(*extra["best"])
 
 

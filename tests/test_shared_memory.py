@@ -123,7 +123,9 @@ def test_a_rank_that_takes_another_path_is_named_on_every_rank(
     texts = on_ranks(world, strays, order)
     for rank, text in enumerate(texts):
         odd = f"[{world - 1}]" if rank < world - 1 else "[01]"  # the stray sees the others stray
-        assert re.match(f"step 2: rank {odd} takes another path than rank {rank}: rank {rank} is (gath|reduc)", text)
+        assert re.match(
+            f"step 2: rank {odd} takes another path than rank {rank}: rank {rank} is (gath|reduc)", text
+        )
         assert "first" in text or "second" in text
 
 

@@ -459,16 +459,16 @@ def restarts(folder: Path, count: int, extra: Sequence[str] = ()) -> Iterator[st
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert running.stdout is not None
     killed, waiting, told = 0, True, []
-    for line in running.stdout:
-        told.append(line)
-        if line.startswith("world"):
-            waiting = True  # a new attempt
-        if waiting and killed < count and re.match(r"step +\d", line) and chance.random() < 0.4:
-            os.kill(chance.choice(workers(running.pid)), signal.SIGKILL)
-            killed, waiting = killed + 1, False
-    assert running.wait() == 0, "".join(told[-60:])
+    with running, running.stdout as lines:  # type: ignore[union-attr]
+        for line in lines:
+            told.append(line)
+            if line.startswith("world"):
+                waiting = True  # a new attempt
+            if waiting and killed < count and re.match(r"step +\d", line) and chance.random() < 0.4:
+                os.kill(chance.choice(workers(running.pid)), signal.SIGKILL)
+                killed, waiting = killed + 1, False
+    assert running.returncode == 0, "".join(told[-60:])
     assert killed == count, f"killed {killed} times, not {count}"
     assert finished(folder / "restarted") == finished(folder / "whole")
     yield f"{count} kills of one worker under torchrun --max-restarts {count}: the same bits, the same curves"
