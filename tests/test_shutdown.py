@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import os
 from pathlib import Path
@@ -31,6 +33,48 @@ with process_group(Place.from_environment(os.environ), torch.device("cpu")):
     job()
 assert not any("gloo" in name for name in threads()), threads()
 """
+
+
+ALIVE = """
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shardtrain
+
+
+def threads():
+    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+torch.distributed.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+shardtrain.shard(model, units=[nn.Linear], transport=sys.argv[1])
+model(torch.ones(2, 9)).sum().backward()
+assert any("gloo" in name for name in threads())
+torch.distributed.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+if sys.argv[1] == "process_group":
+    try:
+        model(torch.ones(2, 9))
+    except ValueError as error:
+        assert str(error).startswith("the process group over which this model was sharded has been destroyed")
+    else:
+        raise AssertionError("a model without its group ran")
+"""
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_a_model_that_lives_on_does_not_keep_the_group(tmp_path: Path, transport: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ALIVE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*torchrun, str(program), transport]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_gloo_s_threads_end_with_the_process_group(tmp_path: Path) -> None:

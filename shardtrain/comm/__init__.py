@@ -1,7 +1,8 @@
 """Everything that moves between ranks goes through this package, and nothing else calls a collective.
 
 Read ``transport.py`` (what the engine asks for), ``process_group.py`` over ``messages.py``, and
-``shared_memory.py`` over ``signals.py`` (how it is done), ``collectives.py`` (the same for everyone, under
+``shared_memory.py`` over ``signals.py`` (how it is done), ``guard.py`` over ``signals.py``, ``reports.py``
+and ``digests.py`` (how ranks on different paths are found), ``collectives.py`` (the same for everyone, under
 torch's names), ``meter.py`` (what it cost). The functions below serve the code around the engine. They
 work on the default process group, and without one they act as a single rank: nothing moves.
 
@@ -37,10 +38,10 @@ from shardtrain.comm.collectives import (
     reduce_scatter,
     reduce_scatter_tensor,
 )
+from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.meter import Meter, Wait, meter
-from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.process_group import ProcessGroupTransport, guarded
 from shardtrain.comm.shared_memory import SharedMemoryTransport, open_shared_memory
-from shardtrain.comm.signals import Diverged, PeerLost
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Tag, Transport
 from shardtrain.comm.work import Work
 
@@ -119,7 +120,7 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
         return Alone()
     inner = ProcessGroupTransport(group)
     if kind == "process_group" or (kind == "auto" and not inner.has_gloo):
-        return inner
+        return guarded(inner)
     try:
         return open_shared_memory(inner)
     except ValueError as error:
@@ -127,19 +128,25 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
             raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
         if inner.rank == 0:
             logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
-        return inner
+        return guarded(inner)
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it."""
-    open_transport().all_reduce(tensor, op)
+    _unguarded().all_reduce(tensor, op)
     return tensor
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     """Overwrite ``tensor`` with rank ``src``'s on every rank, and return it."""
-    open_transport().broadcast(tensor, src)
+    _unguarded().broadcast(tensor, src)
     return tensor
+
+
+def _unguarded() -> Transport:
+    """Over the default group, for a single movement."""
+    group = dist.group.WORLD if world_size() > 1 else None
+    return Alone() if group is None else ProcessGroupTransport(group)
 
 
 def broadcast_text(text: str, transport: Transport, device: torch.device, src: int = 0) -> str:

@@ -10,7 +10,9 @@ allocated and freed in the compute stream's order alone, and ``record_stream`` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,13 +20,12 @@ import torch.distributed as dist
 
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.digests import Digests
 from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
+from shardtrain.comm.reports import Reports, meeting_tag, open_reports, tag_of
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
 from shardtrain.layout import Layout
-
-# Our messages' tags start here, out of the way of tags that a user's own messages may carry.
-_FIRST_TAG = 1 << 20
 
 
 class Whole(NamedTuple):
@@ -45,13 +46,32 @@ class ProcessGroupTransport:
 
     in_place = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
+        # A model may outlive its group, and must not keep it: gloo's threads would live on with it.
+        self._group = weakref.ref(group)
+        self._reports = reports
+        self._digests = Digests(group)
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._mailbox = Mailbox(group, self.rank, self.world)
         self.has_gloo = native.has_gloo(group)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise ValueError(
+                "the process group over which this model was sharded has been destroyed; finish with the "
+                "model before torch.distributed.destroy_process_group()"
+            )
+        return group
+
+    @property
+    def _mailbox(self) -> Mailbox:
+        return Mailbox(self.group, self.rank, self.world)
+
+    def peers(self) -> list[int]:
+        return self._mailbox.peers()
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -65,28 +85,61 @@ class ProcessGroupTransport:
         pass
 
     def fence(self, what: str) -> None:
-        pass
+        """Nothing here is shared, so nobody waits; steps are counted."""
+        if self._reports is not None and what == "entering":
+            self._reports.enter()
+        self._digests.fence(what)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
         if self._by_messages([flat.full for flat in flats]):
-            return self._gather_by_messages(_FIRST_TAG + tag.number, flats)
+            return self._watched("gathering", tag, lambda number: self._gather_by_messages(number, flats))
+        self._digests.add("gathering", tag)
         return self._start(self._gather_natively, flats, flats[0].full.device)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
         if self._by_messages([gradient.full for gradient in gradients]):
-            return self._reduce_by_messages(_FIRST_TAG + tag.number, gradients)
+            return self._watched("reducing", tag, lambda number: self._reduce_by_messages(number, gradients))
+        self._digests.add("reducing", tag)
         native_ones = [self._whole(gradient) for gradient in gradients]
         return self._start(self._reduce_natively, native_ones, gradients[0].full.device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count("broadcast", tensor.nbytes * (self.world - 1) if self.rank == src else 0)
-        dist.broadcast(tensor, group=self.group, group_src=src)
+        with self._met("broadcasting", tensor):
+            dist.broadcast(tensor, group=self.group, group_src=src)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
-        dist.all_reduce(tensor, _OPS[op], group=self.group)
+        with self._met("all-reducing", tensor):
+            dist.all_reduce(tensor, _OPS[op], group=self.group)
+
+    def _watched(self, kind: str, tag: Tag, start: Callable[[int], Pending]) -> Pending:
+        """A movement made of messages, started with their tag, with an eye on where the other ranks are."""
+        if self._reports is None:
+            return start(tag_of(0, tag.number))
+        position = self._reports.post(kind, tag)
+        with self._reports.waiting(position):
+            moving = start(tag_of(position, tag.number))
+        return self._reports.watch(position, moving)
+
+    @contextmanager
+    def _met(self, kind: str, tensor: torch.Tensor) -> Iterator[None]:
+        """In here the backend's own collective runs, which does not ask whether all ranks mean the same one.
+
+        So they meet first, by messages that only those who do can exchange.
+        """
+        tag = Tag(tensor.nbytes, f"{tensor.nbytes} bytes")
+        if self._reports is None:
+            self._digests.add(kind, tag)
+            yield
+            return
+        position = self._reports.post(kind, tag)
+        number, token = meeting_tag(position, kind, tensor.nbytes), torch.zeros(self.world, 1)
+        with self._reports.waiting(position):
+            start_exchange(self._mailbox, _fixed(number), [token[self.rank]] * self.world, list(token)).wait()
+            yield
 
     def _by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
         return self.has_gloo and all(full.device.type == "cpu" for full in fulls)
@@ -157,6 +210,13 @@ class ProcessGroupTransport:
 
 def _intervals(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     return [full[layout.interval(rank)] for rank in range(layout.world)]
+
+
+def guarded(inner: ProcessGroupTransport) -> ProcessGroupTransport:
+    """``inner``'s group with a guard over its messages. Collective; without gloo there are no messages."""
+    if not inner.has_gloo:
+        return inner
+    return ProcessGroupTransport(inner.group, open_reports(inner.group, inner.peers()))
 
 
 def _fixed(tag: int) -> TagOf:

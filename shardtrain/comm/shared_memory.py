@@ -120,6 +120,7 @@ class SharedMemoryTransport:
             flat.full.untyped_storage().data_ptr() != flat.local.untyped_storage().data_ptr()
             for flat in flats
         ):
+            self._signals.wait(self._signals.post("copying", tag.number, tag.name))
             return self.inner.gather(tag, flats)
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
         self._signals.post("gathering", tag.number, tag.name)
@@ -157,14 +158,16 @@ class SharedMemoryTransport:
 
     def fence(self, what: str) -> None:
         if what == "entering":
-            self._signals.step += 1
+            self._signals.paths.step += 1
             self._open_arenas()  # all ranks come here alike; not all of them ask for a unit's first gradient
         self._signals.wait(self._signals.post(what, 0, "the model"))
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        self._signals.wait(self._signals.post("broadcasting", tensor.nbytes, f"{tensor.nbytes} bytes"))
         self.inner.broadcast(tensor, src)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        self._signals.wait(self._signals.post("all-reducing", tensor.nbytes, f"{tensor.nbytes} bytes"))
         self.inner.all_reduce(tensor, op)
 
     def _in_arena(self, full: torch.Tensor) -> int:
@@ -201,16 +204,15 @@ class SharedMemoryTransport:
 
     def _share(self, size: int, owner: int) -> torch.Tensor:
         """``size`` bytes that ``owner`` makes and every rank maps; uint8."""
-        position = self._signals.post("sharing", size % (1 << 31), f"{size} bytes", owner)
+        position = self._signals.post("sharing", size, f"{size} bytes", owner)
+        self._signals.wait(position)  # nobody waits for memory that the owner does not mean to give
         if self.rank == owner:
             handle = os.memfd_create("shardtrain")
             os.ftruncate(handle, max(size, 1))
             for peer in self._signals.peers:
                 socket.send_fds(peer.handles, [b"m"], [handle])
         else:
-            peer = next(p for p in self._signals.peers if p.rank == owner)
-            _, (handle, *_), _, _ = socket.recv_fds(peer.handles, 1, 1)
-        self._signals.wait(position)
+            handle = self._signals.receive_handle(owner, position)
         memory = mmap.mmap(handle, max(size, 1))
         os.close(handle)
         return torch.frombuffer(memory, dtype=torch.uint8)[:size]

@@ -1,0 +1,239 @@
+"""Ranks that stray, stop early, stand still or die: the others say who, in which unit and step, at once."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.comm import Flat, Tag, digests, guard, native
+from shardtrain.comm.guard import Paths
+from shardtrain.engine import engine_of
+from shardtrain.layout import even
+
+from pool import Pool
+from small import Block, OddNet, images, sgd, shard, train
+
+Ranks = Callable[..., list[Any]]
+
+
+class TwoPaths(nn.Module):
+    """Equal layers, run in an order of the caller's, or one of them not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        for name in order.split():
+            x = getattr(self, name)(x)
+        return x
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def strays(order_of_last_rank: str, usual_steps: int) -> str:
+    model = shard(TwoPaths(), units=[nn.Linear])
+    usual = "first second"
+    for _ in range(usual_steps):
+        model(torch.randn(2, 9), usual).sum().backward()
+
+    def strayed_step_and_another() -> None:
+        model(torch.randn(2, 9), order_of_last_rank if is_last() else usual).sum().backward()
+        model(torch.randn(2, 9), usual).sum().backward()
+
+    started = time.monotonic()
+    with pytest.raises(comm.Diverged) as caught:
+        strayed_step_and_another()
+    assert time.monotonic() - started < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("usual_steps", [0, 1])
+@pytest.mark.parametrize("order", ["second first", "second", "first"])
+def test_a_rank_that_takes_another_path_is_named_with_its_unit(
+    ranks: Ranks, order: str, usual_steps: int
+) -> None:
+    """Equal units swapped, or one skipped, in the first step or a later one."""
+    texts = ranks(2, strays, order, usual_steps)
+    assert len(set(texts)) == 1
+    head, body = texts[0].split(": rank 0 is ")
+    assert head == f"step {usual_steps + 1}: ranks 0 and 1 take different paths"
+    first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body).groups()  # type: ignore[union-attr]
+    assert first != second
+    assert {"first", "second"} & {first.split()[-1], second.split()[-1]}
+
+
+def test_the_few_are_named_against_the_many(ranks: Ranks) -> None:
+    assert set(ranks(3, strays, "second first", 0)) == {
+        "step 1: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are gathering first, "
+        "rank 2 is gathering second"
+    }
+
+
+def goes_on_elsewhere(what: str) -> str:
+    """The last rank stops a step early and goes on to another collective of the engine."""
+    torch.manual_seed(0)
+    model = shard(OddNet(), units=[Block])
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    elsewhere = functools.partial(getattr(shardtrain, what), model, *[1.0] * (what == "clip_grad_norm_"))
+    usual = functools.partial(train, model, optimizer, 1, start=2)
+    started = time.monotonic()
+    with pytest.raises(comm.Diverged) as caught:
+        (elsewhere if is_last() else usual)()
+    assert time.monotonic() - started < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["full_state_dict", "average_buffers", "clip_grad_norm_"])
+def test_a_rank_that_stops_a_step_early_and_goes_on_is_named(ranks: Ranks, what: str) -> None:
+    texts = ranks(3, goes_on_elsewhere, what)
+    assert len(set(texts)) == 1
+    assert "rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are " in texts[0]
+
+
+def leaves_early() -> str:
+    torch.manual_seed(0)
+    model = shard(OddNet(), units=[Block])
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    if dist.get_rank() == 1:
+        transport = engine_of(model).transport
+        if isinstance(transport, comm.SharedMemoryTransport):
+            transport._signals.close()  # what the kernel does at exit
+        return ""
+    started = time.monotonic()
+    with pytest.raises(comm.PeerLost) as caught:
+        train(model, optimizer, 1)
+    assert time.monotonic() - started < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_ends_early_is_named(ranks: Ranks, world: int) -> None:
+    texts = ranks(world, leaves_early)
+    for rank in {0, world - 1} - {1}:
+        assert re.match(
+            f"rank 1 has ended: rank {rank} was at step 3, (entering|gathering) the ", texts[rank]
+        )
+
+
+def is_killed(report: str, where: str) -> None:
+    torch.manual_seed(0)
+    model = shard(OddNet(), units=[Block])
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    x, y = images(2)
+    if dist.get_rank() == 1:
+        if where == "backward":
+            F.cross_entropy(model(x), y)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(comm.PeerLost) as caught:
+        F.cross_entropy(model(x), y).backward()
+    Path(f"{report}{dist.get_rank()}").write_text(f"{time.monotonic() - started < 10} {caught.value}")
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_survivors_of_a_killed_rank_leave_at_once(transport: str, tmp_path: Path) -> None:
+    pool = Pool()
+    try:
+        for where in ("forward", "backward"):
+            with pytest.raises(AssertionError, match=r"ranks \[1\] died"):
+                pool.run(transport, 3, is_killed, str(tmp_path / where), where)
+            for rank in (0, 2):
+                text = (tmp_path / f"{where}{rank}").read_text()
+                assert text.startswith(f"True rank 1 has ended: rank {rank} was at step 3, "), text
+    finally:
+        pool.stop()
+
+
+def stands_still() -> str:
+    torch.manual_seed(0)
+    model = shard(OddNet(), units=[Block])
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    kept, Paths.timeout_s = Paths.timeout_s, property(lambda _: 1.0)  # type: ignore[assignment,method-assign]
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(3)
+            return ""
+        with pytest.raises(comm.PeerLost) as caught:
+            train(model, optimizer, 1)
+        return str(caught.value)
+    finally:
+        Paths.timeout_s = kept  # type: ignore[method-assign]
+
+
+def test_a_rank_that_stands_still_is_named_at_the_time_out(ranks: Ranks) -> None:
+    text = ranks(2, stands_still)[0]
+    assert re.fullmatch(
+        "rank 0 waited 1 s for rank 1 at step 3, (entering the model|gathering the root)", text
+    )
+
+
+def differs_in_size() -> str:
+    with pytest.raises(comm.Diverged) as caught:
+        shard(OddNet(width=8 if is_last() else 7), units=[Block])
+    return str(caught.value)
+
+
+def test_models_of_different_sizes_are_told_apart_at_once(ranks: Ranks) -> None:
+    for text in ranks(3, differs_in_size):
+        assert re.match(
+            r"step 0: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are .* bytes", text
+        )
+
+
+def strays_without_tags(at_step: int) -> str:
+    """Over gloo's own collectives, which deliver equal sizes whatever they belong to."""
+    native_has_gloo, native.has_gloo = native.has_gloo, lambda _: False
+    every, digests.EVERY = digests.EVERY, 4
+    try:
+        transport = comm.open_transport()
+        layout = even([6], transport.world, 1)
+        flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
+
+        def steps(first: int, last: int, number: int) -> None:
+            for _ in range(first, last):
+                transport.fence("entering")
+                transport.gather(Tag(number, "first"), [flat]).wait()
+                transport.fence("leaving")
+
+        steps(1, at_step, 256)
+        with pytest.raises(comm.Diverged) as caught:
+            steps(at_step, 9, 512 if is_last() else 256)
+        return str(caught.value)
+    finally:
+        native.has_gloo, digests.EVERY = native_has_gloo, every
+
+
+@pytest.mark.parametrize(("at_step", "told"), [(1, "step 1"), (2, "step 2"), (3, "steps 3 to 4")])
+def test_without_tags_a_sum_is_compared_now_and_then(on_ranks: Ranks, at_step: int, told: str) -> None:
+    for text in on_ranks(3, strays_without_tags, at_step):
+        assert text.startswith(f"{told}: rank 2 takes another path than ranks 0 and 1: not the same gathers")
+
+
+def test_who_is_odd_is_told_from_most_of_the_ranks() -> None:
+    assert guard.odd_ones_out({0: "a", 1: "b"}) == "ranks 0 and 1 take different paths"
+    assert guard.odd_ones_out({0: "b", 1: "a", 2: "a"}) == "rank 0 takes another path than ranks 1 and 2"
+    assert guard.odd_ones_out({0: "a", 1: "a", 2: "b", 3: "b"}) == "ranks 0, 1, 2 and 3 take different paths"
+    assert guard.odd_ones_out({0: "a", 1: "b", 2: "a", 3: "c"}) == (
+        "ranks 1 and 3 take another path than ranks 0 and 2"
+    )
