@@ -219,6 +219,10 @@ class Keeper:
         self._said: torch.Tensor | None = None
         self._reported_s = 0.0
 
+    def before_update(self) -> None:
+        """Before parameters change."""
+        self._store.settle()
+
     def step_done(self, step: int, scores: Scores | None) -> None:
         """After everything of a step. Collective.
 
