@@ -55,7 +55,7 @@ def _why_not(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], devi
             piece = _three_steps(kind, options, values[:_PIECE])
         except Exception as error:
             return f"it refuses a piece of a parameter ({error})"
-    if torch.allclose(whole.flatten()[:_PIECE], piece, rtol=1e-4, atol=1e-6):
+    if torch.allclose(whole.flatten()[:_PIECE], piece, rtol=1e-4, atol=1e-6, equal_nan=True):
         return ""
     return "it gives a piece of a parameter other values than the whole one"
 

@@ -24,6 +24,7 @@ from shardtrain.checkpoint import Damaged, SaveFailed
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Found, Store, newest
+from shardtrain.comm.transport import Transport
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
@@ -77,7 +78,7 @@ def find_start(config: Config, context: Context) -> Start:
     try:
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
-            found = _elsewhere(Path(config.resume).expanduser(), context.device)
+            found = _elsewhere(Path(config.resume).expanduser(), transport, context.device)
     except Damaged as error:
         raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
     messages += [f"warning: {text}; it is set aside" for _, text in found.damaged]
@@ -109,9 +110,8 @@ def _restarted(place: Place) -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or place.agree("start", token) != token
 
 
-def _elsewhere(path: Path, device: torch.device) -> Found:
+def _elsewhere(path: Path, transport: Transport, device: torch.device) -> Found:
     """The checkpoint ``path``, or the newest of the run ``path``."""
-    transport = comm.open_transport()
     if (path / NAME).exists():
         opened = open_checkpoint(path, transport, device)
         return Found(opened, int(opened.manifest.facts.get("step", 0)), [])
@@ -219,6 +219,10 @@ class Keeper:
         self._said: torch.Tensor | None = None
         self._reported_s = 0.0
 
+    def before_update(self) -> None:
+        """Before parameters change."""
+        self._store.settle()
+
     def step_done(self, step: int, scores: Scores | None) -> None:
         """After everything of a step. Collective.
 
@@ -232,8 +236,9 @@ class Keeper:
             self._best = Best(step, scores.acc1)
         last = step == self._job.steps
         if self._store.under_way and not busy:
-            self._attempt(self._store.advance, last)
+            self._attempt(self._store.advance, False)
         if self._config.checkpoint.keep and (signal or last or better or step % self._every == 0):
+            self._attempt(self._store.finish, False)  # its failure must not keep this step from being saved
             self._attempt(lambda: self._save(step), last or bool(signal))
         if signal and not last:
             self._attempt(self._store.finish, True)

@@ -44,6 +44,7 @@ def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, 
             norm = clip_grad_norm_(model, max_norm)
             if not guard.accepts(step, norm):
                 optimizer.zero_grad()  # which leaves the update nothing to do
+            keeper.before_update()
             optimizer.step()
         window.step_done(traffic)
         last = step == job.steps

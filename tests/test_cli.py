@@ -123,3 +123,25 @@ def test_ctrl_c_leaves_cleanly(tmp_path: Path, ranks: int) -> None:
     assert errors.count("interrupted\n") == 1
     assert 'shardtrain/train.py"' not in errors  # torchrun tells where it was itself; we do not
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path, ranks: int) -> None:
+    """To the program itself, or to torchrun, which passes it on."""
+    launcher = torchrun(ranks) if ranks > 1 else PYTHON
+    small = ["model=squeezenet1_1", "data.image_size=32", "checkpoint.keep=1", "run.name=here"]
+    command = [*launcher, *TINY, *small, "train.epochs=4000"]
+    running = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with running, running.stdout as lines:  # type: ignore[union-attr]
+        next(line for line in lines if line.startswith("step"))
+        running.send_signal(signal.SIGTERM)
+        output = lines.read()
+    assert running.returncode == (143 if ranks == 1 else 1)
+    (step,) = re.findall(r"stopped by SIGTERM after step (\d+); step \1 is saved", output)
+    (saved,) = (tmp_path / "outputs/here/checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step-")) == int(step)
+    done = shell([*command, "train.epochs=1", "train.max_steps=1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing after step {step} of 1: nothing is left to do" in done.stdout

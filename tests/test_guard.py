@@ -188,19 +188,6 @@ def test_a_rank_that_stands_still_is_named_at_the_time_out(ranks: Ranks) -> None
     )
 
 
-def differs_in_size() -> str:
-    with pytest.raises(comm.Diverged) as caught:
-        shard(OddNet(width=8 if is_last() else 7), units=[Block])
-    return str(caught.value)
-
-
-def test_models_of_different_sizes_are_told_apart_at_once(ranks: Ranks) -> None:
-    for text in ranks(3, differs_in_size):
-        assert re.match(
-            r"step 0: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are .* bytes", text
-        )
-
-
 def strays_without_tags(at_step: int) -> str:
     """Over gloo's own collectives, which deliver equal sizes whatever they belong to."""
     native_has_gloo, native.has_gloo = native.has_gloo, lambda _: False

@@ -172,6 +172,7 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
     assert scalars["time/exposed_comm_pct"] == 0
     assert scalars["memory/params_mib"] == pytest.approx(11_172_810 * 4 / 2**20)
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
+    assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
     assert "perf/mfu" not in scalars
     window.add(torch.tensor(float("nan")), logits, torch.tensor([0, 0]))
     with pytest.raises(RuntimeError, match=r"train/loss is nan at step 7; a lower optim.lr may help"):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
 def fill(store: Store, steps: list[int], best: int | None = None) -> None:
     model, optimizer = fresh()
     for step in steps:
+        store.settle()
         train(model, optimizer, 1, start=step)
         store.save(step, model, optimizer, extra={}, facts={}, best=best)
     store.finish()
@@ -127,6 +129,8 @@ def slow_disk(path: str) -> Any:
         assert store.busy
         assert store.under_way
         assert time.perf_counter() - start < 0.4
+        store.settle()
+        assert store.busy
         train(model, optimizer, 2, start=2)
         assert steps_in(Path(path)) == []
         store.save(4, model, optimizer, extra={}, facts={}, best=None)  # waits for the first
@@ -151,6 +155,56 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(
     ranks: Ranks, tmp_path: Path, world: int
 ) -> None:
     ranks(world, slow_disk, str(tmp_path))
+
+
+def slow_copy(path: str) -> None:
+    """An update waits for the copy and a forward does not; the copy is of the state before both."""
+    copy = saving.HostMemory.copy
+
+    def slowly(memory: saving.HostMemory, tensors: Any) -> Any:
+        time.sleep(0.4)
+        return copy(memory, tensors)
+
+    model, optimizer = fresh()
+    train(model, optimizer, 1)
+    store = opened(path, asynchronous=True)
+    with patch.object(saving.HostMemory, "copy", slowly):
+        before = [value.detach().clone() for value in [*model.parameters(), *model.buffers()]]
+        start = time.perf_counter()
+        store.save(1, model, optimizer, extra={}, facts={}, best=None)
+        model(torch.randn(4, 3, 5, 5))  # moves the running statistics
+        assert time.perf_counter() - start < 0.3
+        store.settle()
+        assert time.perf_counter() - start >= 0.4
+        train(model, optimizer, 1)
+        store.finish()
+    other, its_optimizer = fresh()
+    checkpoint.load(Path(path) / step_name(1), other, its_optimizer)
+    for now, then in zip([*other.parameters(), *other.buffers()], before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_only_an_update_waits_for_the_copy(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(2, slow_copy, str(tmp_path))
+
+
+def thread_fails(path: str) -> str:
+    def fails(memory: saving.HostMemory, tensors: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+    model, optimizer = fresh()
+    store = opened(path, asynchronous=True)
+    with patch.object(saving.HostMemory, "copy", fails):
+        store.save(1, model, optimizer, extra={}, facts={}, best=None)
+        store.settle()
+        with pytest.raises(checkpoint.SaveFailed) as caught:
+            store.finish()
+    return str(caught.value)
+
+
+def test_no_error_of_the_thread_is_lost(on_ranks: Ranks, tmp_path: Path) -> None:
+    text = "rank 1: rank-00001.safetensors: MemoryError no room for a copy"
+    assert all(text in message for message in on_ranks(2, thread_fails, str(tmp_path)))
 
 
 def full_disk(path: str, asynchronous: bool, call: str) -> str:

@@ -65,6 +65,7 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
     if found.opened is not None:
         load_into(found.opened, engine_of(model), optimizer)
     for step in range(found.step + 1, steps + 1):
+        store.settle()
         train(model, optimizer, 1, start=step)
         store.save(step, model, optimizer, extra={"step": step}, facts={}, best=None)
     store.finish()
@@ -143,7 +144,7 @@ def _rank(rank: int, meeting: str, folder: str, steps: int, asynchronous: bool, 
 def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None) -> Iterator[list[Any]]:
     """Two ranks at work on ``folder`` up to step ``steps``; gone when the block is left."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shardtrain"])
+    context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", str(folder), steps, asynchronous, kill)
         started = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
@@ -160,7 +161,7 @@ def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None
 def expected(folder: Path, steps: int) -> dict[int, str]:
     """The content of every step's checkpoint, from ranks that nobody disturbs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shardtrain"])
+    context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", str(folder), steps)
         started = [context.Process(target=_undisturbed, args=(rank, *arguments)) for rank in range(WORLD)]

@@ -157,7 +157,7 @@ def read(directory: Path) -> str:
         text = read_text(directory / NAME, MOST_BYTES)
         if read_text(directory / DIGEST_NAME, 1000) != digest_line(text):
             raise Damaged(f"{NAME} does not match {DIGEST_NAME}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise Damaged(str(error)) from None
     return text
 

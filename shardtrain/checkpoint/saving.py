@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from shardtrain.engine import Engine
 
 TEMPORARY = ".tmp-"
 _ALIGN = 64  # bytes; a cache line
+_CUT = ("parameters/", "optimizer/")  # what an update changes, and nothing else does
 
 
 class SaveFailed(RuntimeError):
@@ -75,27 +77,44 @@ class Saving:
         self.stage = Stage.WRITE
         self._temporary = temporary
         self._content = content
+        self._memory: HostMemory | None = None
+        self.copied = Event()  # the live tensors are not needed any more
         self._transport, self._device = engine.transport, engine.device
         self._record: Record | None = None
         self._records: dict[str, Record] = {}
         self.problem = ""
 
-    def snapshot(self, memory: HostMemory) -> None:
-        """Copy what is to be saved, so that the model may go on changing."""
-        self._content = self._content._replace(tensors=memory.copy(self._content.tensors))
+    def copy_first(self, memory: HostMemory) -> None:
+        """Let `work` copy everything into ``memory`` before it writes.
+
+        Parameters and optimizer state do not change before the next update, so that is time enough (see
+        `copied`). What a forward changes is copied at once.
+        """
+        soon = {name: t for name, t in self._content.tensors.items() if not name.startswith(_CUT)}
+        now = {name: tensor.detach().clone() for name, tensor in soon.items()}
+        self._content = self._content._replace(tensors=self._content.tensors | now)
+        self._memory = memory
 
     def work(self) -> None:
         """This rank's part of the stage. Communicates nothing and raises nothing."""
+        name = file_name(self._transport.rank)
         try:
             if self.stage is Stage.WRITE:
-                name = file_name(self._transport.rank)
-                self._record = write_tensors(
-                    self._temporary / name, self._content.tensors, self._content.notes
-                )
+                self._write(self._temporary / name)
             elif self.stage is Stage.COMMIT and self._transport.rank == 0:
                 commit(self._temporary, self.path, dump(self._content.manifest._replace(files=self._records)))
         except OSError as error:
-            self.problem = f"{Path(error.filename or file_name(self._transport.rank)).name}: {error.strerror}"
+            self.problem = f"{Path(error.filename or name).name}: {error.strerror}"
+        except Exception as error:  # in a thread nobody else would hear of it
+            self.problem = f"{name}: {type(error).__name__} {error}"
+        finally:
+            self.copied.set()
+
+    def _write(self, file: Path) -> None:
+        if self._memory is not None:
+            self._content = self._content._replace(tensors=self._memory.copy(self._content.tensors))
+            self.copied.set()
+        self._record = write_tensors(file, self._content.tensors, self._content.notes)
 
     def advance(self) -> bool:
         """Enter the next stage when every rank has done its work; whether that was the last. Collective.

@@ -2,12 +2,13 @@
 
     store = Store(run_dir / "checkpoints", transport, device, keep=2, asynchronous=True)
     found = store.newest()             the newest whole one; damaged ones are set aside and told of
-    store.save(step, model, …)         at most one save is under way; returns once the snapshot is taken
+    store.save(step, model, …)         at most one save is under way; a thread copies, then writes
+    store.settle()                     before the next update: wait for the copy, not for the disk
     store.busy, store.advance()        once no rank is busy, all advance; the second time it is committed
     store.finish()                     wait for what is under way
 
-Everything but ``busy`` is collective. A save that fails raises `SaveFailed` on all ranks together, from
-whichever of these calls learns of it; the checkpoints before it stay.
+Everything but ``busy`` and ``settle`` is collective. A save that fails raises `SaveFailed` on all ranks
+together, from whichever of these calls learns of it; the checkpoints before it stay.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Store:
         facts: Mapping[str, Any],
         best: int | None,
     ) -> None:
-        """Save ``step``; if asynchronous, training may go on when this returns.
+        """Save ``step``; if asynchronous, forward and backward may go on, updates after `settle`.
 
         Args:
             step: more than that of any checkpoint there.
@@ -154,10 +155,16 @@ class Store:
             self._saving = begin(path, engine, optimizer, extra, {"step": step, **facts})
             self._step, self._best = step, best
             if self.asynchronous:
-                self._saving.snapshot(self._memory)
+                self._saving.copy_first(self._memory)
             self._start()
             if not self.asynchronous:
                 self.finish()
+
+    def settle(self) -> None:
+        """Return when parameters and optimizer state may change."""
+        if self._saving is not None:
+            with self._exposed():
+                self._saving.copied.wait()
 
     def advance(self) -> bool:
         """Enter the next stage of the save under way; whether it is committed. No rank may be busy.

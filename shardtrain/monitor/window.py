@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.build import Job
+from shardtrain.engine import engine_of
 
 MIB = 2**20
 
@@ -39,9 +40,8 @@ class Window:
     def state(self) -> dict[str, Any]:
         """What a run that continues needs; the sum over ranks is for other world sizes. Collective."""
         total = comm.all_reduce(self.sums.clone())
-        counts = {"images": self.images, "scored": self.scored, "steps": self.steps}
-        times = {"elapsed": time.perf_counter() - self.since, "data": self.data_s}
-        return {"sums": self.sums.clone(), "total": total, "sent": dict(self.sent), **counts, **times}
+        counts = {"scored": self.scored, "steps": self.steps}
+        return {"sums": self.sums.clone(), "total": total, "sent": dict(self.sent), **counts}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
         """Go on from the `state` of ``ranks`` ranks; of more or fewer, rank 0 takes over the sums."""
@@ -51,8 +51,6 @@ class Window:
             self.sent.update(state["sent"])
         elif comm.rank() == 0:
             self.sums.copy_(state["total"])
-        self.since, self.data_s = time.perf_counter() - state["elapsed"], state["data"]
-        self.images = state["images"] * ranks // comm.world_size()
         self.scored = state["scored"] * ranks // comm.world_size()
         self._kept = self.sums.clone(), self.scored
 
@@ -60,9 +58,10 @@ class Window:
         # Summed on the device, so that no step waits for it: loss times images, right first guesses.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._kept = self.sums.clone(), 0  # sums and images as of the last step
-        self.images = 0
+        self.images = 0  # since the clock was started, which a run that continues does anew
         self.scored = 0  # of these, images whose loss counts
         self.steps = 0
+        self.timed_steps = 0  # likewise
         self.data_s = 0.0
         self.sent: Counter[str] = Counter()  # bytes by kind
         self.traffic: list[comm.Meter] = []  # of the steps taken here
@@ -101,6 +100,7 @@ class Window:
 
     def step_done(self, traffic: comm.Meter) -> None:
         self.steps += 1
+        self.timed_steps += 1
         self._kept = self.sums.clone(), self.scored
         self.sent.update(traffic.bytes)
         self.traffic.append(traffic)
@@ -124,7 +124,7 @@ class Window:
             "grad_norm": float(grad_norm),
             "perf/img_per_s": images / elapsed,
             "perf/img_per_s_per_rank": images / elapsed / ranks,
-            "time/step_s": elapsed / self.steps,
+            "time/step_s": elapsed / self.timed_steps,
             "time/data_pct": 100 * self.data_s / elapsed,
             "time/exposed_comm_pct": 100 * exposed / elapsed,
             "comm/all_gather_mib_per_step": self.sent["all_gather"] / self.steps / MIB,
@@ -148,6 +148,7 @@ def _memory(job: Job, device: torch.device) -> dict[str, float]:
         "memory/params_mib": _mib(params),
         "memory/grads_mib": _mib([param.grad for param in params if param.grad is not None]),
         "memory/optimizer_mib": _mib(tensors),
+        "memory/gathered_peak_mib": engine_of(job.model).take_gathered_peak().bytes / MIB,
         "memory/peak_mib": _peak_bytes(device) / MIB,
     }
 
