@@ -1,7 +1,7 @@
 """Checkpoints under torture: kills, bit flips, full disks, and whole runs killed again and again.
 
     python tests/torture.py              everything, at length (about a quarter of an hour on two cores)
-    python tests/torture.py flips        one of: points kills flips files disks runs
+    python tests/torture.py flips        one of: points kills flips files dcp disks runs
 
 Every part is a generator that yields a line per case and raises at the first wrong result. The test-suite
 runs a short form of each (`test_torture.py`).
@@ -14,6 +14,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import shutil
@@ -28,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import load_file
 from torch import nn
 
 import shardtrain
@@ -323,6 +326,50 @@ def _link(file: Path) -> None:
     file.symlink_to(elsewhere)
 
 
+# --- the same against torch's distributed checkpoints
+
+
+class Plant:
+    """A pickle that makes a directory when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def dcp(folder: Path, count: int = 100) -> Iterator[str]:
+    """What `torch.distributed.checkpoint` makes of flipped bits and of planted code; ours beside it."""
+    chance, place = random.Random(0), folder / "dcp"
+    weights = torch.randn(1000)
+    torch_dcp.save({"w": weights}, checkpoint_id=str(place), no_dist=True)
+    (file,) = place.glob("*.distcp")
+    whole, raw = file.read_bytes(), weights.numpy().tobytes()
+    first, silent = whole.index(raw), 0
+    for _ in range(count):
+        at = first + chance.randrange(len(raw))
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
+        loaded = {"w": torch.zeros(1000)}
+        with contextlib.suppress(Exception):
+            torch_dcp.load(loaded, checkpoint_id=str(place), no_dist=True)
+            silent += loaded["w"].numpy().tobytes() != raw
+    yield f"DCP loads {silent} of {count} flipped bits silently; ours refuses all (flips)"
+    (place / ".metadata").write_bytes(pickle.dumps(Plant(folder / "planted")))
+    with contextlib.suppress(BaseException):  # its own exception is no Exception
+        torch_dcp.load({"w": torch.zeros(1000)}, checkpoint_id=str(place), no_dist=True)
+    ran = "runs" if (folder / "planted").exists() else "does not run"
+    yield f"DCP {ran} code planted in its metadata"
+    path = saved(folder) / step_name(2)
+    for ours in sorted(path.iterdir()):
+        keep = ours.read_bytes()
+        ours.write_bytes(pickle.dumps(Plant(folder / "planted here")))
+        assert _refusal(lambda: open_checkpoint(path, comm.Alone(), CPU))
+        ours.write_bytes(keep)
+    assert not (folder / "planted here").exists()
+    yield "ours refuses the same pickle in place of any of its files, and runs nothing"
+
+
 # --- disks
 
 
@@ -400,16 +447,20 @@ def torchrun(folder: Path, restarts: int = 0, extra: Sequence[str] = ()) -> list
 
 
 def finished(folder: Path) -> tuple[Any, Any]:
-    """What must not depend on kills: digests of the last checkpoint, and TensorBoard's points."""
+    """What must not depend on kills: every tensor of the last checkpoint, and TensorBoard's points."""
     path = folder / "checkpoints" / step_name(steps_in(folder / "checkpoints")[-1])
-    manifest = json.loads((path / "manifest.json").read_text())
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in ("perf", "time", "memory")]
     points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
-    return {name: record["sha256"] for name, record in manifest["files"].items()}, points
+    tensors = {
+        f"{file.name} {name}": hashlib.sha256(value.numpy().tobytes()).hexdigest()
+        for file in path.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+    return tensors, points
 
 
 def workers(launcher: int) -> list[int]:
@@ -480,6 +531,7 @@ PARTS: dict[str, Callable[[Path], Iterator[str]]] = {
     "kills": kills,
     "flips": flips,
     "files": files,
+    "dcp": dcp,
     "disks": disks,
     "runs": runs,
 }
