@@ -68,7 +68,7 @@ def find_start(config: Config, context: Context) -> Start:
         UserError: there is nothing whole to start from, where there should be.
     """
     directory = context.run_dir / CHECKPOINTS
-    transport, keep = comm.open_transport(), config.checkpoint.keep
+    transport, keep = comm.plain_transport(), config.checkpoint.keep
     store = Store(
         directory, transport, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous
     )

@@ -188,6 +188,21 @@ def test_a_rank_that_stands_still_is_named_at_the_time_out(ranks: Ranks) -> None
     )
 
 
+def differs_in_size(what: str) -> str:
+    transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"])
+    with pytest.raises(comm.Diverged) as caught:
+        getattr(transport, what)(torch.zeros(8 if is_last() else 7))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "told"), [("broadcast", "broadcasting"), ("all_reduce", "all-reducing")])
+def test_collectives_of_different_sizes_are_told_apart_at_once(ranks: Ranks, what: str, told: str) -> None:
+    assert set(ranks(3, differs_in_size, what)) == {
+        f"step 0: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 bytes, "
+        f"rank 2 is {told} 32 bytes"
+    }
+
+
 def strays_without_tags(at_step: int) -> str:
     """Over gloo's own collectives, which deliver equal sizes whatever they belong to."""
     native_has_gloo, native.has_gloo = native.has_gloo, lambda _: False

@@ -101,7 +101,7 @@ def _agreed(reason: str | None, device: torch.device) -> str | None:
     highest = int(comm.all_reduce(torch.tensor(place, device=device), "max").item())
     if highest == 0:
         return None
-    return comm.broadcast_text(reason or "", comm.open_transport(), device, src=world - highest)
+    return comm.broadcast_text(reason or "", comm.plain_transport(), device, src=world - highest)
 
 
 def synchronize(device: torch.device) -> None:

@@ -82,6 +82,7 @@ __all__ = [
     "meter",
     "new_group",
     "open_transport",
+    "plain_transport",
     "rank",
     "reduce_scatter",
     "reduce_scatter_single",
@@ -133,18 +134,18 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it."""
-    _unguarded().all_reduce(tensor, op)
+    plain_transport().all_reduce(tensor, op)
     return tensor
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     """Overwrite ``tensor`` with rank ``src``'s on every rank, and return it."""
-    _unguarded().broadcast(tensor, src)
+    plain_transport().broadcast(tensor, src)
     return tensor
 
 
-def _unguarded() -> Transport:
-    """Over the default group, for a single movement."""
+def plain_transport() -> Transport:
+    """Over the default group, for a few movements outside the engine: nobody watches over them."""
     group = dist.group.WORLD if world_size() > 1 else None
     return Alone() if group is None else ProcessGroupTransport(group)
 
