@@ -7,17 +7,20 @@ import functools
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
-from shardtrain import comm
+from shardtrain import checkpoint, comm
 from shardtrain.engine import engine_of
 from shardtrain.shard import Gathered
 
@@ -84,6 +87,37 @@ def unused_in_a_unit_that_ran() -> None:
 def test_a_parameter_used_nowhere_gets_no_gradient_though_its_unit_ran(ranks: Ranks, world: int) -> None:
     """Weight decay and momentum would move it."""
     ranks(world, unused_in_a_unit_that_ran)
+
+
+def saved_with_unused_parameters(path: str) -> None:
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(*(Sometimes(dist.get_rank()) for _ in range(3))), units=[Sometimes])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            for layer in model:
+                layer.rank = dist.get_rank() if step else 1  # at first, b is used nowhere
+            model(torch.ones(4, 7)).square().mean().backward()
+            optimizer.step()
+        return shardtrain.full_state_dict(model)
+
+    model, optimizer = fresh()
+    steps(model, optimizer)
+    checkpoint.save(path, model, optimizer)
+    other, its_optimizer = fresh()
+    checkpoint.load(path, other, its_optimizer)
+    ours, theirs = steps(model, optimizer), steps(other, its_optimizer)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@several
+def test_a_checkpoint_of_a_model_with_unused_parameters_continues_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
+    ranks(world, saved_with_unused_parameters, str(tmp_path / "one"))
 
 
 class TwoHeads(nn.Module):
@@ -441,6 +475,38 @@ def test_double_backward_says_that_it_is_not_supported(ranks: Ranks, world: int)
         assert text.startswith("double backward (create_graph=True) is not supported: the graph would need")
 
 
+class CheckpointedTogether(OddNet):
+    """Recomputes both blocks at once, and a layer inside of the root's unit."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.utils.checkpoint.checkpoint(self.blocks, self.stem(x), use_reentrant=self.reentrant)
+        x = x.mean((2, 3)) * self.scale
+        return torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=self.reentrant)
+
+
+class ReentrantlyTogether(CheckpointedTogether):
+    reentrant = True
+
+
+def checkpointed_together(make: Callable[[], nn.Module]) -> dict[str, int]:
+    model, replica = sharded_and_replica(make)
+    optimizer = sgd(model)
+    assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    assert_same_parameters(model, replica)
+    with comm.meter() as meter:
+        train(model, optimizer, 1)
+    return dict(meter.calls)
+
+
+@several
+@pytest.mark.parametrize("make", [CheckpointedTogether, ReentrantlyTogether])
+def test_recomputing_several_units_at_once_costs_no_extra_gather(ranks: Ranks, world: int, make: Any) -> None:
+    for calls in ranks(world, checkpointed_together, make):
+        assert calls == {"all_gather": 5, "reduce_scatter": 3}
+
+
 class Outside(nn.Module):
     """Uses a unit's weight without calling the unit."""
 
@@ -689,6 +755,46 @@ def test_the_same_global_batch_at_any_world_size_and_saves_between_them(ranks: R
         for state in results.values():
             for name, value in state.items():
                 torch.testing.assert_close(value, results[1][name], rtol=1e-10, atol=1e-12)
+
+
+def saved_in_the_middle() -> None:
+    model, replica = sharded_and_replica()
+    ours, theirs = sgd(model), sgd(replica)
+    for step in range(2):
+        x, y = images(step)
+        loss = F.cross_entropy(model(x), y)
+        before = shardtrain.full_state_dict(model)
+        loss.backward()
+        F.cross_entropy(replica(x), y).backward()
+        for name, param in replica.module.named_parameters():
+            torch.testing.assert_close(before[name], param.detach(), rtol=1e-5, atol=1e-5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, replica)
+
+
+@several
+def test_a_state_dict_between_forward_and_backward(ranks: Ranks, world: int) -> None:
+    ranks(world, saved_in_the_middle)
+
+
+def over_some_ranks() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    group = mesh.get_group() if dist.get_rank() < 2 else None
+    if group is None:
+        return
+    torch.manual_seed(0)
+    plain = OddNet()
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain), process_group=group)
+    model = shard(plain, units=[Block], mesh=mesh)
+    assert engine_of(model).transport.world == 2
+    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    assert_same_parameters(model, replica)
+
+
+def test_a_users_own_group_is_the_one_used(ranks: Ranks) -> None:
+    ranks(3, over_some_ranks)
 
 
 # memory

@@ -6,7 +6,9 @@ Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
     rank-00001   parameters/w [2]   optimizer/exp_avg/w [2] …
     both         buffers/mean [7] (their own)   extra/0 … (their own)
 
-What all ranks hold alike is in rank 0's file alone. Empty pieces are not written.
+What all ranks hold alike is in one file alone: rank 0's, or if it belongs to a parameter, that of the first
+rank with a piece of it. Empty pieces are not written, and a rank with an empty piece is not asked: it cannot
+know whether there was a gradient, so its count of steps may be another.
 """
 
 from __future__ import annotations
@@ -87,8 +89,9 @@ def collect(
 ) -> tuple[Content | None, str]:
     """This rank's content, or why there is none. Collective: buffers are averaged."""
     averaged = dict(equal_buffers(engine.module, engine.transport))
+    stepped = _stepped(engine, held(engine), optimizer)
     try:
-        return _collect(engine, optimizer, extra, facts, averaged), ""
+        return _collect(engine, optimizer, extra, facts, averaged, stepped), ""
     except ValueError as error:
         return None, str(error)
 
@@ -99,6 +102,7 @@ def _collect(
     extra: Any,
     facts: Mapping[str, Any],
     averaged: Mapping[torch.Tensor, torch.Tensor],
+    stepped: set[str],
 ) -> Content:
     rank = engine.transport.rank
     entries = held(engine)
@@ -111,7 +115,7 @@ def _collect(
         tensors |= {f"averaged/{name}": averaged[buffer] for name, buffer in buffers}
     described = None
     if optimizer is not None:
-        described = _describe_optimizer(entries, optimizer)
+        described = _describe_optimizer(entries, optimizer, stepped)
         tensors |= _state_tensors(entries, optimizer, described, rank)
     notes = {"extra": json.dumps(encode_extra(extra, tensors))}
     for name, tensor in tensors.items():
@@ -141,7 +145,18 @@ def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     return tensor.detach().reshape(-1)[start - entry.start : stop - entry.start]
 
 
-def _describe_optimizer(entries: list[Held], optimizer: torch.optim.Optimizer) -> Optimizer:
+def _stepped(engine: Engine, entries: list[Held], optimizer: torch.optim.Optimizer | None) -> set[str]:
+    """Names of parameters that the optimizer has a state of, as ranks with a piece say. Collective."""
+    state = {} if optimizer is None else optimizer.state
+    flags = [e.param in state and (e.param.numel() > 0 or 0 in e.shape) for e in entries]
+    found = torch.tensor(flags, dtype=torch.int32, device=engine.device)
+    engine.transport.all_reduce(found, "max")
+    return {entry.name for entry, has in zip(entries, found.tolist(), strict=True) if has}
+
+
+def _describe_optimizer(
+    entries: list[Held], optimizer: torch.optim.Optimizer, stepped: set[str]
+) -> Optimizer:
     names = {entry.param: entry.name for entry in entries}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -160,7 +175,7 @@ def _describe_optimizer(entries: list[Held], optimizer: torch.optim.Optimizer) -
             key: _describe_state(entry, key, value) for key, value in optimizer.state[entry.param].items()
         }
         for entry in entries
-        if entry.param in optimizer.state
+        if entry.name in stepped and entry.param in optimizer.state
     }
     return Optimizer(type(optimizer).__name__, groups, state)
 
@@ -204,7 +219,8 @@ def _state_tensors(
     tensors = {}
     for entry, key, state in _states(entries, described):
         value = optimizer.state[entry.param][key]
-        if state.whole and rank == 0:
+        first = next((rank for rank, (start, stop) in enumerate(entry.cuts) if stop > start), 0)
+        if state.whole and rank == first:
             tensors[f"optimizer/{key}/{entry.name}"] = value
         elif not state.whole and state.dtype is not None and (piece := _written(entry, value, rank)).numel():
             tensors[f"optimizer/{key}/{entry.name}"] = piece

@@ -219,10 +219,15 @@ def _compare_files(manifest: Manifest, files: Files, entries: Sequence[Held], en
         for key, state in states.items():
             if state.whole and state.dtype:
                 spec = Spec(state.dtype, ())
-                problems.append(files.problem(file_name(0), f"optimizer/{key}/{entry.name}", spec))
+                problems.append(files.problem(_first_file(saved), f"optimizer/{key}/{entry.name}", spec))
     file, kind = _buffer_source(manifest, engine)
     problems += [files.problem(file, f"{kind}/{name}", spec) for name, spec in manifest.buffers.items()]
     return [problem for problem in problems if problem]
+
+
+def _first_file(saved: Parameter) -> str:
+    """Where what belongs to all of a parameter is."""
+    return saved.slices[0].file if saved.slices else file_name(0)
 
 
 def _same_world(manifest: Manifest, engine: Engine) -> bool:
@@ -305,6 +310,6 @@ def _state(manifest: Manifest, files: Files, entry: Held, key: str) -> Any:
     if state.dtype is None:
         return state.value
     if state.whole:
-        return files.tensor(file_name(0), name).clone()
+        return files.tensor(_first_file(manifest.parameters[entry.name]), name).clone()
     piece = files.piece(name, manifest.parameters[entry.name], state.dtype, entry)
     return piece.view(entry.param.shape)
