@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ class Layout:
         """Length of the flat vector, padding included."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts in the flat vector."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
