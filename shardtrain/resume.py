@@ -13,6 +13,7 @@ import random
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,7 +217,7 @@ class Keeper:
         self._best, self._window, self._monitor, self._signals = best, window, monitor, signals
         self._every = config.checkpoint.every_steps or job.steps_per_epoch
         self._device = engine_of(job.model).device
-        self._said: torch.Tensor | None = None
+        self._said: tuple[torch.Tensor, Thread | None] | None = None  # and which writer it speaks of
         self._reported_s = 0.0
 
     def before_update(self) -> None:
@@ -264,9 +265,11 @@ class Keeper:
 
     def _exchange(self) -> tuple[int, bool]:
         mine = torch.tensor([self._signals.noted, self._store.busy], device=self._device)
-        said, self._said = self._said, comm.all_reduce(mine, "max")
-        signal, busy = (0, 1) if said is None else said.tolist()
-        return signal, bool(busy)
+        said, self._said = self._said, (comm.all_reduce(mine, "max"), self._store.writer)
+        if said is None:
+            return 0, True
+        (signal, busy), writer = said[0].tolist(), said[1]
+        return signal, bool(busy) or writer is not self._store.writer
 
     def _save(self, step: int) -> None:
         self._monitor.flush()

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 
 from shardtrain import comm, resume
 from shardtrain.checkpoint import saving
+from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
@@ -84,6 +86,7 @@ def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     raw = compose(["+recipe=resnet", *SMALL, *sizes, *arguments])
     assert raw is not None
     place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    time.sleep(1 - time.time() % 1)  # TensorBoard names files by the second, then by a number without zeros
     try:
         with happening(at or {}):
             train(from_hydra(raw), Context(place, CPU, Path(folder)))
@@ -92,6 +95,22 @@ def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     finally:
         comm.barrier()
     return "finished"
+
+
+def on_a_slow_disk(folder: str) -> str:
+    """Every file takes longer to write than several steps take."""
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return write_tensors(*arguments)
+
+    with patch.object(saving, "write_tensors", slowly):
+        return run(folder, "checkpoint.every_steps=5")
+
+
+def test_a_write_that_outlasts_steps_is_waited_for(on_ranks: Any, tmp_path: Path) -> None:
+    assert on_ranks(2, on_a_slow_disk, str(tmp_path)) == ["finished"] * 2
+    assert steps_in(tmp_path / "checkpoints")[-1] == 10
 
 
 def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> list[str]:

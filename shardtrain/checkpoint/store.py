@@ -105,6 +105,11 @@ class Store:
         return self._thread is not None and self._thread.is_alive()
 
     @property
+    def writer(self) -> Thread | None:
+        """Who works on the present stage; another one for each stage, on all ranks alike."""
+        return self._thread
+
+    @property
     def under_way(self) -> bool:
         """Whether a save has begun that is not committed."""
         return self._saving is not None
