@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,9 @@ class Place:
         return store
 
     def first(self, key: str) -> bool:
-        """Whether this rank is the first of all to ask for `key`."""
-        return self.world_size == 1 or self.store.add(f"shardtrain/{key}", 1) == 1
+        """Whether this rank is the first of its attempt to ask for `key`; waits for nobody."""
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return self.world_size == 1 or self.store.add(f"shardtrain/{key}/{attempt}", 1) == 1
 
     def agree(self, key: str, proposal: str) -> str:
         """The value that the first rank proposed for `key`, on every rank and across restarts."""
@@ -187,7 +189,7 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("shardtrain/group", place.store),
+        store=meet(place.store, place.rank, place.world_size),
         rank=place.rank,
         world_size=place.world_size,
         timeout=AFTERWARDS,
@@ -197,6 +199,48 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
         yield
     finally:
         close_process_group()
+
+
+def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta = START_UP) -> Store:
+    """The part of the launcher's `store` that belongs to these ranks alone, once all of them are there.
+
+    torchrun keeps one store over its restarts (pytorch issue 135712), and its count of restarts may differ
+    between hosts: what the ranks of an earlier attempt have left, their addresses too, looks like this
+    attempt's. So each rank shows a token that nobody has seen before; rank 0 answers it with the name of a
+    session, and is content when every rank has shown that name.
+
+    Raises UserError when `patience` is over, naming the ranks that did not come.
+    """
+    key = "shardtrain/meeting/{}".format
+    session, deadline = uuid.uuid4().hex, time.monotonic() + patience.total_seconds()
+    missing = list(range(1, world_size)) if rank == 0 else [0]
+    if rank:
+        token = session
+        store.set(key(rank), token)
+    while missing:
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, missing))
+            raise UserError(
+                f"rank {rank} has waited {patience.total_seconds():.0f} s at start-up for rank {names}"
+            )
+        if rank == 0:
+            missing = [other for other in missing if not _welcomed(store, key(other), session)]
+        else:
+            shown, _, answer = store.get(key(rank)).decode().partition(" ")
+            if shown == token and answer:
+                session, missing = answer, []
+                store.set(key(rank), session)
+        if missing:
+            time.sleep(0.01)
+    return PrefixStore(f"shardtrain/{session}", store)
+
+
+def _welcomed(store: Store, key: str, session: str) -> bool:
+    """Rank 0's look at what another rank shows: whether it is the session; a token is answered."""
+    shown = store.get(key).decode() if store.check([key]) else ""
+    if shown and shown != session and " " not in shown:
+        store.compare_set(key, shown, f"{shown} {session}")
+    return shown == session
 
 
 def close_process_group() -> None:

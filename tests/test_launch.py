@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -119,6 +120,27 @@ def test_ranks_and_restarts_agree_on_what_the_first_proposed() -> None:
         place.__dict__["store"] = PrefixStore(f"attempt_{attempt}", shared)
         answers.append(place.agree("run_name", proposal))
     assert answers == ["first"] * 3
+
+
+def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
+    """torchrun's store outlives its workers: what dead ranks left must not be taken for what others say."""
+    shared = HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        for attempt in range(3):
+            met = threads.map(lambda rank: launch.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
+            first, *others = met
+            assert not first.check(["address"])
+            first.set("address", f"of attempt {attempt}")
+            assert [other.get("address").decode() for other in others] == [f"of attempt {attempt}"] * 2
+            # Ranks that die before they meet leave a token, or a token with its answer.
+            shared.set("shardtrain/meeting/1", "dead")
+            shared.set("shardtrain/meeting/2", "dead answered")
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0")])
+def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
+    with pytest.raises(UserError, match=rf"rank {rank} has waited 0 s at start-up for rank {missing}$"):
+        launch.meet(HashStore(), rank, 3, timedelta(seconds=0))
 
 
 def test_a_mistake_is_told_once_and_reaches_torchrun(
