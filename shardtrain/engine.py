@@ -50,8 +50,7 @@ class Engine:
         self.units = units
         self.transport = transport
         self.precision = precision
-        self.schedule = Schedule(units, units[0], transport, reshard_after_forward)
-        self.schedule.tell_reduced = _call_user_hooks
+        self.schedule = Schedule(units, transport, reshard_after_forward, tell_reduced=_call_user_hooks)
         self.account = Account()
         for unit in units:
             unit.account = self.account

@@ -64,6 +64,7 @@ class FlatGradient:
         layout = segment.layout
         starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.numel}
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
+        self._zeros = torch.zeros(len(starts), device="cpu")
         self._clear()
 
     def _clear(self) -> None:
@@ -165,16 +166,18 @@ class FlatGradient:
     def take(self) -> Gradient:
         """What has come together, -0.0 where nothing arrived on this rank."""
         segment = self.segment
+        full = self._open()
         if self._transport.world > 1:
-            self._starts = self._starts.to(self._open().device)
-            self._open().index_add_(0, self._starts, self._open().new_zeros(len(self._starts)))
+            if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
+                self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
+            full.index_add_(0, self._starts, self._zeros)
         for index, piece in enumerate(segment.pieces):
             if index not in self.filled:
                 self._own[index] = segment.local.new_full((piece.numel,), -0.0)
                 for part in self._elsewhere[index]:
                     self._into(index, part).fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
-        gradient = Gradient(self._open(), own, segment.layout)
+        gradient = Gradient(full, own, segment.layout, segment.pieces)
         self._clear()
         return gradient
 

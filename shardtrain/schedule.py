@@ -55,15 +55,23 @@ class Order:
 
 
 class Schedule:
-    """The life of all units of one sharded module. ``wrap`` calls it from hooks, and nothing else does."""
+    """The life of all units of one sharded module. ``engine`` calls it from hooks, and nothing else does.
+
+    ``tell_reduced`` is called with every parameter that a backward has given a reduced gradient, at its end.
+    """
 
     def __init__(
-        self, units: Sequence[Unit], root: Unit, transport: Transport, reshard_after_forward: bool
+        self,
+        units: Sequence[Unit],
+        transport: Transport,
+        reshard_after_forward: bool,
+        tell_reduced: Callable[[nn.Parameter], None],
     ) -> None:
         self.units = tuple(units)
-        self.root = root
+        self.root = units[0]
         self.transport = transport
         self.reshard_after_forward = reshard_after_forward
+        self._tell_reduced = tell_reduced
         self.reduce_gradients = True  # False inside `no_sync`
         self._reductions = {unit: Reduction(unit, transport) for unit in units}
         self._forward, self._backward = Order(), Order()
@@ -79,7 +87,6 @@ class Schedule:
         self._left: dict[Unit, None] = {}  # units whose backward must come, in the order forward left them
         self._owed: set[Unit] = set()  # units whose gradients wait under `no_sync`
         self._given: list[nn.Parameter] = []  # parameters that this backward has given a reduced gradient
-        self.tell_reduced: Callable[[nn.Parameter], None] = _nobody
 
     def at_rest(self) -> bool:
         """Whether no step is under way, so that every parameter shows its local piece.
@@ -271,7 +278,7 @@ class Schedule:
         for unit in self._owed:
             self._reductions[unit].show_waiting()
         for param in given:
-            self.tell_reduced(param)
+            self._tell_reduced(param)
 
     def _reduce_the_rest(self) -> None:
         due = self._owed.union(self._entered)
@@ -322,7 +329,3 @@ class Schedule:
 def in_autograd() -> bool:
     """Whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _nobody(_: nn.Parameter) -> None:
-    """Nobody wants to know."""

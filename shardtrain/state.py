@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +17,17 @@ from shardtrain import comm, gather
 from shardtrain.comm.transport import Flat, Transport
 from shardtrain.engine import Engine, engine_of
 from shardtrain.shard import Segment, Unit, in_memory_order
+
+
+class Spec(NamedTuple):
+    """What a whole parameter or buffer is, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        return cls(tensor.dtype, tuple(tensor.shape))
 
 
 @contextmanager
@@ -201,24 +213,32 @@ def _load_segment(
 def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) -> tuple[list[str], list[str]]:
     """What does not fit between ``state`` and the module, and which names ``state`` lacks."""
     expected = {
-        place.name: (tuple(shape), segment.local.dtype)
+        place.name: Spec(segment.local.dtype, tuple(shape))
         for unit in engine.units
         for segment in unit.segments
         for place, shape in zip(segment.places, segment.shapes, strict=True)
     }
-    expected.update((n, (tuple(b.shape), b.dtype)) for n, b in persistent_buffers(engine.module))
-    known = set(engine.module.state_dict(keep_vars=True))  # tied parameters have more than one key
+    expected.update((name, Spec.of(buffer)) for name, buffer in persistent_buffers(engine.module))
     missing = [name for name in expected if name not in state]
-    problems = [f"{name} is missing" for name in missing] if strict else []
-    if strict:
-        problems += [f"{name} is unexpected" for name in state if name not in known]
-    for name, (shape, dtype) in expected.items():
-        found = state.get(name)
-        if found is not None and tuple(found.shape) != shape:
-            problems.append(f"{name} has shape {tuple(found.shape)}, expected {shape}")
-        elif found is not None and found.dtype != dtype:
-            problems.append(f"{name} is {found.dtype}, expected {dtype}")
-    return problems, missing
+    tied = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # further names of parameters
+    found = {name: Spec.of(value) for name, value in state.items() if name not in tied}
+    if not strict:
+        found = {name: spec for name, spec in found.items() if name in expected}
+        expected = {name: spec for name, spec in expected.items() if name in state}
+    return differences(expected, found), missing
+
+
+def differences(expected: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[str]:
+    """What is missing, unexpected, misshapen or of another dtype in ``found``, a line each."""
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unexpected" for name in found if name not in expected]
+    for name, ours in expected.items():
+        theirs = found.get(name, ours)
+        if theirs.shape != ours.shape:
+            problems.append(f"{name} has shape {theirs.shape}, expected {ours.shape}")
+        elif theirs.dtype != ours.dtype:
+            problems.append(f"{name} is {theirs.dtype}, expected {ours.dtype}")
+    return problems
 
 
 def average_buffers(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardtrain.checkpoint.files import sync_directory, write_tensors
 from shardtrain.errors import UserError
+from shardtrain.state import Spec, differences
 
 _NAMED = 5  # differences that a refusal names
 SUFFIXES = (".safetensors", ".pth", ".pt")
@@ -76,15 +77,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         UserError: naming what is missing, unexpected, misshapen or of another dtype; nothing is loaded then.
     """
-    state, expected = read_weights(path), model.state_dict()
-    problems = [f"{name} is missing" for name in expected if name not in state]
-    problems += [f"{name} is unexpected" for name in state if name not in expected]
-    for name, value in expected.items():
-        found = state.get(name, value)
-        if found.shape != value.shape:
-            problems.append(f"{name} has shape {tuple(found.shape)}, expected {tuple(value.shape)}")
-        elif found.dtype != value.dtype:
-            problems.append(f"{name} is {found.dtype}, expected {value.dtype}")
+    state = read_weights(path)
+    expected = {name: Spec.of(value) for name, value in model.state_dict().items()}
+    problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise UserError(f"{path} does not fit the model: {'; '.join(problems[:_NAMED])}{more}")

@@ -61,7 +61,7 @@ def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
             local = torch.full((1 << 20,), float(value), device="cuda")
             full = torch.empty_like(local)
             transport.gather(Tag(0, "unit"), [Flat(full, local, layout)]).wait()
-            gradient = Gradient(torch.empty_like(full), [full * 2], layout)
+            gradient = Gradient(torch.empty_like(full), [full * 2], layout, layout.pieces(0))
             transport.reduce(Tag(128, "unit"), [gradient]).wait()
             assert full.eq(value).all()
             assert gradient.own[0].eq(2 * value).all()

@@ -99,7 +99,8 @@ def _reduce(transport: Transport, layout: Layout, device: torch.device) -> Conte
 
     def run(value: float | None = None) -> torch.Tensor:
         # Shared memory is given back by a reduction; other memory can serve again.
-        gradient = Gradient(transport.gradient(layout, like) if transport.in_place else full, [own], layout)
+        into = transport.gradient(layout, like) if transport.in_place else full
+        gradient = Gradient(into, [own], layout, layout.pieces(transport.rank))
         if value is not None:
             gradient.full.fill_(value)
             own.fill_(value)

@@ -27,12 +27,11 @@ from shardtrain.checkpoint.manifest import (
     Optimizer,
     Parameter,
     Slice,
-    Spec,
     State,
     file_name,
 )
 from shardtrain.engine import Engine
-from shardtrain.state import equal_buffers, persistent_buffers
+from shardtrain.state import Spec, equal_buffers, persistent_buffers
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 
@@ -125,7 +124,7 @@ def _collect(
         world_size=engine.transport.world,
         files={},
         parameters={entry.name: _describe(entry) for entry in entries},
-        buffers={name: Spec(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers},
+        buffers={name: Spec.of(buffer) for name, buffer in buffers},
         optimizer=described,
         facts=dict(facts),
     )

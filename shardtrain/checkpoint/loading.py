@@ -28,7 +28,6 @@ from shardtrain.checkpoint.manifest import (
     Manifest,
     Parameter,
     Slice,
-    Spec,
     file_name,
     parse,
     read,
@@ -36,7 +35,7 @@ from shardtrain.checkpoint.manifest import (
 from shardtrain.comm.transport import Transport
 from shardtrain.engine import Engine
 from shardtrain.shard import in_memory_order
-from shardtrain.state import persistent_buffers
+from shardtrain.state import Spec, differences, persistent_buffers
 
 
 class Opened(NamedTuple):
@@ -165,22 +164,10 @@ def _compare(
 ) -> list[str]:
     """Everything about the model and the optimizer that is not as in the manifest."""
     expected = {entry.name: Spec(entry.param.dtype, entry.shape) for entry in entries}
-    problems = _differences(expected, {name: entry.spec for name, entry in manifest.parameters.items()})
-    expected = {name: Spec(b.dtype, tuple(b.shape)) for name, b in persistent_buffers(engine.module)}
-    problems += _differences(expected, manifest.buffers)
+    problems = differences(expected, {name: entry.spec for name, entry in manifest.parameters.items()})
+    expected = {name: Spec.of(b) for name, b in persistent_buffers(engine.module)}
+    problems += differences(expected, manifest.buffers)
     return problems or ([] if optimizer is None else _compare_optimizer(manifest, entries, optimizer))
-
-
-def _differences(expected: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[str]:
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unexpected" for name in found if name not in expected]
-    for name, spec in expected.items():
-        theirs = found.get(name, spec)
-        if theirs.shape != spec.shape:
-            problems.append(f"{name} has shape {theirs.shape}, expected {spec.shape}")
-        elif theirs.dtype != spec.dtype:
-            problems.append(f"{name} is {theirs.dtype}, expected {spec.dtype}")
-    return problems
 
 
 def _compare_optimizer(

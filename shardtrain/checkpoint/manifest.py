@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtrain.checkpoint.files import DTYPES, Record, read_text
+from shardtrain.state import Spec
 
 FORMAT, VERSION = "shardtrain checkpoint", 1
 NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"
@@ -50,11 +51,6 @@ class Slice(NamedTuple):
     file: str
     start: int
     stop: int
-
-
-class Spec(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class Parameter(NamedTuple):

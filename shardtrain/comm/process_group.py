@@ -164,10 +164,10 @@ class ProcessGroupTransport:
 
     def _contiguous(self, gradient: Gradient) -> torch.Tensor:
         """A new interval with the values of ``gradient.own``, which then lies in it."""
-        full, own, layout = gradient
+        full, own, layout, pieces = gradient
         dtype = own[0].dtype if own else full.dtype
         interval = full.new_empty(layout.length(self.rank), dtype=dtype)
-        for index, piece in enumerate(layout.pieces(self.rank)):
+        for index, piece in enumerate(pieces):
             own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
         return interval
 

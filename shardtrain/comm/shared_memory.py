@@ -142,7 +142,7 @@ class SharedMemoryTransport:
         return Pending(finish)
 
     def _add_up(self, position: int, gradient: Gradient) -> None:
-        full, own, layout = gradient
+        full, own, layout, pieces = gradient
         theirs = self._signals.wait(position)
         flats = {
             rank: self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)[
@@ -150,7 +150,7 @@ class SharedMemoryTransport:
             ]
             for rank, offset in theirs.items()
         }
-        for mine, piece in zip(own, layout.pieces(self.rank), strict=True):
+        for mine, piece in zip(own, pieces, strict=True):
             span = slice(piece.offset, piece.offset + piece.numel)
             parts = [flats[rank][span] if rank in flats else mine for rank in range(self.world)]
             merge(parts, mine, ReduceOp.AVG)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardtrain.layout import Layout
+from shardtrain.layout import Layout, Piece
 
 
 class Tag(NamedTuple):
@@ -38,13 +38,14 @@ class Gradient(NamedTuple):
 
     ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`: this rank's gradient in the other
     ranks' intervals; its own interval is the transport's to use. ``own``: this rank's gradient in its own
-    interval, 1-D, one tensor for each of ``layout.pieces(rank)``, of ``full``'s dtype or a wider one. When
-    the reduction is done ``own`` holds the mean over ranks, in the same tensors or in others.
+    interval, 1-D, one tensor for each of ``pieces``, its ``layout.pieces(rank)``, of ``full``'s dtype or a
+    wider one. When the reduction is done ``own`` holds the mean over ranks, in the same tensors or in others.
     """
 
     full: torch.Tensor
     own: list[torch.Tensor]
     layout: Layout
+    pieces: tuple[Piece, ...]
 
 
 def sent_by(gradient: Gradient, rank: int) -> int:
