@@ -116,7 +116,7 @@ def leaves_early() -> str:
     if dist.get_rank() == 1:
         transport = engine_of(model).transport
         if isinstance(transport, comm.SharedMemoryTransport):
-            transport._signals.close()  # what the kernel does at exit
+            transport.memory.signals.close()  # what the kernel does at exit
         return ""
     started = time.monotonic()
     with pytest.raises(comm.PeerLost) as caught:

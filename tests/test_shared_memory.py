@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm.shared_memory import Arena
+from shardtrain.comm.host_memory import Arena
 from shardtrain.engine import engine_of
 
 from small import Block, OddNet, sgd, train
@@ -56,33 +55,6 @@ def test_ranks_of_one_host_share_memory_unasked(on_ranks: Ranks) -> None:
     assert on_ranks(2, what_is_chosen) == [(comm.SharedMemoryTransport, True)] * 2
     if Path("/dev/shm").is_dir():
         assert set(os.listdir("/dev/shm")) <= before
-
-
-def on_simulated_hosts() -> tuple[type, list[str], str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardtrain")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    os.environ["SHARDTRAIN_HOST_KEY"] = f"host {dist.get_rank() // 2}"
-    try:
-        transport = engine_of(shardtrain.shard(OddNet())).transport
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            shardtrain.shard(OddNet(), transport="shared_memory")
-    finally:
-        del os.environ["SHARDTRAIN_HOST_KEY"]
-        logger.removeHandler(handler)
-    return type(transport), messages, str(caught.value)
-
-
-def test_several_hosts_fall_back_to_the_process_group_with_one_line(on_ranks: Ranks) -> None:
-    """Hosts are simulated on this one by a forced key."""
-    for rank, (transport, messages, refusal) in enumerate(on_ranks(3, on_simulated_hosts)):
-        assert transport is comm.ProcessGroupTransport
-        line = "not sharing memory between ranks: the ranks are on several hosts"
-        assert messages == ([line] if rank == 0 else [])
-        assert refusal == "transport='shared_memory' is not possible: the ranks are on several hosts"
 
 
 def accumulates_more_than_the_arena_holds() -> None:

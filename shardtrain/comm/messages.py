@@ -40,11 +40,15 @@ Merge = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
 
 class Mailbox(NamedTuple):
-    """This rank's end of the messages within ``group``. A group of one needs no process group."""
+    """This rank's end of the messages within ``group``. A group of one needs no process group.
+
+    ``members``: the ranks of ``group`` that take part, if not all do; ranks here count among them.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     world: int
+    members: Sequence[int] | None = None
 
     def peers(self) -> list[int]:
         """The other ranks, nearest first, so that not all ranks turn to the same one at once."""
@@ -54,6 +58,7 @@ class Mailbox(NamedTuple):
         """Start filling ``into`` (1-D) with what ``peer`` sends, one message per chunk."""
         # The group's own methods: `dist.irecv` around them takes as long again, twice per peer and call.
         assert self.group is not None, "there are no peers without a process group"
+        peer = peer if self.members is None else self.members[peer]
         return [
             self.group.recv([into[span]], peer, tag) for span in chunks(into.numel(), into.element_size())
         ]
@@ -61,6 +66,7 @@ class Mailbox(NamedTuple):
     def send(self, part: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
         assert self.group is not None, "there are no peers without a process group"
+        peer = peer if self.members is None else self.members[peer]
         return [
             self.group.send([part[span]], peer, tag) for span in chunks(part.numel(), part.element_size())
         ]

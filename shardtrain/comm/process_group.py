@@ -93,14 +93,15 @@ class ProcessGroupTransport:
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
         if self._by_messages([flat.full for flat in flats]):
-            return self._watched("gathering", tag, lambda number: self._gather_by_messages(number, flats))
+            spread = [(flat.local, _intervals(flat.full, flat.layout)) for flat in flats]
+            return self.spread(tag, spread)
         self._digests.add("gathering", tag)
         return self._start(self._gather_natively, flats, flats[0].full.device)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
         if self._by_messages([gradient.full for gradient in gradients]):
-            return self._watched("reducing", tag, lambda number: self._reduce_by_messages(number, gradients))
+            return self.combine(tag, [self._parts(gradient) for gradient in gradients])
         self._digests.add("reducing", tag)
         native_ones = [self._whole(gradient) for gradient in gradients]
         return self._start(self._reduce_natively, native_ones, gradients[0].full.device)
@@ -114,6 +115,51 @@ class ProcessGroupTransport:
         count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
         with self._met("all-reducing", tensor):
             dist.all_reduce(tensor, _OPS[op], group=self.group)
+
+    def spread(
+        self,
+        tag: Tag,
+        spread: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+        members: Sequence[int] | None = None,
+    ) -> Pending:
+        """By messages: start sending each ``local`` to every rank and filling ``intervals`` from all ranks'.
+
+        ``spread``: (``local``, ``intervals``) pairs. ``members``: only these ranks take part, of which there
+        is an interval each; the other ranks spread among themselves under the same tag.
+        """
+        mailbox = self._mailbox_of(members)
+
+        def start(number: int) -> Pending:
+            moving = [
+                start_exchange(mailbox, _fixed(number + index), [local] * len(intervals), intervals)
+                for index, (local, intervals) in enumerate(spread)
+            ]
+            return _all(moving)
+
+        return self._watched("gathering", tag, start)
+
+    def combine(
+        self, tag: Tag, sets: Sequence[list[torch.Tensor]], members: Sequence[int] | None = None
+    ) -> Pending:
+        """By messages: start sending ``parts[r]`` to rank r, and making this rank's own the mean over ranks.
+
+        ``sets``: of each movement the ``parts``, one for each rank, or each of ``members``.
+        """
+        mailbox = self._mailbox_of(members)
+
+        def start(number: int) -> Pending:
+            moving = [
+                start_reduce_scatter(mailbox, _fixed(number + index), parts, parts[mailbox.rank], _mean)
+                for index, parts in enumerate(sets)
+            ]
+            return _all(moving)
+
+        return self._watched("reducing", tag, start)
+
+    def _mailbox_of(self, members: Sequence[int] | None) -> Mailbox:
+        if members is None:
+            return self._mailbox
+        return Mailbox(self.group, members.index(self.rank), len(members), members)
 
     def _watched(self, kind: str, tag: Tag, start: Callable[[int], Pending]) -> Pending:
         """A movement made of messages, started with their tag, with an eye on where the other ranks are."""
@@ -144,38 +190,16 @@ class ProcessGroupTransport:
     def _by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
         return self.has_gloo and all(full.device.type == "cpu" for full in fulls)
 
-    def _gather_by_messages(self, tag: int, flats: Sequence[Flat]) -> Pending:
-        moving = []
-        for index, flat in enumerate(flats):
-            everyone = [flat.local] * self.world
-            intervals = _intervals(flat.full, flat.layout)
-            moving.append(start_exchange(self._mailbox, _fixed(tag + index), everyone, intervals))
-        return _all(moving)
-
-    def _reduce_by_messages(self, tag: int, gradients: Sequence[Gradient]) -> Pending:
-        moving = []
-        for index, gradient in enumerate(gradients):
-            parts = _intervals(gradient.full, gradient.layout)
-            parts[self.rank] = self._contiguous(gradient)
-            moving.append(
-                start_reduce_scatter(self._mailbox, _fixed(tag + index), parts, parts[self.rank], _mean)
-            )
-        return _all(moving)
-
-    def _contiguous(self, gradient: Gradient) -> torch.Tensor:
-        """A new interval with the values of ``gradient.own``, which then lies in it."""
-        full, own, layout, pieces = gradient
-        dtype = own[0].dtype if own else full.dtype
-        interval = full.new_empty(layout.length(self.rank), dtype=dtype)
-        for index, piece in enumerate(pieces):
-            own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
-        return interval
+    def _parts(self, gradient: Gradient) -> list[torch.Tensor]:
+        parts = _intervals(gradient.full, gradient.layout)
+        parts[self.rank] = own_interval(gradient, self.rank)
+        return parts
 
     def _gather_natively(self, flat: Flat) -> None:
         native.all_gather(flat.full, flat.local, self.group)
 
     def _whole(self, gradient: Gradient) -> Whole:
-        interval = self._contiguous(gradient)
+        interval = own_interval(gradient, self.rank)
         gradient.full[gradient.layout.interval(self.rank)].copy_(interval)
         return Whole(gradient.full, interval.to(gradient.full.dtype), interval)
 
@@ -206,6 +230,16 @@ class ProcessGroupTransport:
                 movement(item)
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
+
+
+def own_interval(gradient: Gradient, rank: int) -> torch.Tensor:
+    """A new interval of rank ``rank`` with the values of ``gradient.own``, which then lies in it."""
+    full, own, layout, pieces = gradient
+    dtype = own[0].dtype if own else full.dtype
+    interval = full.new_empty(layout.length(rank), dtype=dtype)
+    for index, piece in enumerate(pieces):
+        own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
+    return interval
 
 
 def _intervals(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardtrain.comm.guard import GRACE_S, KINDS, MESSAGE, Movement, Paths
 
@@ -69,7 +69,7 @@ class Signals:
     def post(self, kind: str, number: int, name: str, value: int = 0) -> int:
         """Tell every peer of this rank's next movement; return its position.
 
-        Every movement but a gather, which needs nobody, is to be waited for.
+        Every movement but a gather is to be waited for.
         """
         position, message = self.paths.make(kind, number, name, value)
         if kind != "gathering":
@@ -101,9 +101,17 @@ class Signals:
 
     def is_done(self, position: int) -> bool:
         """Whether `wait_done` would return at once."""
+        self._take_in()
+        return all(position in peer.done for peer in self.peers)
+
+    def compare_now(self) -> None:
+        """Raise Diverged if what peers have said so far shows that one takes another path."""
+        self._take_in()
+        self._compare()
+
+    def _take_in(self) -> None:
         for peer in self.peers:
             peer.receive(self.paths)
-        return all(position in peer.done for peer in self.peers)
 
     def receive_handle(self, owner: int, position: int) -> int:
         """The file descriptor that ``owner`` sends at ``position``."""
@@ -180,11 +188,11 @@ def _close_all(sockets: list[socket.socket]) -> None:
         each.close()
 
 
-def connect(rank: int, world: int, meeting: str, barrier: Callable[[], None]) -> Signals:
+def connect(rank: int, ranks: Sequence[int], meeting: str, barrier: Callable[[], None]) -> Signals:
     """Link this rank with every other rank of the host.
 
     Args:
-        rank, world: this rank and how many there are.
+        rank, ranks: this rank and all of the host's.
         meeting: a name that only these ranks know, the same on all of them.
         barrier: callable; returns when all ranks have called it.
 
@@ -194,22 +202,22 @@ def connect(rank: int, world: int, meeting: str, barrier: Callable[[], None]) ->
     links: dict[tuple[int, str], socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.bind(f"\0{meeting}-{rank}")
-        door.listen(2 * world)
+        door.listen(2 * len(ranks))
         door.settimeout(10.0)
         barrier()
-        for other in range(rank):
+        others = [other for other in ranks if other != rank]
+        for other in [other for other in others if other < rank]:
             for use in ("link", "handles"):
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 link.connect(f"\0{meeting}-{other}")
                 link.sendall(_hello(rank, use))
                 links[other, use] = link
-        while len(links) < 2 * (world - 1):
+        while len(links) < 2 * len(others):
             link, _ = door.accept()
             hello = json.loads(link.recv(len(_hello(0, "link")), socket.MSG_WAITALL))
             links[hello["rank"], hello["use"]] = link
     for (_, use), link in links.items():
         link.setblocking(use == "handles")
-    others = [other for other in range(world) if other != rank]
     return Signals(rank, [Peer(o, links[o, "link"], links[o, "handles"]) for o in others])
 
 

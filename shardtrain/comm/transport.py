@@ -48,6 +48,13 @@ class Gradient(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+def is_in_place(flats: Sequence[Flat]) -> bool:
+    """Whether every ``local`` lies in its ``full``, rather than in memory of its own."""
+    return all(
+        flat.full.untyped_storage().data_ptr() == flat.local.untyped_storage().data_ptr() for flat in flats
+    )
+
+
 def sent_by(gradient: Gradient, rank: int) -> int:
     """Bytes of ``gradient`` that rank ``rank`` owes the others."""
     return (gradient.layout.padded - gradient.layout.length(rank)) * gradient.full.element_size()

@@ -1,0 +1,183 @@
+"""Ranks on several hosts, which are simulated on this one by a forced key: ranks of one key share memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardtrain
+from shardtrain import checkpoint, comm
+from shardtrain.comm.transport import Flat, Gradient, Tag
+from shardtrain.engine import engine_of
+from shardtrain.layout import even
+
+from small import Block, OddNet, assert_at_rest, sgd, train
+
+Ranks = Callable[..., list[Any]]
+BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
+
+
+@contextmanager
+def hosts(of_ranks: list[int]) -> Iterator[None]:
+    os.environ["SHARDTRAIN_HOST_KEY"] = f"host {of_ranks[dist.get_rank()]}"
+    try:
+        yield
+    finally:
+        del os.environ["SHARDTRAIN_HOST_KEY"]
+
+
+def sharded(of_ranks: list[int]) -> nn.Module:
+    torch.manual_seed(0)
+    with hosts(of_ranks):
+        return shardtrain.shard(OddNet(), units=[Block])
+
+
+def trained(of_ranks: list[int]) -> tuple[type, bool, list[float], dict[str, torch.Tensor], dict[str, int]]:
+    model = sharded(of_ranks)
+    with comm.meter() as meter:
+        losses = train(model, sgd(model), 6)
+    assert_at_rest(model)
+    transport = engine_of(model).transport
+    weight = next(p for p in model.parameters() if p.numel())
+    shares = weight.untyped_storage().nbytes() > weight.nbytes
+    return type(transport), shares, losses, shardtrain.full_state_dict(model), dict(meter.bytes)
+
+
+def trained_four_ways() -> tuple[list[Any], ...]:
+    return trained([0] * 4), trained(BLOCKS), trained(BLOCKS), trained(INTERLEAVED)  # type: ignore[return-value]
+
+
+def test_training_over_hosts_is_training(on_ranks: Ranks) -> None:
+    """Equal to one host's up to the order of sums, equal to itself bit for bit, the same bytes counted."""
+    for one_host, *several in on_ranks(4, trained_four_ways):
+        assert one_host[0] is comm.SharedMemoryTransport
+        for transport, shares, losses, state, sent in several:
+            assert transport is comm.HostsTransport
+            assert shares
+            assert losses == pytest.approx(one_host[2], rel=1e-5)
+            for name, value in state.items():
+                torch.testing.assert_close(value, one_host[3][name], rtol=1e-4, atol=1e-6)
+            assert sent == one_host[4]
+        first, second, _ = several
+        assert first[2] == second[2]
+        assert all(torch.equal(first[3][name], second[3][name]) for name in first[3])
+
+
+def moves_exactly(of_ranks: list[int]) -> None:
+    """Every rank's interval everywhere; the mean of the hosts' means, to the bit."""
+    with hosts(of_ranks):
+        transport = comm.open_transport("auto")
+    layout = even([5, 9], 4, 2)
+    like = torch.empty(0)
+    full, local = transport.allocate(layout, like, torch.float32)
+    transport.fence("entering")
+    local.fill_(transport.rank + 0.5)
+    transport.gather(Tag(1, "the unit"), [Flat(full, local, layout)]).wait()
+    wanted = torch.cat([torch.full((layout.length(rank),), rank + 0.5) for rank in range(4)])
+    assert torch.equal(full, wanted)
+
+    def values(rank: int) -> torch.Tensor:
+        return torch.randn(layout.padded, generator=torch.Generator().manual_seed(rank))
+
+    pieces = layout.pieces(transport.rank)
+    gradient = transport.gradient(layout, like)
+    gradient.copy_(values(transport.rank))
+    mine = gradient[layout.interval(transport.rank)].clone()
+    own = [mine[piece.offset : piece.offset + piece.numel] for piece in pieces]
+    taken = Gradient(gradient, own, layout, pieces)
+    transport.reduce(Tag(2, "the unit"), [taken]).wait()
+    members = [[rank for rank in range(4) if of_ranks[rank] == host] for host in (0, 1)]
+    first, second = ((values(a) + values(b)) / 2 for a, b in members)
+    mean = ((first + second) / 2)[layout.interval(transport.rank)]
+    for piece, found in zip(pieces, taken.own, strict=True):
+        assert torch.equal(found, mean[piece.offset : piece.offset + piece.numel])
+    transport.fence("leaving")
+
+
+@pytest.mark.parametrize("of_ranks", [BLOCKS, INTERLEAVED])
+def test_movements_between_hosts_are_exact(on_ranks: Ranks, of_ranks: list[int]) -> None:
+    on_ranks(4, moves_exactly, of_ranks)
+
+
+def saved_and_loaded(folder: str) -> None:
+    path = Path(folder) / "step"
+    model = sharded(BLOCKS)
+    train(model, sgd(model), 2)
+    wanted = shardtrain.full_state_dict(model)
+    checkpoint.save(path, model)
+    with shardtrain.unsharded(model):
+        for param in model.parameters():
+            param.data.zero_()
+    assert not any(shardtrain.full_state_dict(model)["fc.weight"].flatten())
+    checkpoint.load(path, model)
+    other = sharded([0] * 4)
+    checkpoint.load(path, other)
+    for found in (shardtrain.full_state_dict(model), shardtrain.full_state_dict(other)):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_state_goes_through_hosts_and_back(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(4, saved_and_loaded, str(tmp_path))
+
+
+def strays() -> str:
+    """Rank 3 runs the two blocks in the other order."""
+    model = sharded(BLOCKS)
+    if dist.get_rank() == 3:
+        first, second = model.blocks  # type: ignore[misc]
+        model.blocks.forward = lambda x: first(second(x))
+    started = time.monotonic()
+    with pytest.raises((comm.Diverged, comm.PeerLost)) as caught:
+        train(model, sgd(model), 1)
+    assert time.monotonic() - started < 10
+    return str(caught.value)
+
+
+def test_a_rank_on_another_path_is_named_on_its_host_and_all_hosts_leave(on_ranks: Ranks) -> None:
+    texts = on_ranks(4, strays)
+    assert texts[2] == texts[3]
+    assert "rank 2 is gathering blocks.0, rank 3 is gathering blocks.1" in texts[2]
+    for text in texts[:2]:
+        assert "rank 3 takes another path" in text or "has ended" in text
+
+
+def what_is_chosen(of_ranks: list[int]) -> tuple[type, list[str], str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardtrain")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        transport = engine_of(sharded(of_ranks)).transport
+        with hosts(of_ranks), pytest.raises(ValueError) as caught:  # noqa: PT011
+            shardtrain.shard(OddNet(), transport="shared_memory")
+    finally:
+        logger.removeHandler(handler)
+    return type(transport), messages, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "why"),
+    [
+        ([0, 0, 1], "the hosts have different numbers of ranks: 2, 1"),
+        ([0, 1, 2], "every rank is on a host of its own"),
+    ],
+)
+def test_hosts_that_cannot_share_fall_back_with_one_line(
+    on_ranks: Ranks, of_ranks: list[int], why: str
+) -> None:
+    for rank, (transport, messages, refusal) in enumerate(on_ranks(3, what_is_chosen, of_ranks)):
+        assert transport is comm.ProcessGroupTransport
+        assert messages == ([f"not sharing memory between ranks: {why}"] if rank == 0 else [])
+        assert refusal == f"transport='shared_memory' is not possible: {why}"
