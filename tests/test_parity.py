@@ -63,13 +63,14 @@ def resnet_exactly_like_ddp(optimizer: Optimizer, repeat: bool) -> None:
         assert_same_parameters(again, replica, tolerance=0)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("optimizer", [momentum_sgd, adamw])
+@pytest.mark.parametrize(
+    ("optimizer", "world"), [*((momentum_sgd, world) for world in WORLDS), (adamw, 2), (adamw, 3)]
+)
 def test_resnet18_in_fp32_equals_ddp_that_sums_in_rank_order(
-    on_ranks: Ranks, world: int, optimizer: Any
+    on_ranks: Ranks, optimizer: Any, world: int
 ) -> None:
     """20 steps, bit for bit; and once more, bit for bit. For one and two ranks that is stock DDP's order."""
-    on_ranks(world, resnet_exactly_like_ddp, optimizer, optimizer is momentum_sgd)
+    on_ranks(world, resnet_exactly_like_ddp, optimizer, world == 2)
 
 
 def resnet_like_stock_ddp(optimizer: Optimizer) -> None:
@@ -79,16 +80,15 @@ def resnet_like_stock_ddp(optimizer: Optimizer) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         sharded, replica = sharded_and_replica(small_resnet18, units=None)
-        expected = train(replica, optimizer(replica), 20, batch)
-        assert train(sharded, optimizer(sharded), 20, batch) == pytest.approx(expected, rel=1e-8)
+        expected = train(replica, optimizer(replica), 10, batch)
+        assert train(sharded, optimizer(sharded), 10, batch) == pytest.approx(expected, rel=1e-8)
         assert_same_parameters(sharded, replica, tolerance=1e-8)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("optimizer", [momentum_sgd, adamw])
-def test_resnet18_in_fp64_equals_stock_ddp(on_ranks: Ranks, world: int, optimizer: Any) -> None:
+@pytest.mark.parametrize(("optimizer", "world"), [(momentum_sgd, 4), (adamw, 3)])
+def test_resnet18_in_fp64_equals_stock_ddp(on_ranks: Ranks, optimizer: Any, world: int) -> None:
     """From three ranks on stock DDP sums in an order of its own. In fp32 a freshly initialised ResNet-18
     amplifies that last bit to some percent of the loss within 20 steps, on any implementation; fp64
     leaves room to see that nothing else differs."""
