@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
 from shardtrain import data, targets
-from shardtrain.config import Config, Constant, Optim, Sched, Sgd, micro_batch
+from shardtrain.config import Config, Optim, Sgd, micro_batch
+from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
+from shardtrain.losses import Loss, loss_of
+from shardtrain.optim.ema import Ema
 from shardtrain.precision import Precision
+from shardtrain.schedules import lr_factor
 from shardtrain.weights import load_weights
 
 # Logits, and so the loss, are fp32 in any case.
@@ -33,10 +36,11 @@ class Job(NamedTuple):
     """Everything that the loop works on."""
 
     model: nn.Module
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes], labels [batch] → mean
+    loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
-    train: data.TrainFeed
+    ema: Ema | None
+    train: data.TrainFeed | Mixed
     val: data.EvalFeed
     share: data.Share
     steps: int
@@ -64,15 +68,18 @@ def build(
         load_weights(model, Path(config.model["weights"]).expanduser())
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
+    if config.train.channels_last:
+        model.to(memory_format=torch.channels_last)
     optimizer = _shard_with_optimizer(model.to(device), config)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     train, val = _feeds(config, images, share, device, range(first_step, steps))
     job = Job(
         model=model,
-        loss=nn.CrossEntropyLoss(label_smoothing=config.train.label_smoothing),
+        loss=loss_of(config.train.loss, config.train.label_smoothing),
         optimizer=optimizer,
         schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
+        ema=_ema(model, config, steps_per_epoch),
         train=train,
         val=val,
         share=share,
@@ -119,24 +126,6 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
     return float(counter.get_total_flops())
 
 
-def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
-    """The learning rate of each step from 0 on, as a fraction of `optim.lr`.
-
-    Linear up over the warm-up (at most half the run), then constant, or a half cosine down to `final_lr`.
-    """
-    warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        if isinstance(sched, Constant):
-            return 1.0
-        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return sched.final_lr + (1 - sched.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return factor
-
-
 def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], first_step: int) -> LambdaLR:
     """A pure function of the step, so that to continue it takes no more than the step."""
     for group in optimizer.param_groups:
@@ -144,19 +133,19 @@ def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], 
     return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay for matrices and filters, none for biases and normalisation layers.
+def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:
+    """Decay for matrices and filters; for biases and normalisation layers only with `decay_all`.
 
     Told apart by shape, so call it before `shard` makes every parameter one-dimensional.
     """
-    decayed = [param for param in model.parameters() if param.ndim > 1]
-    exempt = [param for param in model.parameters() if param.ndim <= 1]
+    decayed = [param for param in model.parameters() if decay_all or param.ndim > 1]
+    exempt = [param for param in model.parameters() if not decay_all and param.ndim <= 1]
     groups = [(decayed, weight_decay), (exempt, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def _shard_with_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, config.optim.weight_decay)
+    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     shardtrain.shard(
         model,
         precision=PRECISIONS[config.parallel.precision],
@@ -172,6 +161,13 @@ def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimi
             groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
         )
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def _ema(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
+    if config.ema.decay is None:
+        return None
+    after = round(config.ema.after_epochs * steps_per_epoch)
+    return Ema(model, config.ema.decay, every=config.ema.every_steps, after=after)
 
 
 def _completed(config: Config, images: data.DataSet) -> dict[str, Any]:
@@ -207,7 +203,7 @@ def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
 
 def _feeds(
     config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
-) -> tuple[data.TrainFeed, data.EvalFeed]:
+) -> tuple[data.TrainFeed | Mixed, data.EvalFeed]:
     prepare = data.Prepare(images, config.data.image_size, device)
     augment = None
     if config.augment.get("_target_") is not None:
@@ -223,4 +219,9 @@ def _feeds(
         first_step=steps.start,
         last_step=steps.stop,
     )
-    return train, data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)
+    val = data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)
+    mixup, cutmix = config.train.mixup, config.train.cutmix
+    if not (mixup or cutmix):
+        return train, val
+    classes = config.model.get("num_classes", images.classes)
+    return Mixed(train, Mix(mixup, cutmix, classes, share, config.seed)), val

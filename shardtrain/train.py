@@ -46,6 +46,8 @@ def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, 
                 optimizer.zero_grad()  # which leaves the update nothing to do
             keeper.before_update()
             optimizer.step()
+            if job.ema is not None:
+                job.ema.update(step)
         window.step_done(traffic)
         last = step == job.steps
         monitor.step(step)
@@ -53,12 +55,12 @@ def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, 
             monitor.log(step, window.close(step, norm) | keeper.report())
         optimizer.zero_grad()
         job.schedule.step()
-        scores = None
+        found = None
         with window.paused():
             if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
-                scores = evaluate(model, job.val)
-                monitor.scores(step, scores)
-            keeper.step_done(step, scores)
+                found = evaluate(model, job.val, ema=job.ema, flip=train.eval_flip)
+                monitor.evaluated(step, found)
+            keeper.step_done(step, found)
     keeper.finish()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
-from shardtrain.build import build, forward_flops, lr_factor, parameter_groups
+from shardtrain.build import build, forward_flops, parameter_groups
 from shardtrain.compose import compose
 from shardtrain.config import Config, Constant, Cosine, from_hydra
 from shardtrain.data import Batch, EvalFeed, Prepare, Share
@@ -21,6 +21,7 @@ from shardtrain.data.sets import Arrays, DataSet
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Scores, evaluate
 from shardtrain.launch import Context, Place
+from shardtrain.schedules import lr_factor
 from shardtrain.train import train
 
 CPU = torch.device("cpu")
@@ -189,7 +190,7 @@ def _scores() -> Scores:
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2  # type: ignore[operator]
     share = Share(1, 1, comm.rank(), comm.world_size())
     feed = EvalFeed(small, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
-    scores = evaluate(model, feed)
+    scores = evaluate(model, feed).scores
     assert model.training
     return scores
 
@@ -212,7 +213,7 @@ def test_scores_of_known_logits() -> None:
 
     logits = torch.tensor([[3.0, 2, 1, 0, -1, -2], [3.0, 2, 1, 0, -1, -2], [9.0, 9, 9, 9, 9, 9]])
     batch = Batch(logits, torch.tensor([0, 5, 3]), valid=2)
-    scores = evaluate(shard(Lookup()), [batch])
+    scores = evaluate(shard(Lookup()), [batch]).scores
     probability = [math.exp(value) for value in (3, 2, 1, 0, -1, -2)]
     expected = (
         -(math.log(probability[0] / sum(probability)) + math.log(probability[5] / sum(probability))) / 2

@@ -14,7 +14,7 @@ from typing import Any
 from shardtrain import describe
 from shardtrain.build import Job
 from shardtrain.config import Config
-from shardtrain.evaluate import Scores
+from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
 from shardtrain.monitor.console import Bar, Lines, Tables
 from shardtrain.monitor.files import LogFile, ResultFile, TensorBoard, make_run_dir
@@ -47,8 +47,8 @@ class Monitor:
         for sink in self.sinks:
             sink.flush()
 
-    def scores(self, step: int, scores: Scores) -> None:
-        self.log(step, {f"val/{name}": value for name, value in scores._asdict().items()})
+    def evaluated(self, step: int, found: Evaluation) -> None:
+        self.log(step, found.scalars())
 
     def close(self, status: str) -> None:
         for sink in self.sinks:
