@@ -68,6 +68,8 @@ def build(
         load_weights(model, Path(config.model["weights"]).expanduser())
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
+    if config.parallel.sync_batchnorm:
+        model = synchronised(model, device)
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
     optimizer = _shard_with_optimizer(model.to(device), config)
@@ -105,6 +107,18 @@ def plain_model(model: Mapping[str, Any]) -> nn.Module:
     built = targets.build({key: value for key, value in model.items() if key != "weights"}, "model")
     assert isinstance(built, nn.Module)
     return built
+
+
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """Torch's SyncBatchNorm in place of every BatchNorm: statistics of the whole micro-batch of all ranks."""
+    if device.type != "cuda":
+        raise UserError(
+            f"parallel.sync_batchnorm=true needs CUDA, found {device.type}: torch's SyncBatchNorm computes "
+            "on GPUs only"
+        )
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert isinstance(converted, nn.Module)
+    return converted
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
@@ -209,8 +223,9 @@ def _feeds(
     if config.augment.get("_target_") is not None:
         augment = targets.build(config.augment, "augment")
     workers = config.data.workers
+    image = getattr(augment, "image", None)
     train = data.TrainFeed(
-        images,
+        images._replace(train=data.Augmented(images.train, image)) if image else images,
         share,
         prepare,
         augment=augment,

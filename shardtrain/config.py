@@ -185,6 +185,8 @@ class Constant:
 @dataclass(frozen=True)
 class Parallel:
     reshard_after_forward: bool
+    sync_batchnorm: bool
+    """Whether BatchNorm's statistics are those of all ranks' images."""
     transport: str = one_of("auto", "process_group", "shared_memory")
     precision: str = one_of("fp32", "bf16")
 

@@ -46,10 +46,12 @@ class Start(NamedTuple):
     messages: list[str]
 
 
-def told(start: Start, job: Job) -> list[str]:
+def told(start: Start, job: Job, evaluating: bool = False) -> list[str]:
     """What people should know of the start."""
     if start.opened is None:
         return start.messages
+    if evaluating:
+        return [*start.messages, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
     return [*start.messages, f"{where} ({start.opened.path})"]
@@ -73,7 +75,7 @@ def find_start(config: Config, context: Context) -> Start:
     store = Store(
         directory, transport, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous
     )
-    if config.dry_run:
+    if config.dry_run or (config.eval_only and config.resume == "none"):
         return Start(0, None, store, [])
     messages = _set_aside(directory, context.place) if config.resume == "none" else []
     try:
@@ -132,6 +134,9 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
     Raises:
         UserError: the checkpoint is of another model or optimizer, or of other batches.
     """
+    if config.eval_only:
+        _restore_model(start, config, job)
+        return None
     if start.opened is None:
         return None
     _compare(start.opened.manifest.facts, _facts(config, job))
@@ -152,6 +157,25 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
     else:
         seed_process("resumed", config.seed, comm.rank(), start.step)
     return None if extra["best"] is None else Best(*extra["best"])
+
+
+def _restore_model(start: Start, config: Config, job: Job) -> None:
+    """For an evaluation, to which the optimizer and the place among the images do not matter."""
+    opened = start.opened
+    if opened is None:
+        if config.model.get("weights") is None:
+            raise UserError(
+                f"eval_only=true: there is no checkpoint in {start.store.directory}; name the run "
+                "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
+            )
+        return
+    averages = None if job.ema is None else job.ema.averages
+    try:
+        extra = load_into(opened, engine_of(job.model), None, averages)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if job.ema is not None:
+        job.ema.restore(extra["ema"], opened.manifest.world_size)
 
 
 def _facts(config: Config, job: Job) -> dict[str, Any]:

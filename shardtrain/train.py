@@ -19,7 +19,7 @@ from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
 from shardtrain.launch import Context
-from shardtrain.monitor import Monitor, Window, open_monitor, start_table
+from shardtrain.monitor import Monitor, Window, open_monitor, score_table, start_table
 from shardtrain.nonfinite import Guard
 from shardtrain.resume import Keeper, find_start, restore, told
 from shardtrain.stop import StopSignals
@@ -72,8 +72,11 @@ def train(config: Config, context: Context) -> None:
     window = Window(job)
     best = restore(start, config, job, window)
     with open_monitor(config, context, job, best.acc1 if best else None) as monitor, StopSignals() as signals:
-        monitor.say("\n".join([start_table(config, context, job), *told(start, job)]))
-        if not config.dry_run:
+        monitor.say("\n".join([start_table(config, context, job), *told(start, job, config.eval_only)]))
+        if config.eval_only:
+            found = evaluate(job.model, job.val, ema=job.ema, flip=config.train.eval_flip)
+            monitor.say(score_table(found, config.reference))
+        elif not config.dry_run:
             guard = Guard(job.model, config.train, window, monitor)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
             fit(job, config.train, monitor, window, guard, keeper)

@@ -60,7 +60,10 @@ def test_fast_dry_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("+recipe=resnt", r"unknown recipe 'resnt'; did you mean resnet\? \(valid: resnet\)"),
+        (
+            "+recipe=resnt",
+            r"unknown recipe 'resnt'; did you mean resnet\? \(valid: resnet, resnet18_cifar10, ",
+        ),
         ("recipe=resnet", r"write \+recipe=NAME"),
         ("+recipes=resnet", r"unknown key recipes; did you mean recipe\?"),
         ("model=resnet81", r"unknown model 'resnet81'; did you mean resnet18\?.*…"),

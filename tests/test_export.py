@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -78,6 +80,44 @@ def test_weights_are_a_start(
     assert all(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
     ending = run(str(tmp_path / "other"), *QUIET, "model.num_classes=11", f"model.weights={out}")
     assert "does not fit the model: classifier.3.weight has shape (10, 1024), expected (11, 1024)" in ending
+
+
+def told(*arguments: str) -> str:
+    """How a run ended on this rank, and what it said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        ending = run(*arguments)
+    return f"{ending}\n{said.getvalue()}"
+
+
+def test_an_evaluation_alone_scores_as_the_run_did(
+    on_ranks: Any,
+    tmp_path: Path,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = json.loads((trained / "result.json").read_text())
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    said = f"acc1 {result['val/acc1']:.2f} %"
+    for world in (1, 3):
+        output = on_ranks(world, told, str(trained), *QUIET, "eval_only=true", "optim=sgd")[0]
+        assert output.startswith("finished")
+        assert "none: eval_only" in output
+        assert "evaluating step 5" in output
+        assert f"val      loss {result['val/loss']:.4f}, {said}" in output
+        assert f"average  loss {result['val/ema_loss']:.4f}" in output
+    assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    out = tmp_path / "weights.pth"
+    assert export(monkeypatch, f"run={trained}", f"out={out}") == 0
+    capsys.readouterr()
+    plain = (*QUIET, "eval_only=true", "ema.decay=null", "train.eval_flip=true", f"model.weights={out}")
+    assert run(str(tmp_path / "none"), *plain) == "finished"
+    assert "val  loss" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+    ending = run(str(tmp_path / "none"), *QUIET, "eval_only=true")
+    assert "eval_only=true: there is no checkpoint in" in ending
+    assert "or plain weights (model.weights=FILE)" in ending
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
             "train.batch_size=2 train.accumulate=2 model.stem=standard",
             "does not take images of shape 1×1×8×8",
         ),
+        ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs CUDA, found cpu: torch's"),
+        ("train.mixup=0.2 train.batch_size=9", "gives 1 ranks × train.accumulate=1 micro-batches of 9"),
         ("augment._target_=print", "augment._target_=print: only callables of"),
     ],
 )
@@ -150,6 +152,21 @@ def test_model_outputs_that_are_no_logits_are_refused() -> None:
     with pytest.raises(UserError, match=r"the model returns tuple, expected logits"):
         forward_flops(nn.GRU(5, 3), (2, 5), 2)
     assert forward_flops(nn.Linear(5, 3), (2, 5), 3) == 2 * 2 * 5 * 3
+
+
+def test_channels_last_reaches_the_activations() -> None:
+    job, _ = build(configure("train.channels_last=true"), 0, 1, CPU)
+    seen: list[bool] = []
+    job.model.layer2.register_forward_hook(  # type: ignore[union-attr]
+        lambda module, inputs, output: seen.append(output.is_contiguous(memory_format=torch.channels_last))
+    )
+    job.model(next(iter(job.train)).images)
+    assert seen == [True]
+
+
+def test_decay_on_everything() -> None:
+    (group,) = parameter_groups(resnet18(num_classes=10), 0.1, decay_all=True)
+    assert (group["weight_decay"], len(group["params"])) == (0.1, 62)
 
 
 def test_no_decay_on_norms_and_biases() -> None:

@@ -2,6 +2,6 @@
 
 from shardtrain.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
 from shardtrain.data.sampler import Share
-from shardtrain.data.sets import DataSet, load
+from shardtrain.data.sets import Augmented, DataSet, load
 
-__all__ = ["Augment", "Batch", "DataSet", "EvalFeed", "Prepare", "Share", "TrainFeed", "load"]
+__all__ = ["Augment", "Augmented", "Batch", "DataSet", "EvalFeed", "Prepare", "Share", "TrainFeed", "load"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -69,6 +70,23 @@ class Repeated:
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.few[[index % len(self.few) for index in indices]]
+
+
+class Augmented:
+    """Images that `change` makes others each time, drawing from torch's random numbers."""
+
+    random = True
+
+    def __init__(self, data: Batches, change: Callable[[Tensor], Tensor]) -> None:
+        """change: uint8 [channels, height, width] to the same."""
+        self.data, self.change = data, change
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images, labels = self.data[indices]
+        return torch.stack([self.change(image) for image in images]), labels
 
 
 def load(config: Data) -> DataSet:
