@@ -133,7 +133,7 @@ def test_batches_that_ranks_do_not_divide(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_default_batch_suits_up_to_four_ranks(world_size: int) -> None:
-    assert micro_batch(configure("+recipe=resnet").train, world_size) * world_size == 96
+    assert micro_batch(configure("+recipe=resnet").train, world_size) * world_size == 48
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--info", "config"]])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from shardtrain.compose import compose, config_folder
 from shardtrain.config import Config, from_hydra
 from shardtrain.launch import Context, Place
 from shardtrain.monitor.tables import end_table
+from shardtrain.recipes import digits
 from shardtrain.schedules import lr_factor
 from shardtrain.train import train
 
@@ -25,6 +29,21 @@ NAMES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml")
 
 # What has been published, key by key, and the accuracy reached with it.
 CARDS: dict[str, tuple[float, dict[str, Any]]] = {
+    "resnet": (
+        99.17,
+        {
+            "model.name": "resnet18",
+            "data.name": "digits",
+            "train.epochs": 12,
+            "train.batch_size": 48,
+            "train.label_smoothing": 0.1,
+            "optim.lr": 0.03,
+            "optim.nesterov": True,
+            "optim.weight_decay": 5e-4,
+            "optim.decay_all": False,
+            "sched": {"name": "cosine", "warmup_epochs": 2.0, "final_lr": 0.0},
+        },
+    ),
     "resnet18_cifar10": (
         93.02,
         {
@@ -117,14 +136,11 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     for row in ("model", "training"):
         assert f"\n# {row} " in text
     config = configure(f"+recipe={name}")
-    if name in CARDS:
-        accuracy, settings = CARDS[name]
-        assert config.reference is not None
-        assert config.reference.accuracy == accuracy
-        assert f"{accuracy} %" in text
-        assert {key: effective(config, key) for key in settings} == settings
-    else:
-        assert name == "resnet"
+    accuracy, settings = CARDS[name]
+    assert config.reference is not None
+    assert config.reference.accuracy == accuracy
+    assert f"{accuracy} %" in text
+    assert {key: effective(config, key) for key in settings} == settings
 
 
 def test_the_learning_rate_of_the_first_weights() -> None:
@@ -189,6 +205,26 @@ def test_each_recipe_trains_two_epochs_on_two_ranks(
 ) -> None:
     result = on_ranks(2, tiny_run, str(tmp_path), name, photos)[0]
     assert (result["status"], result["epoch"]) == ("finished", 2.0)
-    if name != "resnet":
-        yours = result.get("val/ema_acc1", result["val/acc1"])
-        assert f"acc1      yours {yours:.2f} %, reference {CARDS[name][0]:.2f} % (" in end_table(result)
+    yours = result.get("val/ema_acc1", result["val/acc1"])
+    assert f"acc1      yours {yours:.2f} %, reference {CARDS[name][0]:.2f} % (" in end_table(result)
+
+
+def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, acc1 in ((0, 99.0), (1, 100.0)):
+        (tmp_path / str(seed)).mkdir()
+        result = {"status": "finished", "val/acc1": acc1, "seconds": 61.5}
+        (tmp_path / str(seed) / "result.json").write_text(json.dumps(result))
+    with patch.dict(sys.modules, {"sklearn.svm": None}):
+        digits.main(["--out", str(tmp_path), "--seeds", "0", "1"])
+    said = capsys.readouterr().out
+    assert "1     100.00     61.5" in said
+    assert "mean of 2: 99.50 %; RBF-SVM on the same split: scikit-learn is not installed" in said
+    assert "360 held-out images, so one is 0.28 points" in said
+    assert digits.report({0: {"val/acc1": 99.0, "seconds": 1.0}}, 98.5).count("98.50 %") == 1
+    with patch.object(subprocess, "run") as started, pytest.raises(FileNotFoundError):
+        digits.main(["--out", str(tmp_path), "--seeds", "7", "--ranks", "2", "train.epochs=1"])
+    command = " ".join(started.call_args.args[0][1:])
+    assert command.startswith(
+        "-m torch.distributed.run --nproc-per-node 2 -m shardtrain.train +recipe=resnet seed=7"
+    )
+    assert command.endswith("train.epochs=1")
