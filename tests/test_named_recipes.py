@@ -215,16 +215,16 @@ def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         result = {"status": "finished", "val/acc1": acc1, "seconds": 61.5}
         (tmp_path / str(seed) / "result.json").write_text(json.dumps(result))
     with patch.dict(sys.modules, {"sklearn.svm": None}):
-        digits.main(["--out", str(tmp_path), "--seeds", "0", "1"])
+        digits.main(["--out", str(tmp_path), "--seeds", "2"])
     said = capsys.readouterr().out
     assert "1     100.00     61.5" in said
     assert "mean of 2: 99.50 %; RBF-SVM on the same split: scikit-learn is not installed" in said
     assert "360 held-out images, so one is 0.28 points" in said
     assert digits.report({0: {"val/acc1": 99.0, "seconds": 1.0}}, 98.5).count("98.50 %") == 1
     with patch.object(subprocess, "run") as started, pytest.raises(FileNotFoundError):
-        digits.main(["--out", str(tmp_path), "--seeds", "7", "--ranks", "2", "train.epochs=1"])
+        digits.main(["--out", str(tmp_path), "--seeds", "3", "--ranks", "2", "train.epochs=1"])
     command = " ".join(started.call_args.args[0][1:])
     assert command.startswith(
-        "-m torch.distributed.run --nproc-per-node 2 -m shardtrain.train +recipe=resnet seed=7"
+        "-m torch.distributed.run --nproc-per-node 2 -m shardtrain.train +recipe=resnet seed=2"
     )
     assert command.endswith("train.epochs=1")
