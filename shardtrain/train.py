@@ -21,6 +21,7 @@ from shardtrain.evaluate import evaluate
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, Window, open_monitor, start_table
 from shardtrain.nonfinite import Guard
+from shardtrain.plan.run import foretold
 from shardtrain.resume import Keeper, find_start, restore, told
 from shardtrain.stop import StopSignals
 
@@ -71,7 +72,10 @@ def train(config: Config, context: Context) -> None:
     best = restore(start, config, job, window)
     with open_monitor(config, context, job, best.acc1 if best else None) as monitor, StopSignals() as signals:
         monitor.say("\n".join([start_table(config, context, job), *told(start, job)]))
-        if not config.dry_run:
+        if config.dry_run:
+            if place.rank == 0:
+                monitor.say(foretold(config, job))
+        else:
             guard = Guard(job.model, config.train, window, monitor)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
             fit(job, config.train, monitor, window, guard, keeper)

@@ -19,14 +19,16 @@ from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
+from shardtrain.launch import Context, Place
 from shardtrain.plan.__main__ import plan
 from shardtrain.plan.fit import MOST, largest_batch
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import MemoryTimeline, Point, memory_of_step
+from shardtrain.plan.run import STATE, TRAFFIC, compare
 from shardtrain.plan.settings import Settings, read
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.step import Step
+from shardtrain.train import train
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -229,3 +231,42 @@ def test_kinds_are_told_apart() -> None:
     assert most["gathered"] == 0
     assert most["activations"] >= 5 * 4 * 4
     assert timeline.points[-1].phase == "update"
+
+
+def run(folder: str, *arguments: str) -> str:
+    """What the log says of a training run on the ranks that call this."""
+    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    quick = ["train.max_steps=2", "data.val_images=4", "monitor.tensorboard=false", "checkpoint.keep=0"]
+    train(configure("model=squeezenet1_1", *quick, *arguments), Context(place, CPU, Path(folder)))
+    comm.barrier()
+    log = Path(folder) / "log.txt"
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_run_ends_with_plan_and_measurement(on_ranks: Any, tmp_path: Path) -> None:
+    log = on_ranks(2, run, str(tmp_path), "optim=adamw", "train.accumulate=2")[0]
+    rows = re.findall(r"^\S+ \S+  (\w.*?)  +([\d.]+)  +([\d.]+)  (exact)$", log, re.MULTILINE)
+    names = ["parameters", "gradients", "optimizer", "gathered at once", "gathers send", "reductions send"]
+    assert [name for name, *_ in rows] == names
+    assert all(planned == measured for _, planned, measured, _ in rows)
+    assert log.index("reductions send") < log.index("finished  step 2")
+
+
+def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(str(tmp_path / "none"), "dry_run=true")
+    said = capsys.readouterr().out
+    assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
+    assert "The peak of " in said
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_a_plan_got_wrong_is_said() -> None:
+    found = planned("model=squeezenet1_1", "world_size=2")
+    scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
+    scalars |= {tag: found.sent[kind] / MIB for kind, tag in TRAFFIC.items()}
+    scalars |= {"memory/gathered_peak_mib": found.gathered / MIB, "memory/peak_mib": 1.25 * found.peak / MIB}
+    scalars["memory/grads_mib"] *= 0.5
+    rows = {row.name: row.verdict for row in compare(found, scalars, on_cuda=True)}
+    assert rows.pop("gradients") == "-50.0 %, which should be exact"
+    assert rows.pop("peak") == "+25.0 %"
+    assert set(rows.values()) == {"exact"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardtrain.bench.table import aligned
+from shardtrain.columns import aligned
 from shardtrain.config import Config
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import COLORS, MIB
