@@ -18,11 +18,11 @@ from shardtrain.plan.simulate import Plan, Question, simulate
 def plan_of(config: Config, job: Job) -> Plan:
     """The plan of a job that has been built: its ranks, its transport, its batch."""
     transport = engine_of(job.model).transport
-    on_cpu = job.train.prepare.device.type == "cpu"
+    on_cpu = job.val.prepare.device.type == "cpu"
     question = Question(
         world_size=transport.world,
         micro_batch=job.share.micro_batch,
-        channels=len(job.train.prepare.mean),
+        channels=len(job.val.prepare.mean),
         in_place=transport.in_place and transport.world > 1,
         inbox=on_cpu and not transport.in_place,
     )
@@ -92,7 +92,7 @@ class Comparison(Sink):
     def close(self, status: str) -> None:
         if status != "finished" or "memory/params_mib" not in self.scalars:
             return
-        on_cuda = self.job.train.prepare.device.type == "cuda"
+        on_cuda = self.job.val.prepare.device.type == "cuda"
         try:
             rows = compare(plan_of(self.config, self.job), self.scalars, on_cuda=on_cuda)
         except RuntimeError as error:  # the model needs values, say; the run has done well all the same
