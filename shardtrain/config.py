@@ -204,6 +204,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Monitor:
     tensorboard: bool
+    norms: bool
     profile_at: int | None = at_least(2)
     """Step. None: when asked."""
     progress: str = one_of("auto", "bar", "lines", "none")
