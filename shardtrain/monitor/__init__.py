@@ -12,18 +12,28 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shardtrain import describe
 from shardtrain.build import Job
 from shardtrain.config import Config
+from shardtrain.data import Batch, TrainFeed
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
+from shardtrain.monitor import pictures
+from shardtrain.monitor.board import TensorBoard
 from shardtrain.monitor.console import Bar, Lines, Tables
-from shardtrain.monitor.files import LogFile, ResultFile, TensorBoard, make_run_dir
+from shardtrain.monitor.files import LogFile, ResultFile, make_run_dir
+from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.tables import end_table, score_table, start_table
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.verdict import judge
+from shardtrain.monitor.window import MIB, Window, memory_of
 
 __all__ = ["Monitor", "Window", "open_monitor", "score_table", "start_table"]
+
+
+SAMPLES = 32  # images of a batch that are shown
 
 
 class Monitor:
@@ -43,6 +53,26 @@ class Monitor:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for sink in self.sinks:
             sink.log(step, scalars)
+
+    def showing(self, feed: TrainFeed) -> Iterator[Batch]:
+        """The feed's batches; the first is put on show as it comes."""
+        batches = iter(feed)
+        for batch in batches:
+            if any(sink.draws for sink in self.sinks):
+                images, labels, _ = batch
+                captions = [str(label) for label in labels[:SAMPLES].tolist()]
+                page = pictures.grid(images[:SAMPLES], captions, feed.prepare.mean, feed.prepare.std)
+                self.picture("samples/augmented", page)
+            yield batch
+            yield from batches
+
+    def picture(self, tag: str, image: np.ndarray[Any, Any]) -> None:
+        for sink in self.sinks:
+            sink.picture(tag, image)
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.facts(facts)
 
     def flush(self) -> None:
         for sink in self.sinks:
@@ -70,11 +100,12 @@ class Ending(Sink):
 
 @contextlib.contextmanager
 def open_monitor(
-    config: Config, context: Context, job: Job, best_acc1: float | None = None
+    config: Config, context: Context, job: Job, window: Window, best_acc1: float | None = None
 ) -> Iterator[Monitor]:
     """The run's monitor; however the block is left, files are complete afterwards.
 
-    ``best_acc1``: that of the run which goes on here, if it has been evaluated.
+    ``window`` knows where the time went. ``best_acc1``: that of the run which goes on here, if it has been
+    evaluated.
     """
     monitor = Monitor(_sinks(config, context, job, best_acc1))
     status = "failed"
@@ -85,6 +116,8 @@ def open_monitor(
         status = "interrupted"
         raise
     finally:
+        if window.spent.steps:
+            monitor.facts(judge(window.spent, config, context.place.world_size, context.device.type))
         monitor.close(status)
 
 
@@ -105,7 +138,11 @@ def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) 
         from shardtrain.plan.run import Comparison  # which imports sinks
 
         sinks.insert(1, Comparison(config, job, [console, log]))
-    return [*sinks, TensorBoard(context.run_dir, job.first_step)] if config.monitor.tensorboard else sinks
+    if config.monitor.tensorboard:
+        board = TensorBoard(context.run_dir, config, facts, job.first_step)
+        memory_mib = memory_of(context.device) / MIB
+        sinks += [Glance(context.run_dir, board, memory_mib, job.first_step), board]
+    return sinks
 
 
 def _console(config: Config, job: Job) -> Sink:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 
 class Sink:
-    """Ignores everything."""
+    """Ignores everything. ``draws``: it has a use for pictures."""
+
+    draws = False
 
     def say(self, text: str) -> None:
         """Lines for people."""
@@ -16,6 +21,12 @@ class Sink:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Scalars by TensorBoard tag, at `step`."""
+
+    def picture(self, tag: str, image: np.ndarray[Any, Any]) -> None:
+        """An image, uint8 [height, width, 3], at the latest step."""
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        """What result.json says of the run and no curve could."""
 
     def flush(self) -> None:
         """Everything told so far must survive the end of the process."""
