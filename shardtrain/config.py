@@ -206,6 +206,8 @@ class Monitor:
     tensorboard: bool
     plan: bool
     """Compare the run with its plan at the end."""
+    profile_at: int | None = at_least(2)
+    """Step. None: when asked."""
     progress: str = one_of("auto", "bar", "lines", "none")
 
 

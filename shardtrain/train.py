@@ -89,7 +89,8 @@ def train(config: Config, context: Context) -> None:
         else:
             guard = Guard(job.model, config.train, window, monitor)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
-            fit(job, config.train, monitor, window, guard, keeper, Watch(window, monitor))
+            with Watch(config, context, job, window, monitor) as watch:
+                fit(job, config.train, monitor, window, guard, keeper, watch)
 
 
 @record

@@ -18,7 +18,7 @@ Moment = float | torch.cuda.Event
 
 # forward, backward: a unit computes. gather, reduce: from asking for a movement to having its result.
 # wait: nothing else is done meanwhile. phase: what the program says it is doing.
-KINDS = ("phase", "forward", "backward", "gather", "reduce", "wait")
+KINDS = ("step", "phase", "forward", "backward", "gather", "reduce", "wait")
 
 
 class Span(NamedTuple):

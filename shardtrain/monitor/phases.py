@@ -44,8 +44,10 @@ class Phases:
         """One step, and its traffic. What no `phase` inside it says otherwise belongs to the optimizer."""
         with comm.meter() as traffic:
             self._meters.append(traffic)
+            trace.begin("step", "step")
             with self.phase(OPTIMIZER):
                 yield traffic
+            trace.end("step", "step")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

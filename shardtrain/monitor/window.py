@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -59,6 +59,8 @@ class Window:
         self.peak = _peak_flops(self.device)
         self.spent = Spent()
         self.slow: Slow | None = None  # the rank that the last report found beyond the margin
+        self.wish: Callable[[], bool] = _none  # asked with each report: whether this rank wants something
+        self.wished = False  # whether a rank did
         self._phases = Phases(self.device)
         self.phase = self._phases.phase
         self._restart()
@@ -159,11 +161,12 @@ class Window:
     def _of_all_ranks(self) -> tuple[list[float], list[dict[str, float]], float]:
         """Sums over ranks; each rank's busy seconds by phase; mean seconds of waiting. One all-reduce."""
         busy, waited = self._phases.take()
-        rows = torch.zeros(comm.world_size(), 3 + len(busy), dtype=torch.float64, device=self.device)
+        rows = torch.zeros(comm.world_size(), 4 + len(busy), dtype=torch.float64, device=self.device)
         rows[comm.rank(), :2] = self.sums
-        rows[comm.rank(), 2:] = torch.tensor([waited, *busy.values()], device=self.device)
+        rows[comm.rank(), 2:] = torch.tensor([waited, self.wish(), *busy.values()], device=self.device)
         found = comm.all_reduce(rows).cpu()
-        each = [dict(zip(busy, row, strict=True)) for row in found[:, 3:].tolist()]
+        self.wished = self.wished or bool(found[:, 3].any())
+        each = [dict(zip(busy, row, strict=True)) for row in found[:, 4:].tolist()]
         return found[:, :2].sum(0).tolist(), each, found[:, 2].mean().item()
 
     def _times(self, busy: list[dict[str, float]], waited: float, elapsed: float) -> dict[str, float]:
@@ -188,6 +191,10 @@ class Window:
             self.spent.slow[found.rank, found.phase] += 1
         each = {f"ranks/busy_s_{rank}": sum(row.values()) for rank, row in enumerate(a_step[:MOST_RANKS])}
         return each | {"ranks/slowest": float(found.rank), "ranks/slowest_excess_pct": found.excess_pct}
+
+
+def _none() -> bool:
+    return False
 
 
 def _memory(job: Job, device: torch.device) -> dict[str, float]:
