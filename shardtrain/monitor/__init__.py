@@ -18,6 +18,7 @@ from shardtrain import describe
 from shardtrain.build import Job
 from shardtrain.config import Config
 from shardtrain.data import Batch, TrainFeed
+from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
 from shardtrain.monitor import pictures
@@ -74,6 +75,10 @@ class Monitor:
         for sink in self.sinks:
             sink.facts(facts)
 
+    def details(self, step: int, scalars: Mapping[str, float]) -> None:
+        for sink in self.sinks:
+            sink.details(step, scalars)
+
     def flush(self) -> None:
         for sink in self.sinks:
             sink.flush()
@@ -107,6 +112,8 @@ def open_monitor(
     ``window`` knows where the time went. ``best_acc1``: that of the run which goes on here, if it has been
     evaluated.
     """
+    if config.monitor.norms and not config.monitor.tensorboard:
+        raise UserError("monitor.norms=true: norms are for plots alone, so monitor.tensorboard must be true")
     monitor = Monitor(_sinks(config, context, job, best_acc1))
     status = "failed"
     try:

@@ -74,10 +74,13 @@ class TensorBoard(Sink):
         self.latest = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)
+        self.details(step, scalars)
         if "val/loss" in scalars:
             self.flush()
+
+    def details(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
 
     def text(self, tag: str, text: str) -> None:
         self.writer.add_text(tag, text, self.latest)

@@ -22,6 +22,9 @@ class Sink:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Scalars by TensorBoard tag, at `step`."""
 
+    def details(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Scalars in such numbers that only a plot can hold them."""
+
     def picture(self, tag: str, image: np.ndarray[Any, Any]) -> None:
         """An image, uint8 [height, width, 3], at the latest step."""
 

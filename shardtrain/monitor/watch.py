@@ -1,4 +1,4 @@
-"""What is looked at between steps: ranks that fall behind, and steps that somebody wants to see.
+"""What is looked at between steps: ranks that fall behind, norms, and steps that somebody wants to see.
 
 A few steps are traced if `monitor.profile_at` says when, or when somebody touches the file `profile` in the
 run directory. Rank 0 looks for it with each report, and tells the others in what they exchange then anyway.
@@ -15,6 +15,7 @@ from shardtrain.comm import trace
 from shardtrain.config import Config
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, pictures, timeline
+from shardtrain.monitor.norms import Norms
 from shardtrain.monitor.window import Window
 
 TRACED = 3  # steps
@@ -33,6 +34,7 @@ class Watch:
         self._named: tuple[int, str] | None = None  # the slow rank that was told of last
         self._trace: trace.Trace | None = None
         self._first_step = 0  # that is traced
+        self._norms = Norms(job, config.train.log_every) if config.monitor.norms else None
         self._open = contextlib.ExitStack()
         window.wish = self._requested
 
@@ -43,8 +45,10 @@ class Watch:
         self._open.close()
 
     def step_done(self, step: int) -> None:
-        """Between steps. Collective when the last traced step is done."""
+        """After an update, before gradients are cleared. Collective after steps reported or traced."""
         self._name_the_slow(step)
+        if self._norms is not None:
+            self._monitor.details(step, self._norms.take())
         last = step == self._job.steps
         if self._trace is not None and (last or step == self._first_step + TRACED - 1):
             with self._window.paused("pictures"):
