@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from PIL import Image
 
 from shardtrain import clip_grad_norm_, comm
 from shardtrain.build import build
+from shardtrain.checkpoint.store import Store
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.launch import Context, Place
@@ -120,6 +122,18 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     assert plain.keys() == other.keys()
     assert (plain["train.clip_grad_norm"], other["train.clip_grad_norm"]) == ("none", 1.0)
     assert (plain["augment"], other["augment"]) == ("none", "Affine")
+
+
+def test_events_are_on_disk_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    seen, save = [], Store.save
+
+    def look(store: Store, step: int, *arguments: Any, **options: Any) -> None:
+        seen.append((step, [event.step for event in events_of(tmp_path).Scalars("train/loss")]))
+        save(store, step, *arguments, **options)
+
+    with patch.object(Store, "save", look):
+        run(str(tmp_path), "train.epochs=1", "train.log_every=2", "checkpoint.every_steps=2")
+    assert seen[:2] == [(2, [2]), (4, [2, 4])]
 
 
 class Page(Sink):

@@ -66,11 +66,13 @@ class Glance(Sink):
     def latest(self, tag: str) -> float:
         return self.curves[tag][-1][1] if self.curves.get(tag) else float("nan")
 
-    def _lines(self, axes: Any, tags: Mapping[str, str]) -> None:
+    def _lines(self, axes: Any, tags: Mapping[str, str], **style: Any) -> None:
         for name, tag in tags.items():
             if self.curves.get(tag):
                 steps, values = zip(*self.curves[tag], strict=True)
-                axes.plot(steps, values, label=name, marker="." if len(steps) < 30 else "", linewidth=1.5)
+                axes.plot(
+                    steps, values, label=name, marker="." if len(steps) < 30 else "", linewidth=1.5, **style
+                )
 
     def _areas(self, axes: Any, tags: Mapping[str, str]) -> None:
         """One above the other; what never reaches a hundredth of the highest is left out."""
@@ -112,7 +114,7 @@ class Glance(Sink):
         kinds = {"parameters": "params", "gradients": "grads", "optimizer": "optimizer"}
         tags = {name: f"memory/{tag}_mib" for name, tag in kinds.items()}
         self._areas(axes, tags | {"gathered": "memory/gathered_peak_mib"})
-        self._lines(axes, {"peak of rank 0": "memory/peak_mib"})
+        self._lines(axes, {"peak of rank 0": "memory/peak_mib"}, color="black")
         axes.set_ylim(
             0, 1.15 * max((value for _, value in self.curves.get("memory/peak_mib", [])), default=1)
         )
