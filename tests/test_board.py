@@ -137,10 +137,13 @@ def test_events_are_on_disk_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
 
 
 class Page(Sink):
-    """Keeps pictures."""
+    """Keeps what it is told, and the tags of pictures."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.seen.append(text)
 
     def picture(self, tag: str, image: np.ndarray[Any, Any]) -> None:
         assert image.dtype == np.uint8
@@ -162,13 +165,13 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     first.close("failed")
     points = [(event.step, event.value) for event in events_of(tmp_path).Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    resumed = Glance(tmp_path, Page(), 1.0, first_step=2)
+    resumed = Glance(tmp_path, Page(), Page(), 1.0, first_step=2)
     assert resumed.curves["train/loss"] == [(1, 1.0), (2, 2.0)]
 
 
 def test_the_glance_draws_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page()
-    look = Glance(tmp_path, page, memory_mib=1000.0)
+    look = Glance(tmp_path, page, page, memory_mib=1000.0)
     look.log(5, {"val/loss": 1.0})
     assert page.seen == []
     monkeypatch.setattr(glance, "SHARE", 1e9)
@@ -184,10 +187,10 @@ def test_without_matplotlib_there_are_no_plots(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert "matplotlib is not installed" in str(pictures.confusion(torch.eye(2)))
     page = Page()
-    look = Glance(tmp_path, page, 1.0)
+    look = Glance(tmp_path, page, page, 1.0)
     look.log(1, {"val/loss": 1.0})
     look.close("finished")
-    assert page.seen == []
+    assert page.seen == ['no picture: matplotlib is not installed (pip install "shardtrain[bench]")']
     assert not look.path.exists()
 
 

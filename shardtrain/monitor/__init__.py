@@ -148,7 +148,7 @@ def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) 
     if config.monitor.tensorboard:
         board = TensorBoard(context.run_dir, config, facts, job.first_step)
         memory_mib = memory_of(context.device) / MIB
-        sinks += [Glance(context.run_dir, board, memory_mib, job.first_step), board]
+        sinks += [Glance(context.run_dir, board, console, memory_mib, job.first_step), board]
     return sinks
 
 

@@ -8,6 +8,7 @@ more; the last picture is drawn when the run ends, unless it fails.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,11 +28,16 @@ Curve = list[tuple[int, float]]
 
 
 class Glance(Sink):
-    """Remembers every curve, draws now and then, and passes pictures to ``board``."""
+    """Remembers every curve, draws now and then, and passes pictures to ``board``.
 
-    def __init__(self, directory: Path, board: Sink, memory_mib: float, first_step: int = 0) -> None:
-        self.path, self.board = directory / "at_a_glance.png", board
-        self.memory_mib = memory_mib  # what there is
+    ``speaker``: hears why there are no pictures. ``memory_mib``: what the device has.
+    """
+
+    def __init__(
+        self, directory: Path, board: Sink, speaker: Sink, memory_mib: float, first_step: int = 0
+    ) -> None:
+        self.path, self.board, self.speaker = directory / "at_a_glance.png", board, speaker
+        self.memory_mib = memory_mib
         self.curves: dict[str, Curve] = _curves_until(directory, first_step) if first_step else {}
         self._cost_s, self._drawn_at = FIRST_S, time.perf_counter()
 
@@ -42,7 +48,7 @@ class Glance(Sink):
             self.draw()
 
     def close(self, status: str) -> None:
-        if self.curves and status != "failed":
+        if self.curves and status != "failed" and self._cost_s < math.inf:
             self.draw()
 
     def draw(self) -> None:
@@ -56,6 +62,8 @@ class Glance(Sink):
         for tag, panel in panels.items():
             picture = pictures.plot(panel, INCHES)
             if isinstance(picture, str):
+                self.speaker.say(picture)
+                self._cost_s = math.inf
                 return
             self.board.picture(tag, picture)
             drawn.append(picture)
