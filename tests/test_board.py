@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,9 @@ from shardtrain.build import build
 from shardtrain.checkpoint.store import Store
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
+from shardtrain.data import Batch, Prepare
+from shardtrain.data.sets import Arrays, DataSet
+from shardtrain.evaluate import Evaluation, Mistake, Scores
 from shardtrain.launch import Context, Place
 from shardtrain.monitor import glance, pictures
 from shardtrain.monitor.board import METRICS, TensorBoard, hyperparameters
@@ -108,7 +112,8 @@ def test_a_run_is_one_file_with_hyperparameters_layout_configuration_and_samples
     assert "batch_size: 12" in text
     verdict = events.Tensors("verdict/text_summary")[0].tensor_proto.string_val[0].decode()
     assert verdict.startswith("10 steps are too few to judge by; from 20 on there is advice")
-    assert {"samples/augmented", "at_a_glance/1_is_it_learning"} <= set(events.Tags()["images"])
+    shown = {"samples/augmented", "at_a_glance/1_is_it_learning", "val/confusion", "val/worst_mistakes"}
+    assert shown <= set(events.Tags()["images"])
     with Image.open(finished / "at_a_glance.png") as glance_of_it:
         assert glance_of_it.height > 100
 
@@ -151,6 +156,32 @@ class Page(Sink):
         self.seen.append(tag)
 
 
+def job_of(first_step: int = 0) -> Any:
+    """What a glance needs of a job."""
+    data = DataSet(Arrays(torch.full((5, 1, 8, 8), 9), torch.arange(5)), None, "", 5, 1, (8.0,), (4.0,))  # type: ignore[arg-type]
+    feed = SimpleNamespace(prepare=Prepare(data, 8, CPU), loader=SimpleNamespace(dataset=data.train))
+    return SimpleNamespace(val=feed, first_step=first_step)
+
+
+FOUND = Evaluation(Scores(1.0, 80.0, 100.0), torch.eye(5, dtype=torch.int64), (Mistake(3, 1, 2, 4.0),))
+
+
+def test_mixed_images_are_captioned_with_both_classes(tmp_path: Path) -> None:
+    page, captions = Page(), []
+    look = Glance(tmp_path, page, page, job_of(), 1.0)
+    soft = torch.tensor([[0.0, 0.3, 0.7], [0.02, 0.98, 0.0]])
+
+    def grid(images: torch.Tensor, texts: list[str], *_: torch.Tensor) -> np.ndarray[Any, Any]:
+        captions.extend(texts)
+        return np.zeros((1, 1, 3), np.uint8)
+
+    with patch.object(pictures, "grid", grid):
+        for labels in (soft, torch.tensor([4, 2])):
+            look.samples(Batch(torch.zeros(2, 1, 8, 8), labels, 2))
+    assert captions == ["2+1", "1", "4", "2"]
+    assert page.seen == ["samples/augmented"] * 2
+
+
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     config = configure()
     facts = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9}
@@ -165,21 +196,25 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     first.close("failed")
     points = [(event.step, event.value) for event in events_of(tmp_path).Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    resumed = Glance(tmp_path, Page(), Page(), 1.0, first_step=2)
+    resumed = Glance(tmp_path, Page(), Page(), job_of(2), 1.0)
     assert resumed.curves["train/loss"] == [(1, 1.0), (2, 2.0)]
 
 
 def test_the_glance_draws_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page()
-    look = Glance(tmp_path, page, page, memory_mib=1000.0)
+    look = Glance(tmp_path, page, page, job_of(), memory_mib=1000.0)
     look.log(5, {"val/loss": 1.0})
+    look.evaluated(FOUND)
     assert page.seen == []
     monkeypatch.setattr(glance, "SHARE", 1e9)
     look.log(6, {"val/loss": 0.5, "memory/peak_mib": 3.0, "time/forward_pct": 60.0})
+    look.evaluated(FOUND)
     assert page.seen == [
         "at_a_glance/1_is_it_learning",
         "at_a_glance/2_is_it_fast",
         "at_a_glance/3_does_it_fit",
+        "val/confusion",
+        "val/worst_mistakes",
     ]
 
 
@@ -187,7 +222,7 @@ def test_without_matplotlib_there_are_no_plots(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert "matplotlib is not installed" in str(pictures.confusion(torch.eye(2)))
     page = Page()
-    look = Glance(tmp_path, page, page, 1.0)
+    look = Glance(tmp_path, page, page, job_of(), 1.0)
     look.log(1, {"val/loss": 1.0})
     look.close("finished")
     assert page.seen == ['no picture: matplotlib is not installed (pip install "shardtrain[bench]")']
@@ -201,8 +236,8 @@ def test_grids_show_pixels_as_they_were() -> None:
     tile, start = pictures.TILE, pictures.GAP
     centres = [page[start + tile // 2, start + index * (tile + start) + tile // 2] for index in range(3)]
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
-    mistakes = pictures.worst_mistakes(torch.zeros(9, 3, 8, 8), [1] * 9, [2] * 9, mean, std)
-    assert mistakes.shape == (2 * (tile + pictures.LINE + start) + start, 8 * (tile + start) + start, 3)
+    two_rows = pictures.grid(torch.zeros(9, 3, 8, 8), ["a"] * 9, mean, std)
+    assert two_rows.shape == (2 * (tile + pictures.LINE + start) + start, 8 * (tile + start) + start, 3)
 
 
 def test_confusion_matrices_have_a_row_for_each_class() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,10 @@ import numpy as np
 from shardtrain import describe
 from shardtrain.build import Job
 from shardtrain.config import Config
-from shardtrain.data import Batch, TrainFeed
+from shardtrain.data import Batch
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
-from shardtrain.monitor import pictures
 from shardtrain.monitor.board import TensorBoard
 from shardtrain.monitor.console import Bar, Lines, Tables
 from shardtrain.monitor.files import LogFile, ResultFile, make_run_dir
@@ -32,9 +31,6 @@ from shardtrain.monitor.verdict import judge
 from shardtrain.monitor.window import MIB, Window, memory_of
 
 __all__ = ["Monitor", "Window", "open_monitor", "score_table", "start_table"]
-
-
-SAMPLES = 32  # images of a batch that are shown
 
 
 class Monitor:
@@ -55,15 +51,12 @@ class Monitor:
         for sink in self.sinks:
             sink.log(step, scalars)
 
-    def showing(self, feed: TrainFeed) -> Iterator[Batch]:
+    def showing(self, feed: Iterable[Batch]) -> Iterator[Batch]:
         """The feed's batches; the first is put on show as it comes."""
         batches = iter(feed)
         for batch in batches:
-            if any(sink.draws for sink in self.sinks):
-                images, labels, _ = batch
-                captions = [str(label) for label in labels[:SAMPLES].tolist()]
-                page = pictures.grid(images[:SAMPLES], captions, feed.prepare.mean, feed.prepare.std)
-                self.picture("samples/augmented", page)
+            for sink in self.sinks:
+                sink.samples(batch)
             yield batch
             yield from batches
 
@@ -85,6 +78,8 @@ class Monitor:
 
     def evaluated(self, step: int, found: Evaluation) -> None:
         self.log(step, found.scalars())
+        for sink in self.sinks:
+            sink.evaluated(found)
 
     def close(self, status: str) -> None:
         for sink in self.sinks:
@@ -148,7 +143,7 @@ def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) 
     if config.monitor.tensorboard:
         board = TensorBoard(context.run_dir, config, facts, job.first_step)
         memory_mib = memory_of(context.device) / MIB
-        sinks += [Glance(context.run_dir, board, console, memory_mib, job.first_step), board]
+        sinks += [Glance(context.run_dir, board, console, job, memory_mib), board]
     return sinks
 
 

@@ -23,8 +23,8 @@ LINES = "Multiline"
 # Page → chart → tags as regular expressions.
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Is it learning?": {
-        "loss": [LINES, ["train/loss", "val/loss"]],
-        "accuracy, %": [LINES, ["train/acc1", "val/acc1", "val/acc5"]],
+        "loss": [LINES, ["train/loss", "val/loss", "val/ema_loss"]],
+        "accuracy, %": [LINES, ["train/acc1", "val/acc1", "val/ema_acc1", "val/acc5"]],
         "learning rate": [LINES, ["lr/.*"]],
         "gradient norm": [LINES, ["grad_norm"]],
     },
@@ -45,8 +45,6 @@ METRICS = ("val/acc1", "val/loss", "train/loss", "perf/img_per_s", "memory/peak_
 
 class TensorBoard(Sink):
     """Events, flushed with every evaluation and checkpoint. Importing the writer takes 1.5 s: done here."""
-
-    draws = True
 
     def __init__(
         self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
@@ -120,6 +118,10 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
         "train.accumulate": train.accumulate,
         "train.steps": facts["steps"],
         "train.label_smoothing": train.label_smoothing,
+        "train.loss": train.loss,
+        "train.mixup": train.mixup,
+        "train.cutmix": train.cutmix,
+        "ema.decay": config.ema.decay or "none",
         "train.clip_grad_norm": train.clip_grad_norm or "none",
         "parallel.precision": parallel.precision,
         "parallel.transport": parallel.transport,

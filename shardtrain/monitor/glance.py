@@ -1,8 +1,9 @@
 """A run at a glance: three small plots that say whether it learns, is fast, and fits.
 
-They are the first thing that TensorBoard's first page shows, since pages are in alphabetical order, and
-`at_a_glance.png` in the run directory. Drawing takes a while, so it may take 1 % of the run's time and no
-more; the last picture is drawn when the run ends, unless it fails.
+They are the first thing that TensorBoard's first page shows, since tags are in alphabetical order, and
+`at_a_glance.png` in the run directory. With them come the images that were taken for another class, and
+which for which. Drawing takes a while, so it may take 1 % of the run's time and no more; the last pictures
+are drawn when the run ends, unless it fails.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from shardtrain.build import Job
+from shardtrain.data import Batch
+from shardtrain.evaluate import Evaluation
 from shardtrain.monitor import pictures
 from shardtrain.monitor.phases import PHASES
 from shardtrain.monitor.sink import Sink
 
 SHARE = 0.01  # of the run's time
+SAMPLES = 32  # images of a batch that are shown
+LEAST = 0.1  # of an image, that is worth a mention
 FIRST_S = 0.5  # what the first drawing is taken to cost: Matplotlib is imported
 INCHES = (5.0, 2.9)
 
@@ -33,18 +41,25 @@ class Glance(Sink):
     ``speaker``: hears why there are no pictures. ``memory_mib``: what the device has.
     """
 
-    def __init__(
-        self, directory: Path, board: Sink, speaker: Sink, memory_mib: float, first_step: int = 0
-    ) -> None:
+    def __init__(self, directory: Path, board: Sink, speaker: Sink, job: Job, memory_mib: float) -> None:
         self.path, self.board, self.speaker = directory / "at_a_glance.png", board, speaker
-        self.memory_mib = memory_mib
-        self.curves: dict[str, Curve] = _curves_until(directory, first_step) if first_step else {}
+        self.held_out, self.memory_mib = job.val, memory_mib
+        self.found: Evaluation | None = None
+        self.curves: dict[str, Curve] = _curves_until(directory, job.first_step) if job.first_step else {}
         self._cost_s, self._drawn_at = FIRST_S, time.perf_counter()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
             self.curves.setdefault(tag, []).append((step, value))
-        if "val/loss" in scalars and (time.perf_counter() - self._drawn_at) * SHARE > self._cost_s:
+
+    def samples(self, batch: Batch) -> None:
+        images, prepare = batch.images[:SAMPLES], self.held_out.prepare
+        captions = [_caption(label) for label in batch.labels[:SAMPLES]]
+        self.board.picture("samples/augmented", pictures.grid(images, captions, prepare.mean, prepare.std))
+
+    def evaluated(self, found: Evaluation) -> None:
+        self.found = found
+        if (time.perf_counter() - self._drawn_at) * SHARE > self._cost_s:
             self.draw()
 
     def close(self, status: str) -> None:
@@ -68,8 +83,22 @@ class Glance(Sink):
             self.board.picture(tag, picture)
             drawn.append(picture)
         pictures.save(self.path, np.hstack(drawn))
+        if self.found is not None:
+            self._draw_mistakes(self.found)
         self._drawn_at = time.perf_counter()
         self._cost_s = self._drawn_at - start
+
+    def _draw_mistakes(self, found: Evaluation) -> None:
+        if found.confusion is not None:
+            matrix = pictures.confusion(found.confusion)
+            assert not isinstance(matrix, str)  # there is Matplotlib
+            self.board.picture("val/confusion", matrix)
+        if found.mistakes:
+            prepare, data = self.held_out.prepare, self.held_out.loader.dataset
+            images = torch.cat([prepare(data[[mistake.image]][0]) for mistake in found.mistakes])
+            captions = [f"{mistake.label} as {mistake.predicted}" for mistake in found.mistakes]
+            page = pictures.grid(images, captions, prepare.mean, prepare.std)
+            self.board.picture("val/worst_mistakes", page)
 
     def latest(self, tag: str) -> float:
         return self.curves[tag][-1][1] if self.curves.get(tag) else float("nan")
@@ -95,10 +124,11 @@ class Glance(Sink):
 
     def _learning(self, figure: Any) -> None:
         loss, accuracy = figure.subplots(2, 1, sharex=True)
-        self._lines(loss, {"training": "train/loss", "held out": "val/loss"})
-        self._lines(accuracy, {"training": "train/acc1", "held out": "val/acc1"})
+        self._lines(loss, {"training": "train/loss", "held out": "val/loss", "average": "val/ema_loss"})
+        self._lines(accuracy, {"training": "train/acc1", "held out": "val/acc1", "average": "val/ema_acc1"})
         loss.legend(fontsize=SMALL)
-        best = max((value for _, value in self.curves.get("val/acc1", [])), default=float("nan"))
+        judged = self.curves.get("val/ema_acc1") or self.curves.get("val/acc1", [])
+        best = max((value for _, value in judged), default=float("nan"))
         title = f"loss {self.latest('train/loss'):.3f}, best held out {best:.2f} %"
         _label(figure, title, {loss: "loss", accuracy: "right, %"})
 
@@ -143,6 +173,16 @@ def _label(figure: Any, title: str, ylabels: Mapping[Any, str]) -> None:
         axes.set_ylabel(text, fontsize=10)
         axes.tick_params(labelsize=9)
     axes.set_xlabel("step", fontsize=9)
+
+
+def _caption(label: Tensor) -> str:
+    """A class, or the two that a mixed image has most of, most first."""
+    if label.ndim == 0:
+        return str(label.item())
+    parts, classes = label.topk(min(2, len(label)))
+    return "+".join(
+        str(number) for number, part in zip(classes.tolist(), parts.tolist(), strict=True) if part > LEAST
+    )
 
 
 COLORS = {

@@ -71,14 +71,6 @@ def grid(images: Tensor, captions: Sequence[str], mean: Tensor, std: Tensor) -> 
     return np.asarray(page)
 
 
-def worst_mistakes(
-    images: Tensor, labels: Sequence[int], predictions: Sequence[int], mean: Tensor, std: Tensor
-) -> Picture:
-    """The images with what they are and what they were taken for; as in `grid`."""
-    captions = [f"{label} as {guess}" for label, guess in zip(labels, predictions, strict=True)]
-    return grid(images, captions, mean, std)
-
-
 def confusion(counts: Tensor) -> Picture | str:
     """``counts[label, prediction]`` as a matrix of colours, a row adding up to 1; or why there is none."""
     classes = len(counts)

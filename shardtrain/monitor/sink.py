@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from shardtrain.data import Batch
+from shardtrain.evaluate import Evaluation
+
 
 class Sink:
-    """Ignores everything. ``draws``: it has a use for pictures."""
-
-    draws = False
+    """Ignores everything."""
 
     def say(self, text: str) -> None:
         """Lines for people."""
@@ -24,6 +25,12 @@ class Sink:
 
     def details(self, step: int, scalars: Mapping[str, float]) -> None:
         """Scalars in such numbers that only a plot can hold them."""
+
+    def samples(self, batch: Batch) -> None:
+        """The first batch that is trained on."""
+
+    def evaluated(self, found: Evaluation) -> None:
+        """What an evaluation found; its scalars have been told."""
 
     def picture(self, tag: str, image: np.ndarray[Any, Any]) -> None:
         """An image, uint8 [height, width, 3], at the latest step."""
