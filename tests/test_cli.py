@@ -93,7 +93,7 @@ def test_mistakes_end_with_code_2(tmp_path: Path) -> None:
 def test_the_configuration_is_printed_once(tmp_path: Path) -> None:
     done = shell([*torchrun(2), "+recipe=resnet", "--cfg", "job"], tmp_path)
     assert done.returncode == 0
-    assert done.stdout.count("batch_size: 96") == 1
+    assert done.stdout.count("batch_size: 48") == 1
     assert list(tmp_path.iterdir()) == []
 
 
