@@ -204,9 +204,10 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Monitor:
     tensorboard: bool
+    norms: bool
+    """Of every parameter's gradient, weight and update."""
     plan: bool
     """Compare the run with its plan at the end."""
-    norms: bool
     profile_at: int | None = at_least(2)
     """Step. None: when asked."""
     progress: str = one_of("auto", "bar", "lines", "none")

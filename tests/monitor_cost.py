@@ -36,6 +36,7 @@ DEFAULTS = (
     "data.image_size=32",
     "train.batch_size=64",
     "monitor.progress=lines",
+    "monitor.plan=false",
 )
 
 

@@ -40,6 +40,7 @@ TINY = (
     "train.batch_size=12",
     "train.epochs=2",
     "train.log_every=5",
+    "monitor.plan=false",
     "monitor.progress=none",
 )
 TAGS = {  # of the public interface; perf/mfu is known on some GPUs alone

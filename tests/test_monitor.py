@@ -32,7 +32,8 @@ SCALARS = {
 
 
 def configure(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", "monitor.tensorboard=false", "monitor.plan=false", *arguments])
+    quiet = ("monitor.tensorboard=false", "monitor.plan=false", "train.batch_size=96")
+    raw = compose(["+recipe=resnet", *quiet, *arguments])
     assert raw is not None
     return from_hydra(raw)
 

@@ -76,7 +76,9 @@ def test_norms_are_plotted_on_request_and_nowhere_else(tmp_path: Path) -> None:
 
     tiny = ("data=fake", "data.train_images=24", "data.val_images=5", "data.channels=1", "data.image_size=8")
     steps = ("train.batch_size=12", "train.epochs=1", "train.log_every=2", "checkpoint.keep=0")
-    raw = compose(["+recipe=resnet", *tiny, *steps, "monitor.norms=true", "monitor.progress=none"])
+    raw = compose(
+        ["+recipe=resnet", *tiny, *steps, "monitor.norms=true", "monitor.plan=false", "monitor.progress=none"]
+    )
     assert raw is not None
     place = Place(comm.rank(), comm.world_size(), 0, 1)
     train(from_hydra(raw), Context(place, CPU, tmp_path))

@@ -138,7 +138,7 @@ def test_a_step_in_words_and_as_a_picture(monkeypatch: pytest.MonkeyPatch) -> No
 def profiled(folder: str, *arguments: str) -> None:
     tiny = ("data=fake", "data.train_images=96", "data.val_images=11", "data.channels=1", "data.image_size=8")
     steps = ("train.batch_size=12", "train.max_steps=7", "train.log_every=1")
-    quiet = ("monitor.tensorboard=false", "monitor.progress=none")
+    quiet = ("monitor.tensorboard=false", "monitor.plan=false", "monitor.progress=none")
     raw = compose(["+recipe=resnet", *arguments, *tiny, *steps, *quiet])
     assert raw is not None
     place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())

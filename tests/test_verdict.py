@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def configure(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", *arguments])
+    raw = compose(["+recipe=resnet", "train.batch_size=96", *arguments])
     assert raw is not None
     return from_hydra(raw)
 
@@ -68,7 +68,7 @@ ADVICE: list[tuple[dict[str, float], str, str, str]] = [
         {"waiting": 40},
         "parallel.reshard_after_forward=false",
         "cpu",
-        f"{WAIT}give each rank more to compute, train.batch_size (now 24 images a rank)",
+        f"{WAIT}give each rank more to compute, train.batch_size (now 48 images a rank)",
     ),
     (
         {"checkpoint": 9},
@@ -83,7 +83,7 @@ ADVICE: list[tuple[dict[str, float], str, str, str]] = [
         {"optimizer": 25},
         "",
         "cpu",
-        "the optimizer: one update could serve more images, train.batch_size (now 48)",
+        "the optimizer: one update could serve more images, train.batch_size (now 96)",
     ),
     (
         {"the rest": 50},
@@ -170,7 +170,13 @@ def with_a_slow_rank(folder: str, last_slow_step: int) -> None:
         return prepare(self, images)
 
     tiny = ("data=fake", "data.train_images=96", "data.val_images=11", "data.channels=1", "data.image_size=8")
-    steps = ("train.batch_size=12", "train.epochs=1", "train.log_every=2", "checkpoint.keep=0")
+    steps = (
+        "train.batch_size=12",
+        "train.epochs=1",
+        "train.log_every=2",
+        "checkpoint.keep=0",
+        "monitor.plan=false",
+    )
     place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     with patch.object(Prepare, "__call__", slowly):
         config = configure(*tiny, *steps, "monitor.tensorboard=false", "monitor.progress=none")
