@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ def build(
         load_weights(model, Path(config.model["weights"]).expanduser())
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
+    for side in data.sides(config.data) - {config.data.image_size}:
+        forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
     optimizer = _shard_with_optimizer(model.to(device), config)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
@@ -222,5 +225,8 @@ def _feeds(
         workers=workers,
         first_step=steps.start,
         last_step=steps.stop,
+        repeats=config.data.repeats,
+        side=partial(data.side_in, grow=config.data.grow, full=config.data.image_size),
     )
+    prepare = data.Prepare(images, data.eval_size(config.data), device)
     return train, data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)

@@ -32,6 +32,8 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     None when they asked for something to be printed instead, which is done where `speak` is true.
     """
     folder = folder or config_folder()
+    # The defaults list has a place for the recipe, so that debug=… comes after it and has the last word.
+    arguments = [re.sub(r"^\+recipe=", "recipe=", text) for text in arguments]
     _refuse_sweeps(arguments)
     composed: list[DictConfig] = []
     said = io.StringIO()
@@ -97,8 +99,6 @@ def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> str:
     if bad_key is None:
         return str(error).split("\n", 1)[0]
     key = bad_key[1].split("=")[0].lstrip("+~")
-    if key == "recipe":
-        return "recipe is added, not overridden: write +recipe=NAME"
     keys = _known_keys(arguments, folder)
     if key in keys:
         return f"{key}: {str(error.__cause__ or error).split(chr(10), 1)[0]}"

@@ -7,7 +7,6 @@ random numbers of every rank, what the next report adds up, and the best score.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import secrets
@@ -26,7 +25,7 @@ from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Found, Store, newest
 from shardtrain.comm.transport import Transport
-from shardtrain.config import Config
+from shardtrain.config import Config, plain
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Scores
@@ -158,9 +157,10 @@ def _facts(config: Config, job: Job) -> dict[str, Any]:
             "seed": config.seed,
             "data.name": config.data.name,
             "train.batch_size": config.train.batch_size,
+            "data.repeats": config.data.repeats,
             "images": job.train.sampler.images,
         },
-        "config": dataclasses.asdict(config),
+        "config": plain(config),
     }
 
 

@@ -274,6 +274,7 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
     ("argument", "text"),
     [
         ("train.batch_size=6", "the checkpoint is of a run with train.batch_size=12, this one has 6"),
+        ("data.repeats=2", "the checkpoint is of a run with data.repeats=1, this one has 2"),
         ("seed=3", "the checkpoint is of a run with seed=0, this one has 3, so its place among the images"),
         ("model=squeezenet1_1", "does not fit, nothing was loaded: features.0.weight is missing"),
         ("optim=sgd", "its optimizer is AdamW, expected SGD; resume=none starts anew"),

@@ -135,6 +135,10 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
             "train.batch_size=2 train.accumulate=2 model.stem=standard",
             "does not take images of shape 1×1×8×8",
         ),
+        (
+            "model=vit_b_16 data.image_size=16 data.eval_size=32",
+            "does not take images of shape 12×1×32×32: Wrong image height",
+        ),
         ("augment._target_=print", "augment._target_=print: only callables of"),
     ],
 )
