@@ -178,6 +178,14 @@ class Monitor:
     progress: str = one_of("auto", "bar", "lines", "none")
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Read with `--multirun` only."""
+
+    trials: int | None = at_least(1)
+    """None: every combination."""
+
+
 Frozen = TypeVar("Frozen")
 Data = Digits | Cifar | ImageFolder | Fake
 Optim = Sgd | AdamW
@@ -197,6 +205,7 @@ class Config:
     parallel: Parallel
     checkpoint: Checkpoint
     monitor: Monitor
+    sweep: Sweep
     resume: str
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")

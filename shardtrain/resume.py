@@ -214,7 +214,7 @@ class Keeper:
         signals: StopSignals,
     ) -> None:
         self._config, self._job, self._store = config, job, start.store
-        self._best, self._window, self._monitor, self._signals = best, window, monitor, signals
+        self.best, self._window, self._monitor, self._signals = best, window, monitor, signals
         self._every = config.checkpoint.every_steps or job.steps_per_epoch
         self._device = engine_of(job.model).device
         self._said: tuple[torch.Tensor, Thread | None] | None = None  # and which writer it speaks of
@@ -232,9 +232,9 @@ class Keeper:
             SaveFailed: on every rank, if failures are to stop the run.
         """
         signal, busy = self._exchange()
-        better = scores is not None and (self._best is None or scores.acc1 > self._best.acc1)
+        better = scores is not None and (self.best is None or scores.acc1 > self.best.acc1)
         if better and scores is not None:
-            self._best = Best(step, scores.acc1)
+            self.best = Best(step, scores.acc1)
         last = step == self._job.steps
         if self._store.under_way and not busy:
             self._attempt(self._store.advance, False)
@@ -276,9 +276,9 @@ class Keeper:
         extra = {
             "random": _random_state(self._device),
             "window": self._window.state(),
-            "best": self._best,
+            "best": self.best,
         }
-        best = None if self._best is None else self._best.step
+        best = None if self.best is None else self.best.step
         facts = _facts(self._config, self._job)
         self._store.save(step, self._job.model, self._job.optimizer, extra=extra, facts=facts, best=best)
 

@@ -14,7 +14,7 @@ import math
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardtrain import clip_grad_norm_, comm, launch, no_sync
+from shardtrain import clip_grad_norm_, comm, no_sync, sweep
 from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
@@ -62,8 +62,8 @@ def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, 
     keeper.finish()
 
 
-def train(config: Config, context: Context) -> None:
-    """One run, from its configuration to its result."""
+def train(config: Config, context: Context) -> float | None:
+    """One run, from its configuration to its result: the best accuracy in percent, if there is one."""
     place = context.place
     start = find_start(config, context)
     job, config = build(config, place.rank, place.world_size, context.device, start.step)
@@ -75,11 +75,13 @@ def train(config: Config, context: Context) -> None:
             guard = Guard(job.model, config.train, window, monitor)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
             fit(job, config.train, monitor, window, guard, keeper)
+            best = keeper.best
+        return best.acc1 if best else None
 
 
 @record
-def main() -> None:
-    launch.run(train)
+def main() -> float | None:
+    return sweep.run(train)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_growing_images_are_written_as_they_were_given() -> None:
         ("train.epochs=[", r"cannot read 'train.epochs=\[': expected key=value"),
         ("optim.lr=0.1,0.2", r"Ambiguous value for argument 'optim.lr=0.1,0.2'"),
         ("--epochs 3", r"unrecognized arguments: --epochs"),
-        ("--multirun seed=1,2", r"--multirun is not supported: start one command per run"),
+        ("--experimental-rerun x", r"--experimental-rerun is not supported: the same command with run.name"),
         ("train.epochs=-1", r"train.epochs=-1: expected at least 1"),
         ("train.epochs=many", r"train.epochs=many: expected a whole number"),
         ("train.epochs=1.5", r"train.epochs=1.5: expected a whole number"),
