@@ -182,7 +182,8 @@ def _sample(override: Override) -> str:
     """One of the values, for a look at what all jobs have in common."""
     value = override.value()
     if isinstance(value, IntervalSweep):
-        return written(override, value.start)
+        assert value.start is not None
+        return written(override, int(value.start) if "int" in value.tags else value.start)
     return written(override, next(iter(override.sweep_string_iterator())))
 
 

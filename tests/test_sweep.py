@@ -202,7 +202,7 @@ def test_optuna_suggests_the_same_to_all_ranks(on_ranks: Any, tmp_path: Path) ->
         "sweep.trials=12",
     )
     (best, said), (other, _) = on_ranks(2, run, str(tmp_path / "a"), _near_a_fifth, *space)
-    assert best == other > 0.9
+    assert best == other > 0.5
     again, _ = run(str(tmp_path / "b"), _near_a_fifth, *space)
     assert again == best
     results = json.loads((tmp_path / "a/sweep.json").read_text())
