@@ -107,12 +107,38 @@ class Cifar(Images):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageFolder(Images):
+class Photos(Images):
+    """Images in files, of any size, read when they are needed."""
+
     root: str
     resize: int = at_least(1)
     """Shorter side before the centre crop of evaluation."""
     crop_area: float = above(0)
     """Smallest part of an image's area that a random crop of training takes."""
+    corrupt: str = one_of("fatal", "skip")
+    """What to do about an image that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolder(Photos):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebDataset(Photos):
+    train: str
+    """Shards, as a pattern below `root`."""
+    val: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Photos):
+    train: str
+    """A split."""
+    val: str
+    image: str
+    """A column."""
+    label: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +213,7 @@ class Sweep:
 
 
 Frozen = TypeVar("Frozen")
-Data = Digits | Cifar | ImageFolder | Fake
+Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 Optim = Sgd | AdamW
 Sched = Cosine | Constant
 
@@ -217,7 +243,15 @@ KEYLESS_GROUPS = ("recipe", "debug")
 
 # Sections whose dataclass depends on their `name`.
 VARIANTS: dict[str, dict[str, type]] = {
-    "data": {"digits": Digits, "cifar10": Cifar, "cifar100": Cifar, "imagefolder": ImageFolder, "fake": Fake},
+    "data": {
+        "digits": Digits,
+        "cifar10": Cifar,
+        "cifar100": Cifar,
+        "imagefolder": ImageFolder,
+        "webdataset": WebDataset,
+        "huggingface": HuggingFace,
+        "fake": Fake,
+    },
     "optim": {"sgd": Sgd, "adamw": AdamW},
     "sched": {"cosine": Cosine, "constant": Constant},
 }

@@ -45,7 +45,7 @@ def fake(images: int, held_out: int, classes: int, channels: int, side: int) -> 
 
 
 def folders(root: Path | str, **options: Any) -> ImageFolder:
-    sizes = {"image_size": 12, "resize": 16, "crop_area": 0.5}
+    sizes = {"image_size": 12, "resize": 16, "crop_area": 0.5, "corrupt": "fatal"}
     return ImageFolder(**{**PLAIN, **sizes, "name": "imagefolder", "root": str(root), **options})
 
 

@@ -1,4 +1,4 @@
-"""The data sets: digits, cifar10, cifar100, imagefolder, fake.
+"""The data sets: digits, cifar10, cifar100, imagefolder, webdataset, huggingface, fake.
 
 A data set hands out batches, `images, labels = data[[3, 1, 4]]`: uint8 [3, channels, height, width] and
 int64 [3]. Pixels stay as stored until they are on the device (see `feed.py`).
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm
-from shardtrain.config import Cifar, Data, Digits, Fake, ImageFolder
+from shardtrain.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Images, WebDataset
 from shardtrain.data.sampler import generator, side_in
 from shardtrain.errors import UserError
 
@@ -95,19 +95,19 @@ def load(config: Data) -> DataSet:
     return data._replace(train=train, val=val)
 
 
-def eval_size(config: Data) -> int:
+def eval_size(config: Images) -> int:
     """Pixels of a side in evaluation."""
     return config.eval_size or config.image_size
 
 
-def sides(config: Data) -> set[int]:
+def sides(config: Images) -> set[int]:
     """Every size of images that a model is given."""
     growing = range(config.grow.epochs) if config.grow else ()
     grown = {side_in(epoch, config.grow, config.image_size) for epoch in growing}
     return {config.image_size, eval_size(config)} | grown
 
 
-def _check(config: Data) -> None:
+def _check(config: Images) -> None:
     grow = config.grow
     if grow and grow.from_ > config.image_size:
         raise UserError(f"data.grow.from={grow.from_}: expected at most data.image_size={config.image_size}")
@@ -124,10 +124,19 @@ def _named(config: Data) -> DataSet:
         return _digits()
     if isinstance(config, Cifar):
         return _cifar(config)
+    # What reads photographs is imported when it is needed: torchvision's transforms take a second.
     if isinstance(config, ImageFolder):
-        from shardtrain.data.folder import image_folder  # torchvision's transforms take a second to import
+        from shardtrain.data.folder import image_folder
 
         return image_folder(config)
+    if isinstance(config, WebDataset):
+        from shardtrain.data.tars import web_dataset
+
+        return web_dataset(config)
+    if isinstance(config, HuggingFace):
+        from shardtrain.data.hub import hugging_face
+
+        return hugging_face(config)
     return _fake(config)
 
 
