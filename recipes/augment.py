@@ -1,13 +1,15 @@
-"""Augmentations of a batch on its device.
+"""Augmentations: of a batch on its device, and of single images where they are loaded.
 
 An augmentation says how many random numbers an image takes (`draws`) and is called with the images and
 these numbers, uniform in [0, 1). Whoever draws them decides what they depend on: the training program
 derives them from the seed and the image's place in the run, so it does not matter how many ranks share it.
+One that also works on single images has them as `image`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -39,25 +41,86 @@ class Affine:
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
-class CropFlip:
-    """Pads with zeros (the mean), crops back to size, and mirrors every second image; suits photographs."""
+class Photo:
+    """Crops and mirrors, changes colours and shapes, erases boxes; suits photographs.
 
-    draws = 3
+    First a policy of torchvision changes each image, as uint8 and where it is loaded (`image`): its
+    transforms draw once a call from torch's random numbers, so they are called once an image, in the loader's
+    processes, with these numbers seeded by the image's place in the run. The rest is a few array operations
+    on the whole batch: pads with zeros (the mean) and crops back to size, mirrors every second image, and
+    fills a box of some images with zeros.
+    """
 
-    def __init__(self, pad: int) -> None:
-        """pad: pixels on each side before the crop."""
-        if pad < 0:
-            raise ValueError(f"pad={pad}: expected at least 0")
-        self.pad = pad
+    draws = 8
+
+    def __init__(self, pad: int, policy: str = "none", magnitude: int = 9, erase: float = 0.0) -> None:
+        """pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
+        (RandAugment: two operations of `magnitude`, 0 to 30), cifar10 (AutoAugment's policy for it).
+        erase: the part of the images that lose a box of 2 to 33 % of their area.
+        """
+        if pad < 0 or not 0 <= magnitude <= 30 or not 0 <= erase <= 1:
+            raise ValueError(
+                f"pad={pad}, magnitude={magnitude}, erase={erase}: expected at least 0, 0 to 30 and 0 to 1"
+            )
+        self.pad, self.erase = pad, erase
+        self.image = policy_named(policy, magnitude)
+        """uint8 [channels, height, width] to the same, drawing from torch's random numbers; None: nothing."""
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
-        """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 3]."""
-        batch, _, height, width = images.shape
-        top, left = (uniform[:, :2] * (2 * self.pad + 1)).long().unbind(1)
-        rows = top[:, None] + torch.arange(height, device=images.device)
-        columns = left[:, None] + torch.arange(width, device=images.device)
-        columns = torch.where(uniform[:, 2:] < 0.5, columns, columns.flip(1))
-        padded = F.pad(images, [self.pad] * 4)
-        image = torch.arange(batch, device=images.device)[:, None, None]
-        picked = padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]]
-        return picked.permute(0, 3, 1, 2).contiguous()
+        """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 8]."""
+        cropped = crop_flip(images, uniform[:, :3], self.pad)
+        return erased(cropped, uniform[:, 3:], self.erase) if self.erase else cropped
+
+
+def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None:
+    """torchvision's policy; it takes a second to import."""
+    if name == "none":
+        return None
+    from torchvision.transforms import v2
+
+    policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+        "trivial": lambda: v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR),
+        "rand": lambda: v2.RandAugment(2, magnitude, interpolation=v2.InterpolationMode.BILINEAR),
+        "cifar10": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10),
+    }
+    if name not in policies:
+        raise ValueError(f"policy={name} (valid: none, {', '.join(policies)})")
+    return policies[name]()
+
+
+def crop_flip(images: Tensor, uniform: Tensor, pad: int) -> Tensor:
+    """Random crops of images with a border of `pad` zeros, every second one mirrored.
+
+    uniform: float32 [batch, 3]: top, left, mirrored.
+    """
+    batch, _, height, width = images.shape
+    top, left = (uniform[:, :2] * (2 * pad + 1)).long().unbind(1)
+    rows = top[:, None] + torch.arange(height, device=images.device)
+    columns = left[:, None] + torch.arange(width, device=images.device)
+    columns = torch.where(uniform[:, 2:] < 0.5, columns, columns.flip(1))
+    padded = F.pad(images, [pad] * 4)
+    image = torch.arange(batch, device=images.device)[:, None, None]
+    picked = padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]]
+    return picked.permute(0, 3, 1, 2).contiguous()
+
+
+def erased(images: Tensor, uniform: Tensor, part: float) -> Tensor:
+    """Random erasing: a box of zeros (the mean) in `part` of the images.
+
+    Area (2 to 33 %) and ratio of height to width (0.3 to 3.3) are drawn as in torchvision's RandomErasing,
+    which draws again when a box is too long for the image; here it is cut to the image's side.
+
+    uniform: float32 [batch, 5]: erased at all, area, ratio, top, left.
+    """
+    height, width = images.shape[2:]
+    area = (0.02 + 0.31 * uniform[:, 1]) * height * width
+    ratio = torch.exp(math.log(0.3) + math.log(3.3 / 0.3) * uniform[:, 2])
+    inside = (uniform[:, 0] < part)[:, None, None]
+    boxes = (((area * ratio).sqrt(), height, 3), ((area / ratio).sqrt(), width, 4))
+    for axis, (length, side, draw) in enumerate(boxes):
+        length = length.round().clamp(max=side)
+        start = (uniform[:, draw] * (side - length + 1)).floor()
+        at = torch.arange(side, device=images.device)
+        within = (at >= start[:, None]) & (at < (start + length)[:, None])
+        inside = inside & (within[:, None, :] if axis else within[:, :, None])
+    return images.masked_fill(inside[:, None], 0.0)

@@ -6,31 +6,66 @@ from difflib import get_close_matches
 
 import torchvision
 from torch import nn
-from torchvision.models import ResNet
+from torchvision.models import ResNet, VisionTransformer
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 SMALL_IMAGE = 64  # pixels; up to here `stem=auto` keeps a ResNet's full resolution
 
 
 def classifier(
-    name: str, num_classes: int, in_channels: int, image_size: int, stem: str = "auto"
+    name: str,
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    stem: str = "auto",
+    zero_init_residual: bool = False,
 ) -> nn.Module:
     """Torchvision's model `name`, untrained, for images float32 [batch, in_channels, image_size, image_size].
 
     stem: `standard` is torchvision's own, which leaves a ResNet 1/4 of the side to work on; `small` is a 3×3
     convolution of stride 1 and no pooling; `auto` chooses by image size. Only ResNets have the choice.
+    zero_init_residual: a ResNet's blocks start as the identity.
     """
-    if num_classes < 1 or in_channels < 1:
-        raise ValueError(f"num_classes={num_classes}, in_channels={in_channels}: expected at least 1")
+    _require_positive(num_classes, in_channels)
     if stem not in ("auto", "small", "standard"):
         raise ValueError(f"stem={stem} (valid: auto, small, standard)")
     model = _build(name, num_classes, image_size)
     if stem == "small" and not isinstance(model, ResNet):
         raise ValueError(f"stem=small is for ResNets, not for {name}; use stem=auto")
+    if zero_init_residual:
+        _zero_init_residual(model, name)
     if isinstance(model, ResNet) and (stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE)):
         _fit_small_images(model)
     if in_channels != 3:
         _set_input_channels(model, in_channels)
     return model
+
+
+def vit(
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    patch: int,
+    layers: int,
+    heads: int,
+    width: int,
+    mlp_width: int,
+) -> nn.Module:
+    """Torchvision's vision transformer in a size of its own; `patch`: pixels of a patch's side."""
+    _require_positive(num_classes, in_channels)
+    if image_size % patch or width % heads:
+        raise ValueError(
+            f"patch={patch}, heads={heads}: expected divisors of image_size={image_size} and width={width}"
+        )
+    model = VisionTransformer(image_size, patch, layers, heads, width, mlp_width, num_classes=num_classes)
+    if in_channels != 3:
+        _set_input_channels(model, in_channels)
+    return model
+
+
+def _require_positive(num_classes: int, in_channels: int) -> None:
+    if num_classes < 1 or in_channels < 1:
+        raise ValueError(f"num_classes={num_classes}, in_channels={in_channels}: expected at least 1")
 
 
 def _build(name: str, num_classes: int, image_size: int) -> nn.Module:
@@ -55,6 +90,17 @@ def _fit_small_images(model: ResNet) -> None:
     width = model.conv1.out_channels
     model.conv1 = _initialised(nn.Conv2d(model.conv1.in_channels, width, 3, 1, 1, bias=False))
     model.maxpool = nn.Identity()
+
+
+def _zero_init_residual(model: nn.Module, name: str) -> None:
+    if not isinstance(model, ResNet):
+        raise ValueError(f"zero_init_residual=true is for ResNets, not for {name}")
+    for part in model.modules():
+        last = (
+            part.bn3 if isinstance(part, Bottleneck) else part.bn2 if isinstance(part, BasicBlock) else None
+        )
+        if last is not None:
+            nn.init.zeros_(last.weight)
 
 
 def _set_input_channels(model: nn.Module, channels: int) -> None:

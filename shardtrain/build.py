@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,10 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
 from shardtrain import data, targets
-from shardtrain.config import Config, Constant, Optim, Sched, Sgd, micro_batch
+from shardtrain.config import Config, Optim, Sgd, micro_batch
+from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
+from shardtrain.losses import Loss, loss_of
+from shardtrain.optim.ema import Ema
 from shardtrain.precision import Precision
+from shardtrain.schedules import lr_factor
 from shardtrain.weights import load_weights
 
 # Logits, and so the loss, are fp32 in any case.
@@ -34,10 +37,11 @@ class Job(NamedTuple):
     """Everything that the loop works on."""
 
     model: nn.Module
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes], labels [batch] → mean
+    loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
-    train: data.TrainFeed
+    ema: Ema | None
+    train: data.TrainFeed | Mixed
     val: data.EvalFeed
     share: data.Share
     steps: int
@@ -67,15 +71,20 @@ def build(
     flops = forward_flops(model, sample, images.classes)
     for side in data.sides(config.data) - {config.data.image_size}:
         forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
+    if config.parallel.sync_batchnorm:
+        model = synchronised(model, device)
+    if config.train.channels_last:
+        model.to(memory_format=torch.channels_last)
     optimizer = _shard_with_optimizer(model.to(device), config)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     train, val = _feeds(config, images, share, device, range(first_step, steps))
     job = Job(
         model=model,
-        loss=nn.CrossEntropyLoss(label_smoothing=config.train.label_smoothing),
+        loss=loss_of(config.train.loss, config.train.label_smoothing),
         optimizer=optimizer,
         schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
+        ema=_ema(model, config, steps_per_epoch),
         train=train,
         val=val,
         share=share,
@@ -103,6 +112,18 @@ def plain_model(model: Mapping[str, Any]) -> nn.Module:
     return built
 
 
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """Torch's SyncBatchNorm in place of every BatchNorm: statistics of the whole micro-batch of all ranks."""
+    if device.type != "cuda":
+        raise UserError(
+            f"parallel.sync_batchnorm=true needs CUDA, found {device.type}: torch's SyncBatchNorm computes "
+            "on GPUs only"
+        )
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert isinstance(converted, nn.Module)
+    return converted
+
+
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
     """Operations of a forward of shape `sample`, from a forward without data; refuses what does not fit."""
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
@@ -122,24 +143,6 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
     return float(counter.get_total_flops())
 
 
-def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
-    """The learning rate of each step from 0 on, as a fraction of `optim.lr`.
-
-    Linear up over the warm-up (at most half the run), then constant, or a half cosine down to `final_lr`.
-    """
-    warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        if isinstance(sched, Constant):
-            return 1.0
-        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return sched.final_lr + (1 - sched.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return factor
-
-
 def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], first_step: int) -> LambdaLR:
     """A pure function of the step, so that to continue it takes no more than the step."""
     for group in optimizer.param_groups:
@@ -147,19 +150,19 @@ def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], 
     return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay for matrices and filters, none for biases and normalisation layers.
+def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:
+    """Decay for matrices and filters; for biases and normalisation layers only with `decay_all`.
 
     Told apart by shape, so call it before `shard` makes every parameter one-dimensional.
     """
-    decayed = [param for param in model.parameters() if param.ndim > 1]
-    exempt = [param for param in model.parameters() if param.ndim <= 1]
+    decayed = [param for param in model.parameters() if decay_all or param.ndim > 1]
+    exempt = [param for param in model.parameters() if not decay_all and param.ndim <= 1]
     groups = [(decayed, weight_decay), (exempt, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def _shard_with_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, config.optim.weight_decay)
+    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     shardtrain.shard(
         model,
         precision=PRECISIONS[config.parallel.precision],
@@ -175,6 +178,13 @@ def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimi
             groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
         )
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def _ema(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
+    if config.ema.decay is None:
+        return None
+    after = round(config.ema.after_epochs * steps_per_epoch)
+    return Ema(model, config.ema.decay, every=config.ema.every_steps, after=after)
 
 
 def _completed(config: Config, images: data.DataSet) -> dict[str, Any]:
@@ -210,14 +220,15 @@ def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
 
 def _feeds(
     config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
-) -> tuple[data.TrainFeed, data.EvalFeed]:
+) -> tuple[data.TrainFeed | Mixed, data.EvalFeed]:
     prepare = data.Prepare(images, config.data.image_size, device)
     augment = None
     if config.augment.get("_target_") is not None:
         augment = targets.build(config.augment, "augment")
     workers = config.data.workers
+    image = getattr(augment, "image", None)
     train = data.TrainFeed(
-        images,
+        images._replace(train=data.Augmented(images.train, image)) if image else images,
         share,
         prepare,
         augment=augment,
@@ -229,4 +240,9 @@ def _feeds(
         side=partial(data.side_in, grow=config.data.grow, full=config.data.image_size),
     )
     prepare = data.Prepare(images, data.eval_size(config.data), device)
-    return train, data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)
+    val = data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)
+    mixup, cutmix = config.train.mixup, config.train.cutmix
+    if not (mixup or cutmix):
+        return train, val
+    classes = config.model.get("num_classes", images.classes)
+    return Mixed(train, Mix(mixup, cutmix, classes, share, config.seed)), val

@@ -47,13 +47,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Train:
+    channels_last: bool
+    """Whether convolutions work on images that are stored pixel by pixel."""
+    eval_flip: bool
+    """Whether an evaluation takes the mean over an image and its mirror image."""
     epochs: int = at_least(1)
     max_steps: int | None = at_least(1)
     batch_size: int = at_least(1)
     """Images of one optimizer step, over all ranks and micro-batches."""
     accumulate: int = at_least(1)
     """Micro-batches of one optimizer step."""
+    loss: str = one_of("cross_entropy", "bce")
     label_smoothing: float = fraction()
+    mixup: float = at_least(0)
+    """Alpha of the Beta distribution; 0: off."""
+    cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
     log_every: int = at_least(1)
     """Steps."""
@@ -63,6 +71,25 @@ class Train:
     """What to do about a step whose loss or gradient is no number."""
     skip_at_most: int = at_least(1)
     """Steps in a row."""
+
+
+@dataclass(frozen=True)
+class Ema:
+    decay: float | None = fraction()
+    """Of the average, at each of its updates; None: no average is kept."""
+    every_steps: int = at_least(1)
+    after_epochs: float = at_least(0)
+    """Until then the average is a copy."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What has been published of a recipe."""
+
+    source: str
+    conditions: str
+    accuracy: float = at_least(0)
+    """Percent, at first guess."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +180,8 @@ class Fake(Images):
 class Sgd:
     name: str
     nesterov: bool
+    decay_all: bool
+    """Whether normalisation layers and biases decay, too."""
     lr: float = above(0)
     momentum: float = fraction()
     weight_decay: float = at_least(0)
@@ -162,6 +191,7 @@ class Sgd:
 class AdamW:
     name: str
     betas: tuple[float, float]
+    decay_all: bool
     lr: float = above(0)
     eps: float = above(0)
     weight_decay: float = at_least(0)
@@ -176,6 +206,22 @@ class Cosine:
 
 
 @dataclass(frozen=True)
+class Linear:
+    name: str
+    warmup_epochs: float = at_least(0)
+    final_lr: float = fraction()
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    epochs: tuple[float, ...]
+    """After each of them the learning rate is multiplied by `factor`."""
+    factor: float = above(0)
+    warmup_epochs: float = at_least(0)
+
+
+@dataclass(frozen=True)
 class Constant:
     name: str
     warmup_epochs: float = at_least(0)
@@ -184,6 +230,8 @@ class Constant:
 @dataclass(frozen=True)
 class Parallel:
     reshard_after_forward: bool
+    sync_batchnorm: bool
+    """Whether BatchNorm's statistics are those of all ranks' images."""
     transport: str = one_of("auto", "process_group", "shared_memory")
     precision: str = one_of("fp32", "bf16")
 
@@ -215,7 +263,7 @@ class Sweep:
 Frozen = TypeVar("Frozen")
 Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 Optim = Sgd | AdamW
-Sched = Cosine | Constant
+Sched = Cosine | Linear | Step | Constant
 
 
 @dataclass(frozen=True)
@@ -227,12 +275,15 @@ class Config:
     data: Data
     optim: Optim
     sched: Sched
+    ema: Ema
     augment: dict[str, Any]
     parallel: Parallel
     checkpoint: Checkpoint
     monitor: Monitor
     sweep: Sweep
     resume: str
+    eval_only: bool
+    reference: Reference | None
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")
     threads: int | None = at_least(1)
@@ -253,7 +304,7 @@ VARIANTS: dict[str, dict[str, type]] = {
         "fake": Fake,
     },
     "optim": {"sgd": Sgd, "adamw": AdamW},
-    "sched": {"cosine": Cosine, "constant": Constant},
+    "sched": {"cosine": Cosine, "linear": Linear, "step": Step, "constant": Constant},
 }
 
 

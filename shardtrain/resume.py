@@ -1,8 +1,8 @@
 """What makes a run outlive its processes: where it starts, what is saved of it, and when.
 
 Most of a run is a pure function of the configuration and the step: the order of the images, their random
-crops and augmentation, the learning rate. What is not is saved: parameters, optimizer state, buffers and
-random numbers of every rank, what the next report adds up, and the best score.
+crops and augmentation, the learning rate. What is not is saved: parameters, their moving averages, optimizer
+state, buffers and random numbers of every rank, what the next report adds up, and the best score.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardtrain.comm.transport import Transport
 from shardtrain.config import Config, plain
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.evaluate import Scores
+from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context, Place
 from shardtrain.monitor import Monitor, Window
 from shardtrain.stop import Stopped, StopSignals
@@ -45,10 +45,12 @@ class Start(NamedTuple):
     messages: list[str]
 
 
-def told(start: Start, job: Job) -> list[str]:
+def told(start: Start, job: Job, evaluating: bool = False) -> list[str]:
     """What people should know of the start."""
     if start.opened is None:
         return start.messages
+    if evaluating:
+        return [*start.messages, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
     return [*start.messages, f"{where} ({start.opened.path})"]
@@ -72,7 +74,7 @@ def find_start(config: Config, context: Context) -> Start:
     store = Store(
         directory, transport, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous
     )
-    if config.dry_run:
+    if config.dry_run or (config.eval_only and config.resume == "none"):
         return Start(0, None, store, [])
     messages = _set_aside(directory, context.place) if config.resume == "none" else []
     try:
@@ -131,23 +133,48 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
     Raises:
         UserError: the checkpoint is of another model or optimizer, or of other batches.
     """
+    if config.eval_only:
+        _restore_model(start, config, job)
+        return None
     if start.opened is None:
         return None
     _compare(start.opened.manifest.facts, _facts(config, job))
     options = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
     try:
-        extra = load_into(start.opened, engine_of(job.model), job.optimizer)
+        averages = None if job.ema is None else job.ema.averages
+        extra = load_into(start.opened, engine_of(job.model), job.optimizer, averages)
     except ValueError as error:
         raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
     for group, own in zip(job.optimizer.param_groups, options, strict=True):
         group.update(own)
     ranks = start.opened.manifest.world_size
     window.restore(extra["window"], ranks)
+    if job.ema is not None:
+        job.ema.restore(extra["ema"], ranks)
     if ranks == job.share.world_size:
         _set_random_state(extra["random"], engine_of(job.model).device)
     else:
         seed_process("resumed", config.seed, comm.rank(), start.step)
     return None if extra["best"] is None else Best(*extra["best"])
+
+
+def _restore_model(start: Start, config: Config, job: Job) -> None:
+    """For an evaluation, to which the optimizer and the place among the images do not matter."""
+    opened = start.opened
+    if opened is None:
+        if config.model.get("weights") is None:
+            raise UserError(
+                f"eval_only=true: there is no checkpoint in {start.store.directory}; name the run "
+                "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
+            )
+        return
+    averages = None if job.ema is None else job.ema.averages
+    try:
+        extra = load_into(opened, engine_of(job.model), None, averages)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if job.ema is not None:
+        job.ema.restore(extra["ema"], opened.manifest.world_size)
 
 
 def _facts(config: Config, job: Job) -> dict[str, Any]:
@@ -224,7 +251,7 @@ class Keeper:
         """Before parameters change."""
         self._store.settle()
 
-    def step_done(self, step: int, scores: Scores | None) -> None:
+    def step_done(self, step: int, found: Evaluation | None) -> None:
         """After everything of a step. Collective.
 
         Raises:
@@ -232,9 +259,9 @@ class Keeper:
             SaveFailed: on every rank, if failures are to stop the run.
         """
         signal, busy = self._exchange()
-        better = scores is not None and (self.best is None or scores.acc1 > self.best.acc1)
-        if better and scores is not None:
-            self.best = Best(step, scores.acc1)
+        better = found is not None and (self.best is None or found.acc1 > self.best.acc1)
+        if better and found is not None:
+            self.best = Best(step, found.acc1)
         last = step == self._job.steps
         if self._store.under_way and not busy:
             self._attempt(self._store.advance, False)
@@ -277,10 +304,20 @@ class Keeper:
             "random": _random_state(self._device),
             "window": self._window.state(),
             "best": self.best,
+            "ema": None if self._job.ema is None else self._job.ema.state(),
         }
+        averages = None if self._job.ema is None else self._job.ema.averages
         best = None if self.best is None else self.best.step
         facts = _facts(self._config, self._job)
-        self._store.save(step, self._job.model, self._job.optimizer, extra=extra, facts=facts, best=best)
+        self._store.save(
+            step,
+            self._job.model,
+            self._job.optimizer,
+            extra=extra,
+            facts=facts,
+            best=best,
+            averages=averages,
+        )
 
     def _attempt(self, action: Any, needed: bool) -> None:
         """Do it; a failure stops the run only if nothing will be tried again, or if it is to."""

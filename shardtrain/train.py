@@ -19,7 +19,7 @@ from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
 from shardtrain.launch import Context
-from shardtrain.monitor import Monitor, Window, open_monitor, start_table
+from shardtrain.monitor import Monitor, Window, open_monitor, score_table, start_table
 from shardtrain.nonfinite import Guard
 from shardtrain.resume import Keeper, find_start, restore, told
 from shardtrain.stop import StopSignals
@@ -46,6 +46,8 @@ def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, 
                 optimizer.zero_grad()  # which leaves the update nothing to do
             keeper.before_update()
             optimizer.step()
+            if job.ema is not None:
+                job.ema.update(step)
         window.step_done(traffic)
         last = step == job.steps
         monitor.step(step)
@@ -53,12 +55,12 @@ def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, 
             monitor.log(step, window.close(step, norm) | keeper.report())
         optimizer.zero_grad()
         job.schedule.step()
-        scores = None
+        found = None
         with window.paused():
             if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
-                scores = evaluate(model, job.val)
-                monitor.scores(step, scores)
-            keeper.step_done(step, scores)
+                found = evaluate(model, job.val, ema=job.ema, flip=train.eval_flip)
+                monitor.evaluated(step, found)
+            keeper.step_done(step, found)
     keeper.finish()
 
 
@@ -70,7 +72,11 @@ def train(config: Config, context: Context) -> float | None:
     window = Window(job)
     best = restore(start, config, job, window)
     with open_monitor(config, context, job, best.acc1 if best else None) as monitor, StopSignals() as signals:
-        monitor.say("\n".join([start_table(config, context, job), *told(start, job)]))
+        monitor.say("\n".join([start_table(config, context, job), *told(start, job, config.eval_only)]))
+        if config.eval_only:
+            found = evaluate(job.model, job.val, ema=job.ema, flip=config.train.eval_flip)
+            monitor.say(score_table(found, config.reference))
+            return found.acc1
         if not config.dry_run:
             guard = Guard(job.model, config.train, window, monitor)
             keeper = Keeper(config, job, start, best, window, monitor, signals)

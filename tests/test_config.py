@@ -55,14 +55,15 @@ def test_recipe_is_overridden_by_the_command_line() -> None:
 
 def test_fast_dry_run() -> None:
     config = configure("+recipe=resnet", "debug=fdr")
-    assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 96, 0)
+    assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 48, 0)
 
 
 def test_overfitting_has_the_last_word_over_the_recipe() -> None:
     config = configure("+recipe=resnet", "debug=overfit", "train.batch_size=32")
     assert (config.data.limit, config.train.label_smoothing, config.augment) == (32, 0, {"_target_": None})
+    assert configure("+recipe=vit_cifar10", "debug=overfit").augment["_target_"] is None
     assert configure("recipe=resnet", "debug=overfit", "train.label_smoothing=0.2").train == replace(
-        config.train, label_smoothing=0.2, batch_size=96
+        config.train, label_smoothing=0.2, batch_size=48
     )
 
 
@@ -75,7 +76,10 @@ def test_growing_images_are_written_as_they_were_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("+recipe=resnt", r"unknown recipe 'resnt'; did you mean resnet\? \(valid: resnet\)"),
+        (
+            "+recipe=resnt",
+            r"unknown recipe 'resnt'; did you mean resnet\? \(valid: resnet, resnet18_cifar10, ",
+        ),
         ("recipe=resnt", r"unknown recipe 'resnt'; did you mean resnet\?"),
         ("+recipes=resnet", r"unknown key recipes; did you mean recipe\?"),
         ("model=resnet81", r"unknown model 'resnet81'; did you mean resnet18\?.*…"),
@@ -149,7 +153,7 @@ def test_batches_that_ranks_do_not_divide(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_default_batch_suits_up_to_four_ranks(world_size: int) -> None:
-    assert micro_batch(configure("+recipe=resnet").train, world_size) * world_size == 96
+    assert micro_batch(configure("+recipe=resnet").train, world_size) * world_size == 48
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--info", "config"]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torchvision.models import mobilenet_v3_small
 
+from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.errors import UserError
 from shardtrain.export.__main__ import main
 from shardtrain.weights import load_weights, read_weights, write_weights
@@ -39,17 +42,19 @@ def export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+@pytest.mark.parametrize(("suffix", "weights"), [("safetensors", "raw"), ("pth", "ema")])
 def test_the_stock_model_loads_an_export(
     tmp_path: Path,
     trained: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     suffix: str,
+    weights: str,
 ) -> None:
     out = tmp_path / f"new/weights.{suffix}"
-    assert export(monkeypatch, f"run={trained}", f"out={out}") == 0
-    acc1 = json.loads((trained / "result.json").read_text())["val/acc1"]
+    assert export(monkeypatch, f"run={trained}", f"out={out}", f"weights={weights}") == 0
+    tag = {"raw": "val/acc1", "ema": "val/ema_acc1"}[weights]
+    acc1 = json.loads((trained / "result.json").read_text())[tag]
     said = capsys.readouterr().out
     assert f"the plain model answers as the checkpoint does to 13 held-out images, acc1 {acc1:.2f} %" in said
     assert "step-00000005" in said
@@ -77,6 +82,44 @@ def test_weights_are_a_start(
     assert "does not fit the model: classifier.3.weight has shape (10, 1024), expected (11, 1024)" in ending
 
 
+def told(*arguments: str) -> str:
+    """How a run ended on this rank, and what it said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        ending = run(*arguments)
+    return f"{ending}\n{said.getvalue()}"
+
+
+def test_an_evaluation_alone_scores_as_the_run_did(
+    on_ranks: Any,
+    tmp_path: Path,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = json.loads((trained / "result.json").read_text())
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    said = f"acc1 {result['val/acc1']:.2f} %"
+    for world in (1, 3):
+        output = on_ranks(world, told, str(trained), *QUIET, "eval_only=true", "optim=sgd")[0]
+        assert output.startswith("finished")
+        assert "none: eval_only" in output
+        assert "evaluating step 5" in output
+        assert f"val      loss {result['val/loss']:.4f}, {said}" in output
+        assert f"average  loss {result['val/ema_loss']:.4f}" in output
+    assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    out = tmp_path / "weights.pth"
+    assert export(monkeypatch, f"run={trained}", f"out={out}") == 0
+    capsys.readouterr()
+    plain = (*QUIET, "eval_only=true", "ema.decay=null", "train.eval_flip=true", f"model.weights={out}")
+    assert run(str(tmp_path / "none"), *plain) == "finished"
+    assert "val  loss" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+    ending = run(str(tmp_path / "none"), *QUIET, "eval_only=true")
+    assert "eval_only=true: there is no checkpoint in" in ending
+    assert "or plain weights (model.weights=FILE)" in ending
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -88,6 +131,8 @@ def test_weights_are_a_start(
         (["run={run}", "out=file.pth"], "error: file.pth exists already; choose another name or remove it"),
         (["run={run}", "out=file.pth/x.pth"], "error: file.pth/x.pth: cannot be written ("),
         (["run={run}"], "error: out: Missing mandatory value"),
+        (["run={raw}", "out=x.pth", "weights=ema"], "has no moving average; its run had ema.decay=null"),
+        (["run={run}", "out=x.pth", "weights=avg"], "error: weights=avg (valid: raw, ema)"),
         (["ran={run}"], "error: unknown key ran; did you mean run?"),
         (["run={broken}", "out=x.pth"], "step-00000005 is damaged: rank 0: manifest.sha256 is missing"),
     ],
@@ -105,10 +150,14 @@ def test_mistakes_are_named(
     shutil.copytree(trained, tmp_path / "broken")
     for path in (tmp_path / "broken/checkpoints").iterdir():
         (path / "manifest.sha256").unlink()
-    filled = [each.format(run=trained, broken=tmp_path / "broken") for each in arguments]
+    for path in shutil.copytree(trained, tmp_path / "raw").glob("checkpoints/*/manifest.json"):
+        path.write_text(text_of := path.read_text().replace('"ema":true', '"ema":false'))
+        path.with_name("manifest.sha256").write_text(digest_line(text_of))
+    places = {"run": trained, "broken": tmp_path / "broken", "raw": tmp_path / "raw"}
+    filled = [each.format(**places) for each in arguments]
     assert export(monkeypatch, *filled) == 2
     assert text in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file.pth"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file.pth", "raw"]
 
 
 def test_an_export_where_the_images_are_not(

@@ -15,7 +15,7 @@ from shardtrain.build import build
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
-from shardtrain.evaluate import Scores
+from shardtrain.evaluate import Evaluation, Scores
 from shardtrain.launch import Context, Place
 from shardtrain.monitor import Monitor, open_monitor, start_table
 from shardtrain.monitor.console import Bar, Lines
@@ -49,7 +49,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         monitor.step(1)
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
-        monitor.scores(1, Scores(0.25, 98.5, 100.0))
+        monitor.evaluated(1, Evaluation(Scores(0.25, 98.5, 100.0), None, ()))
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
@@ -111,7 +111,7 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     opening, _, _ = opened(tmp_path, "monitor.tensorboard=true", "monitor.progress=none")
     with opening as monitor:
         monitor.log(1, SCALARS)
-        monitor.scores(2, Scores(0.25, 98.5, 100.0))
+        monitor.evaluated(2, Evaluation(Scores(0.25, 98.5, 100.0), None, ()))
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {*SCALARS, "val/loss", "val/acc1", "val/acc5"}

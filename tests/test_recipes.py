@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torchvision.models import ResNet, resnet18
 
 from shardtrain import targets
+from shardtrain.data import Augmented, DataSet, Prepare, Share, TrainFeed
+from shardtrain.data.sampler import generator
+from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
-from shardtrain.recipes.augment import Affine, CropFlip
-from shardtrain.recipes.models import classifier
+from shardtrain.recipes.augment import Affine, Photo
+from shardtrain.recipes.models import classifier, vit
 
 MODELS = "shardtrain.recipes.models"
 
@@ -57,6 +62,10 @@ def test_no_auxiliary_heads(name: str) -> None:
         ({"name": "resnet19"}, r"name=resnet19 is no torchvision model; did you mean resnet18\?"),
         ({"stem": "tiny"}, r"stem=tiny \(valid: auto, small, standard\)"),
         ({"name": "vgg11", "stem": "small"}, r"stem=small is for ResNets, not for vgg11; use stem=auto"),
+        (
+            {"name": "vgg11", "zero_init_residual": True},
+            r"zero_init_residual=true is for ResNets, not for vgg11",
+        ),
         ({"num_classes": 0}, r"num_classes=0, in_channels=3: expected at least 1"),
         ({"name": "vit_b_16", "image_size": 20}, r"vit_b_16 cannot be built for images of 20 pixels"),
         ({"stme": "small"}, r"unknown key model.stme; did you mean stem\? \(valid: name, num_classes"),
@@ -86,6 +95,24 @@ def test_a_missing_argument_is_named() -> None:
         targets.build({"_target_": f"{MODELS}.classifier", "name": "resnet18"}, "model")
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_blocks_that_start_as_the_identity(name: str) -> None:
+    model = classifier(name, 4, 3, 32, zero_init_residual=True)
+    zeros = [n for n, p in model.named_parameters() if n.endswith("weight") and not p.any()]
+    assert len(zeros) == {"resnet18": 8, "resnet50": 16}[name]
+    assert all(n.endswith({"resnet18": "bn2.weight", "resnet50": "bn3.weight"}[name]) for n in zeros)
+
+
+def test_a_small_vision_transformer() -> None:
+    model = vit(10, 1, 32, patch=4, layers=7, heads=12, width=384, mlp_width=384)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(6.3e6, rel=0.01)
+    assert model.to("meta")(torch.empty(2, 1, 32, 32, device="meta")).shape == (2, 10)
+    with pytest.raises(
+        ValueError, match="patch=5, heads=12: expected divisors of image_size=32 and width=384"
+    ):
+        vit(10, 3, 32, patch=5, layers=7, heads=12, width=384, mlp_width=384)
+
+
 def test_affine_without_motion_is_the_identity() -> None:
     images = torch.randn(3, 2, 8, 8)
     same = Affine(30, 0.2, 0.1)(images, torch.full((3, 4), 0.5))
@@ -105,19 +132,61 @@ def test_affine_moves_by_the_draws() -> None:
 def test_crop_and_flip_by_the_draws() -> None:
     images = torch.arange(16.0).view(1, 1, 4, 4)
     centred, mirrored = torch.tensor([[0.5, 0.5, 0.9]]), torch.tensor([[0.5, 0.5, 0.1]])
-    assert torch.equal(CropFlip(1)(images, centred), images) != torch.equal(
-        CropFlip(1)(images, mirrored), images
-    )
-    both = {tuple(CropFlip(1)(images, draw).flatten().tolist()) for draw in (centred, mirrored)}
+    assert torch.equal(Photo(1)(images, centred), images) != torch.equal(Photo(1)(images, mirrored), images)
+    both = {tuple(Photo(1)(images, draw).flatten().tolist()) for draw in (centred, mirrored)}
     assert both == {tuple(images.flatten().tolist()), tuple(images.flip(3).flatten().tolist())}
-    corner = CropFlip(1)(images, torch.tensor([[0.0, 0.0, 0.9]]))
+    corner = Photo(1)(images, torch.tensor([[0.0, 0.0, 0.9]]))
     assert corner.shape == images.shape
     assert corner[0, 0, 0].count_nonzero() == 0
 
 
 @pytest.mark.parametrize(
-    ("build", "message"), [(lambda: Affine(-1, 0, 0), "rotate=-1"), (lambda: CropFlip(-1), "pad=-1")]
+    ("build", "message"),
+    [
+        (lambda: Affine(-1, 0, 0), "rotate=-1"),
+        (lambda: Photo(-1), "pad=-1, magnitude=9"),
+        (lambda: Photo(0, "trivia"), r"policy=trivia \(valid: none, trivial, rand, cifar10\)"),
+    ],
 )
 def test_augmentations_refuse_what_makes_no_sense(build: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()  # type: ignore[operator]
+
+
+def test_boxes_are_erased_by_the_draws() -> None:
+    images, uniform = torch.randn(40, 2, 12, 17), torch.rand(40, 8)
+    uniform[:, :3] = torch.tensor([0.5, 0.5, 0.1])
+    found = Photo(0, erase=0.6)(images, uniform)
+    for image, erased, draws in zip(images, found, uniform[:, 3:].tolist(), strict=True):
+        area = (0.02 + 0.31 * draws[1]) * 12 * 17
+        ratio = 0.3 * 11 ** draws[2]
+        height, width = min(12, round(math.sqrt(area * ratio))), min(17, round(math.sqrt(area / ratio)))
+        top, left = int(draws[3] * (13 - height)), int(draws[4] * (18 - width))
+        expected = image.clone()
+        if draws[0] < 0.6:
+            expected[:, top : top + height, left : left + width] = 0
+        assert torch.equal(erased, expected)
+
+
+@pytest.mark.parametrize("policy", ["trivial", "rand", "cifar10"])
+def test_policies_draw_for_each_image_whoever_loads_it(policy: str) -> None:
+    def batches(world: int, accumulate: int) -> list[torch.Tensor]:
+        pixels = torch.randint(0, 256, (24, 3, 6, 6), dtype=torch.uint8, generator=generator("pixels"))
+        arrays = Arrays(pixels, torch.zeros(24, dtype=torch.int64))
+        change = Photo(0, policy, magnitude=30).image
+        assert change is not None
+        data = DataSet(Augmented(arrays, change), arrays, "small", 2, 3, (0.0,) * 3, (1.0,) * 3)
+        steps: list[list[torch.Tensor]] = [[], []]
+        for rank in range(world):
+            share, prepare = Share(12, accumulate, rank, world), Prepare(data, 6, torch.device("cpu"))
+            options = {"seed": 3, "workers": 0, "first_step": 0, "last_step": 2}
+            for index, batch in enumerate(TrainFeed(data, share, prepare, augment=None, **options)):
+                steps[index // accumulate].append(batch.images)
+        return [torch.cat(parts) for parts in steps]
+
+    state = torch.get_rng_state()
+    alone = batches(1, 1)
+    for world, accumulate in ((2, 3), (4, 1)):
+        assert all(torch.equal(*pair) for pair in zip(alone, batches(world, accumulate), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(*(each.sum() for each in alone))

@@ -40,6 +40,7 @@ SMALL = (
     "data=fake",
     "augment=digits",
     "optim=adamw",
+    "ema.decay=0.9",
     "train.batch_size=12",
     "train.epochs=2",
     "train.log_every=3",

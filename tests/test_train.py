@@ -13,7 +13,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
-from shardtrain.build import build, forward_flops, lr_factor, parameter_groups
+from shardtrain.build import build, forward_flops, parameter_groups
 from shardtrain.compose import compose
 from shardtrain.config import Config, Constant, Cosine, from_hydra
 from shardtrain.data import Batch, EvalFeed, Prepare, Share
@@ -21,6 +21,7 @@ from shardtrain.data.sets import Arrays, DataSet
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Scores, evaluate
 from shardtrain.launch import Context, Place
+from shardtrain.schedules import lr_factor
 from shardtrain.train import train
 
 CPU = torch.device("cpu")
@@ -139,6 +140,8 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
             "model=vit_b_16 data.image_size=16 data.eval_size=32",
             "does not take images of shape 12×1×32×32: Wrong image height",
         ),
+        ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs CUDA, found cpu: torch's"),
+        ("train.mixup=0.2 train.batch_size=9", "gives 1 ranks × train.accumulate=1 micro-batches of 9"),
         ("augment._target_=print", "augment._target_=print: only callables of"),
     ],
 )
@@ -153,6 +156,21 @@ def test_model_outputs_that_are_no_logits_are_refused() -> None:
     with pytest.raises(UserError, match=r"the model returns tuple, expected logits"):
         forward_flops(nn.GRU(5, 3), (2, 5), 2)
     assert forward_flops(nn.Linear(5, 3), (2, 5), 3) == 2 * 2 * 5 * 3
+
+
+def test_channels_last_reaches_the_activations() -> None:
+    job, _ = build(configure("train.channels_last=true"), 0, 1, CPU)
+    seen: list[bool] = []
+    job.model.layer2.register_forward_hook(  # type: ignore[union-attr]
+        lambda module, inputs, output: seen.append(output.is_contiguous(memory_format=torch.channels_last))
+    )
+    job.model(next(iter(job.train)).images)
+    assert seen == [True]
+
+
+def test_decay_on_everything() -> None:
+    (group,) = parameter_groups(resnet18(num_classes=10), 0.1, decay_all=True)
+    assert (group["weight_decay"], len(group["params"])) == (0.1, 62)
 
 
 def test_no_decay_on_norms_and_biases() -> None:
@@ -193,7 +211,7 @@ def _scores() -> Scores:
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2  # type: ignore[operator]
     share = Share(1, 1, comm.rank(), comm.world_size())
     feed = EvalFeed(small, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
-    scores = evaluate(model, feed)
+    scores = evaluate(model, feed).scores
     assert model.training
     return scores
 
@@ -216,7 +234,7 @@ def test_scores_of_known_logits() -> None:
 
     logits = torch.tensor([[3.0, 2, 1, 0, -1, -2], [3.0, 2, 1, 0, -1, -2], [9.0, 9, 9, 9, 9, 9]])
     batch = Batch(logits, torch.tensor([0, 5, 3]), valid=2)
-    scores = evaluate(shard(Lookup()), [batch])
+    scores = evaluate(shard(Lookup()), [batch]).scores
     probability = [math.exp(value) for value in (3, 2, 1, 0, -1, -2)]
     expected = (
         -(math.log(probability[0] / sum(probability)) + math.log(probability[5] / sum(probability))) / 2

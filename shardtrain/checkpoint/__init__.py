@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import SaveFailed, begin
@@ -28,6 +29,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Any = None,
+    averages: Averages | None = None,
 ) -> None:
     """Save a sharded module, and its optimizer, as the new directory ``path``. Collective.
 
@@ -40,6 +42,7 @@ def save(
         optimizer: any element-wise one. Its state is saved under the parameters' names.
         extra: numbers, texts, None and tensors, in any nesting of dicts with text keys and of lists
             (tuples come back as lists). It may differ between ranks: each rank's own is saved.
+        averages: what else is cut as the parameters are, such as `shardtrain.optim.Ema.averages`.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons.
@@ -47,21 +50,26 @@ def save(
     """
     engine = engine_of(module)
     require_rest(engine, "checkpoint.save")
-    saving = begin(Path(path), engine, optimizer, extra, {})
+    saving = begin(Path(path), engine, optimizer, extra, {}, averages)
     saving.work()
     while not saving.advance():
         saving.work()
 
 
 def load(
-    path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    averages: Averages | None = None,
 ) -> Any:
     """Load what `save` saved at any world size and with any units, and return its ``extra``. Collective.
 
     Every file is verified before the module is touched. With as many ranks as saved, each rank gets its
     own buffers and ``extra`` again, bit for bit; with more or fewer, the buffers are the mean over the
     ranks that saved and ``extra`` is rank 0's. The optimizer also gets its groups' options, as from its
-    ``load_state_dict``. A rank holds its shards and at most one whole parameter beside them.
+    ``load_state_dict``; ``averages`` are filled in place. A rank holds its shards and at most one whole
+    parameter beside them.
 
     Raises:
         Damaged: on every rank, naming the file that is missing, changed, or not what the manifest says.
@@ -71,4 +79,4 @@ def load(
     engine = engine_of(module)
     require_rest(engine, "checkpoint.load")
     opened = open_checkpoint(Path(path), engine.transport, engine.device)
-    return load_into(opened, engine, optimizer)
+    return load_into(opened, engine, optimizer, averages)

@@ -6,6 +6,8 @@ Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
     rank-00001   parameters/w [2]   optimizer/exp_avg/w [2] …
     both         buffers/mean [7] (their own)   extra/0 … (their own)
 
+Moving averages of the weights, if there are any, are `ema/w`, cut as `parameters/w` is.
+
 What all ranks hold alike is in one file alone: rank 0's, or if it belongs to a parameter, that of the first
 rank with a piece of it. Empty pieces are not written, and a rank with an empty piece is not asked: it cannot
 know whether there was a gradient, so its count of steps may be another.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -32,6 +34,8 @@ from shardtrain.checkpoint.manifest import (
 )
 from shardtrain.engine import Engine
 from shardtrain.state import Spec, equal_buffers, persistent_buffers
+
+Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 
@@ -84,13 +88,17 @@ def held(engine: Engine) -> list[Held]:
 
 
 def collect(
-    engine: Engine, optimizer: torch.optim.Optimizer | None, extra: Any, facts: Mapping[str, Any]
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    facts: Mapping[str, Any],
+    averages: Averages | None = None,
 ) -> tuple[Content | None, str]:
     """This rank's content, or why there is none. Collective: buffers are averaged."""
-    averaged = dict(equal_buffers(engine.module, engine.transport))
+    equal = dict(equal_buffers(engine.module, engine.transport))
     stepped = _stepped(engine, held(engine), optimizer)
     try:
-        return _collect(engine, optimizer, extra, facts, averaged, stepped), ""
+        return _collect(engine, optimizer, extra, facts, averages, equal, stepped), ""
     except ValueError as error:
         return None, str(error)
 
@@ -100,7 +108,8 @@ def _collect(
     optimizer: torch.optim.Optimizer | None,
     extra: Any,
     facts: Mapping[str, Any],
-    averaged: Mapping[torch.Tensor, torch.Tensor],
+    averages: Averages | None,
+    equal: Mapping[torch.Tensor, torch.Tensor],
     stepped: set[str],
 ) -> Content:
     rank = engine.transport.rank
@@ -111,7 +120,10 @@ def _collect(
     }
     tensors |= {f"buffers/{name}": buffer for name, buffer in buffers}
     if rank == 0:
-        tensors |= {f"averaged/{name}": averaged[buffer] for name, buffer in buffers}
+        tensors |= {f"averaged/{name}": equal[buffer] for name, buffer in buffers}
+    if averages is not None:
+        cut = {f"ema/{e.name}": _written(e, averages[e.param], rank) for e in entries}
+        tensors |= {key: piece for key, piece in cut.items() if piece.numel()}
     described = None
     if optimizer is not None:
         described = _describe_optimizer(entries, optimizer, stepped)
@@ -127,6 +139,7 @@ def _collect(
         buffers={name: Spec.of(buffer) for name, buffer in buffers},
         optimizer=described,
         facts=dict(facts),
+        ema=averages is not None,
     )
     return Content(tensors, notes, manifest)
 

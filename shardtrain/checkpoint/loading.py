@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shardtrain import comm
-from shardtrain.checkpoint.content import Held, decode_extra, held
+from shardtrain.checkpoint.content import Averages, Held, decode_extra, held
 from shardtrain.checkpoint.files import DTYPES, problem_with
 from shardtrain.checkpoint.manifest import (
     Damaged,
@@ -79,8 +79,13 @@ def _gathered(problem: str, transport: Transport, device: torch.device) -> list[
     return [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text]
 
 
-def load_into(opened: Opened, engine: Engine, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Fill the module and the optimizer, and return this rank's extra. Collective.
+def load_into(
+    opened: Opened,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    averages: Averages | None = None,
+) -> Any:
+    """Fill the module, the optimizer and the averages, and return this rank's extra. Collective.
 
     Raises:
         ValueError: on every rank, naming everything that does not fit; nothing has been loaded then.
@@ -89,7 +94,10 @@ def load_into(opened: Opened, engine: Engine, optimizer: torch.optim.Optimizer |
     entries = held(engine)
     files = Files(opened.path)
     problems = _compare(opened.manifest, engine, entries, optimizer)
-    problems = problems or _compare_files(opened.manifest, files, entries, engine)
+    if averages is not None and not opened.manifest.ema:
+        problems.append("it was saved without moving averages of the parameters")
+    kinds = ["parameters", *(["ema"] if averages is not None else [])]
+    problems = problems or _compare_files(opened.manifest, files, entries, engine, kinds)
     extra, more = ([], "") if problems else _read_extra(opened.manifest, files, engine)
     found = comm.gather_texts("; ".join([*problems, more] if more else problems), transport, device)
     if any(found):
@@ -98,6 +106,9 @@ def load_into(opened: Opened, engine: Engine, optimizer: torch.optim.Optimizer |
     problem = ""
     try:
         _fill(opened.manifest, files, engine, entries, optimizer)
+        if averages is not None:
+            for entry in entries:
+                _fill_piece(opened.manifest, files, entry, "ema", averages[entry.param])
     except (OSError, SafetensorError) as error:
         problem = str(error)
     problems = _gathered(problem, transport, device)
@@ -191,13 +202,18 @@ def _compare_optimizer(
     return problems
 
 
-def _compare_files(manifest: Manifest, files: Files, entries: Sequence[Held], engine: Engine) -> list[str]:
-    """Everything that this rank needs and that the files do not hold as the manifest says."""
+def _compare_files(
+    manifest: Manifest, files: Files, entries: Sequence[Held], engine: Engine, kinds: Sequence[str]
+) -> list[str]:
+    """Everything that this rank needs and that the files do not hold as the manifest says.
+
+    ``kinds``: what there is of each parameter, beside the optimizer's state.
+    """
     problems = []
     for entry in entries:
         saved = manifest.parameters[entry.name]
         states = manifest.optimizer.state.get(entry.name, {}) if manifest.optimizer else {}
-        cut = {f"parameters/{entry.name}": saved.spec.dtype}
+        cut = {f"{kind}/{entry.name}": saved.spec.dtype for kind in kinds}
         cut |= {f"optimizer/{k}/{entry.name}": s.dtype for k, s in states.items() if s.dtype and not s.whole}
         whole = saved.stride != entry.stride
         parts = saved.slices if whole else needed(saved.slices, entry.start, entry.stop)
@@ -246,14 +262,18 @@ def _fill(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     for entry in entries:
-        saved = manifest.parameters[entry.name]
-        piece = files.piece(f"parameters/{entry.name}", saved, saved.spec.dtype, entry)
-        entry.param.data.copy_(piece.view(entry.param.shape))
+        _fill_piece(manifest, files, entry, "parameters", entry.param.data)
     if optimizer is not None:
         _fill_optimizer(manifest, files, entries, optimizer)
     file, kind = _buffer_source(manifest, engine)
     for name, buffer in persistent_buffers(engine.module):
         buffer.copy_(files.tensor(file, f"{kind}/{name}"))
+
+
+def _fill_piece(manifest: Manifest, files: Files, entry: Held, kind: str, target: torch.Tensor) -> None:
+    saved = manifest.parameters[entry.name]
+    piece = files.piece(f"{kind}/{entry.name}", saved, saved.spec.dtype, entry)
+    target.copy_(piece.view(target.shape))
 
 
 def _fill_optimizer(

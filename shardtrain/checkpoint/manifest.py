@@ -8,7 +8,7 @@
      "buffers": {"norm.running_mean": {"dtype": "float32", "shape": [7]}, …},
      "optimizer": {"type": "AdamW", "groups": [{"names": […], "options": {"lr": 0.001, …}}],
                    "state": {"fc.weight": {"exp_avg": {"dtype": "float32"}, "step": {"whole": "float32"}}}},
-     "facts": {…}, "versions": {…}}
+     "facts": {…}, "ema": false, "versions": {…}}
 
 A slice says which file holds which elements of the parameter's memory, counted in the order of its
 strides; state like ``exp_avg`` is cut at the same places. ``manifest.sha256`` beside it holds the
@@ -87,6 +87,8 @@ class Manifest(NamedTuple):
     optimizer: Optimizer | None
     facts: dict[str, Any]
     """JSON of the caller's: step, configuration."""
+    ema: bool = False
+    """Whether there is a moving average of each parameter, cut as it is."""
 
 
 def file_name(rank: int) -> str:
@@ -110,6 +112,7 @@ def dump(manifest: Manifest) -> str:
         "buffers": {name: _dump_spec(spec) for name, spec in manifest.buffers.items()},
         "optimizer": None if manifest.optimizer is None else _dump_optimizer(manifest.optimizer),
         "facts": manifest.facts,
+        "ema": manifest.ema,
         "versions": {"python": platform.python_version(), **packages},
     }
     return json.dumps(node, separators=(",", ":")) + "\n"
@@ -197,6 +200,7 @@ def _manifest(node: Mapping[str, Any]) -> Manifest:
         buffers={name: _spec(entry, name) for name, entry in node["buffers"].items()},
         optimizer=None if node["optimizer"] is None else _optimizer(node["optimizer"], parameters),
         facts=dict(node["facts"]),
+        ema=bool(node.get("ema", False)),
     )
 
 

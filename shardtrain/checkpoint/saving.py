@@ -28,14 +28,14 @@ from typing import Any
 import torch
 
 from shardtrain import comm
-from shardtrain.checkpoint.content import Content, collect
+from shardtrain.checkpoint.content import Averages, Content, collect
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line, dump, file_name
 from shardtrain.engine import Engine
 
 TEMPORARY = ".tmp-"
 _ALIGN = 64  # bytes; a cache line
-_CUT = ("parameters/", "optimizer/")  # what an update changes, and nothing else does
+_CUT = ("parameters/", "optimizer/", "ema/")  # what an update changes, and nothing else does
 
 
 class SaveFailed(RuntimeError):
@@ -138,7 +138,12 @@ class Saving:
 
 
 def begin(
-    path: Path, engine: Engine, optimizer: torch.optim.Optimizer | None, extra: Any, facts: Mapping[str, Any]
+    path: Path,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    facts: Mapping[str, Any],
+    averages: Averages | None = None,
 ) -> Saving:
     """Collect what to save and make the temporary directory. Collective.
 
@@ -146,7 +151,7 @@ def begin(
         SaveFailed: on every rank: ``path`` exists, the directory cannot be made, something cannot be
             saved, or the ranks hold different models or optimizers.
     """
-    content, problem = collect(engine, optimizer, extra, facts)
+    content, problem = collect(engine, optimizer, extra, facts, averages)
     temporary = ""
     if engine.transport.rank == 0 and not problem:
         try:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from shardtrain import comm
+from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import TEMPORARY, HostMemory, Saving, Stage, begin
@@ -140,6 +141,7 @@ class Store:
         extra: Any,
         facts: Mapping[str, Any],
         best: int | None,
+        averages: Averages | None = None,
     ) -> None:
         """Save ``step``; if asynchronous, forward and backward may go on, updates after `settle`.
 
@@ -148,6 +150,7 @@ class Store:
             module, optimizer, extra: as for `checkpoint.save`.
             facts: JSON for the manifest, beside the step.
             best: the step whose checkpoint, if there is one, is kept whatever its age.
+            averages: a moving average of each parameter, changed by updates alone.
 
         Raises:
             SaveFailed: this save has failed, or the one before.
@@ -157,7 +160,7 @@ class Store:
             engine = engine_of(module)
             require_rest(engine, "Store.save")
             path = self.directory / step_name(step)
-            self._saving = begin(path, engine, optimizer, extra, {"step": step, **facts})
+            self._saving = begin(path, engine, optimizer, extra, {"step": step, **facts}, averages)
             self._step, self._best = step, best
             if self.asynchronous:
                 self._saving.copy_first(self._memory)

@@ -2,10 +2,11 @@
 
 from shardtrain.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
 from shardtrain.data.sampler import Share, side_in
-from shardtrain.data.sets import DataSet, eval_size, load, sides
+from shardtrain.data.sets import Augmented, DataSet, eval_size, load, sides
 
 __all__ = [
     "Augment",
+    "Augmented",
     "Batch",
     "DataSet",
     "EvalFeed",

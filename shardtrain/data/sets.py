@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -85,6 +86,26 @@ class Some(Batches):
 
     def at(self, side: int) -> Some:
         return Some(self.whole.at(side), self.count)
+
+
+class Augmented(Batches):
+    """Images that `change` makes others each time, drawing from torch's random numbers."""
+
+    random = True
+
+    def __init__(self, data: Batches, change: Callable[[Tensor], Tensor]) -> None:
+        """change: uint8 [channels, height, width] to the same."""
+        self.data, self.change = data, change
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images, labels = self.data[indices]
+        return torch.stack([self.change(image) for image in images]), labels
+
+    def at(self, side: int) -> Augmented:
+        return Augmented(self.data.at(side), self.change)
 
 
 def load(config: Data) -> DataSet:

@@ -1,15 +1,16 @@
 """Whole weights out of a run, checked.
 
-    python -m shardtrain.export run=outputs/NAME out=weights.safetensors
+    python -m shardtrain.export run=outputs/NAME out=weights.safetensors weights=ema
 
 One process reads the newest whole checkpoint, whatever the number of ranks that wrote it, and writes every
-parameter whole, with the mean of the ranks' buffers. Before it says done, it loads the file into the
-plain model and compares its answers to the held-out images with those of the checkpoint, loaded as a
-training run would.
+parameter whole, or its moving average, with the mean of the ranks' buffers. Before it says done, it loads
+the file into the plain model and compares its answers to the held-out images with those of the checkpoint,
+loaded as a training run would.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,11 @@ from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
 from shardtrain.compose import compose, config_folder
-from shardtrain.config import Config, checked
+from shardtrain.config import Config, checked, one_of
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
+from shardtrain.optim import Ema
 from shardtrain.resume import CHECKPOINTS
 from shardtrain.weights import load_weights, write_weights
 
@@ -43,6 +45,7 @@ class Settings:
     out: str
     device: str
     threads: int | None
+    weights: str = one_of("raw", "ema")
 
 
 class Check(NamedTuple):
@@ -67,11 +70,29 @@ def _export(settings: Settings, place: Place, device: torch.device) -> None:
     opened = find(Path(settings.run).expanduser(), device)
     config = checked(OmegaConf.create(opened.manifest.facts["config"]), Config)
     model = shardtrain.shard(plain_model(config.model).to(device))
+    with _loaded(opened, model, settings):
+        _write(opened, config, model, Path(settings.out).expanduser(), device)
+
+
+@contextlib.contextmanager
+def _loaded(opened: Opened, model: nn.Module, settings: Settings) -> Iterator[None]:
+    """Inside, the model has the checkpoint's weights, or their average."""
+    if settings.weights == "ema" and not opened.manifest.ema:
+        raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
+    ema = Ema(model, 0.0) if settings.weights == "ema" else None
     try:
-        load_into(opened, engine_of(model), None)
+        extra = load_into(opened, engine_of(model), None, ema.averages if ema else None)
     except ValueError as error:
         raise UserError(str(error)) from None
-    out = Path(settings.out).expanduser()
+    if ema is None:
+        yield
+        return
+    ema.restore(extra["ema"], opened.manifest.world_size)
+    with ema.swapped():
+        yield
+
+
+def _write(opened: Opened, config: Config, model: nn.Module, out: Path, device: torch.device) -> None:
     state = shardtrain.full_state_dict(model)
     write_weights(out, state)
     plain = plain_model(config.model)

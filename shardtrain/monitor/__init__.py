@@ -7,6 +7,7 @@ without sinks, so the loop never asks which rank it is on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,15 +15,15 @@ from typing import Any
 from shardtrain import describe
 from shardtrain.build import Job
 from shardtrain.config import Config
-from shardtrain.evaluate import Scores
+from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
 from shardtrain.monitor.console import Bar, Lines, Tables
 from shardtrain.monitor.files import LogFile, ResultFile, TensorBoard, make_run_dir
 from shardtrain.monitor.sink import Sink
-from shardtrain.monitor.tables import end_table, start_table
+from shardtrain.monitor.tables import end_table, score_table, start_table
 from shardtrain.monitor.window import Window
 
-__all__ = ["Monitor", "Window", "open_monitor", "start_table"]
+__all__ = ["Monitor", "Window", "open_monitor", "score_table", "start_table"]
 
 
 class Monitor:
@@ -47,8 +48,8 @@ class Monitor:
         for sink in self.sinks:
             sink.flush()
 
-    def scores(self, step: int, scores: Scores) -> None:
-        self.log(step, {f"val/{name}": value for name, value in scores._asdict().items()})
+    def evaluated(self, step: int, found: Evaluation) -> None:
+        self.log(step, found.scalars())
 
     def close(self, status: str) -> None:
         for sink in self.sinks:
@@ -90,7 +91,7 @@ def open_monitor(
 def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) -> list[Sink]:
     if context.place.rank > 0:
         return []
-    if config.dry_run:
+    if config.dry_run or config.eval_only:
         return [Tables()]
     make_run_dir(context.run_dir, config)
     console = _console(config, job)
@@ -119,6 +120,7 @@ def _facts(config: Config, context: Context, job: Job) -> dict[str, Any]:
         "model": str(config.model.get("name", config.model["_target_"])),
         "data": config.data.name,
         "seed": config.seed,
+        "reference": None if config.reference is None else dataclasses.asdict(config.reference),
         "steps": job.steps,
         "batch_size": job.share.batch_size,
         "world_size": context.place.world_size,

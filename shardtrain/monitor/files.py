@@ -71,7 +71,8 @@ class ResultFile(Sink):
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self.result.update(scalars)
         if "val/acc1" in scalars:
-            self.result["best_val/acc1"] = max(self.result.get("best_val/acc1", 0.0), scalars["val/acc1"])
+            judged = scalars.get("val/ema_acc1", scalars["val/acc1"])
+            self.result["best_val/acc1"] = max(self.result.get("best_val/acc1", 0.0), judged)
             self._write()
 
     def close(self, status: str) -> None:

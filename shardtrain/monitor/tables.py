@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from shardtrain import describe
 from shardtrain.build import Job
-from shardtrain.config import AdamW, Config
+from shardtrain.config import AdamW, Config, Reference
+from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
 
 MIB = 2**20
@@ -41,7 +43,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
             f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}",
         ),
         ("world", f"{ranks}, {context.device.type}{threads}, torch {torch.__version__}"),
-        ("run", "none: dry_run" if config.dry_run else str(context.run_dir)),
+        ("run", _run_dir(config, context)),
     ]
     return f"{_aligned(rows)}\n{_unit_table(job)}"
 
@@ -53,12 +55,37 @@ def end_table(result: Mapping[str, Any]) -> str:
         speed = f"{result['perf/img_per_s']:.0f} img/s at the end"
         rows.append(("train", f"loss {result['train/loss']:.4f}, acc1 {result['train/acc1']:.2f} %, {speed}"))
     if "val/loss" in result:
-        accuracy = f"acc1 {result['val/acc1']:.2f} %, acc5 {result['val/acc5']:.2f} %"
-        rows.append(
-            ("val", f"loss {result['val/loss']:.4f}, {accuracy}, best acc1 {result['best_val/acc1']:.2f} %")
-        )
+        best = f", best acc1 {result['best_val/acc1']:.2f} %"
+        rows += _score_rows(result, best)
     rows.append(("run", result["run_dir"]))
     return _aligned(rows)
+
+
+def score_table(found: Evaluation, reference: Reference | None) -> str:
+    """An evaluation that stands for itself."""
+    facts = {"reference": None if reference is None else dataclasses.asdict(reference)}
+    return _aligned(_score_rows(found.scalars() | facts, ""))
+
+
+def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
+    """The latest evaluation in `result`, and how it compares with what has been published."""
+    rows = []
+    for name, tag in (("val", "val/"), ("average", "val/ema_")):
+        if f"{tag}loss" in result:
+            loss, acc1, acc5 = (result[tag + score] for score in ("loss", "acc1", "acc5"))
+            rows.append((name, f"loss {loss:.4f}, acc1 {acc1:.2f} %, acc5 {acc5:.2f} %"))
+    rows[0] = (rows[0][0], rows[0][1] + more)
+    if result.get("reference"):
+        yours = result.get("val/ema_acc1", result["val/acc1"])
+        theirs = result["reference"]
+        source = f"{theirs['source']}: {theirs['conditions']}"
+        rows.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} % ({source})"))
+    return rows
+
+
+def _run_dir(config: Config, context: Context) -> str:
+    switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
+    return f"none: {switch}" if switch else str(context.run_dir)
 
 
 def _unit_table(job: Job) -> str:

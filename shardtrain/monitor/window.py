@@ -82,8 +82,9 @@ class Window:
         self.since += time.perf_counter() - start
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """One micro-batch: mean loss, logits [batch, classes], labels [batch]."""
+        """One micro-batch: mean loss, logits [batch, classes], labels [batch] or soft ones as the logits."""
         with torch.no_grad():
+            labels = labels.argmax(1) if labels.ndim == 2 else labels
             right = (logits.argmax(1) == labels).sum()
             self.sums += torch.stack([loss.double() * len(labels), right.double()])
         self.images += len(labels)

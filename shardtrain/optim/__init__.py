@@ -1,5 +1,6 @@
 """What an optimizer step needs beyond ``torch.optim``, whose optimizers work on shards as they are."""
 
 from shardtrain.optim.clip import clip_grad_norm_
+from shardtrain.optim.ema import Ema
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["Ema", "clip_grad_norm_"]

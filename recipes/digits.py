@@ -1,0 +1,91 @@
+"""Five seeds of the `resnet` recipe on the digits, beside a support vector machine on the same split.
+
+    python -m shardtrain.recipes.digits                     five runs of one process
+    python -m shardtrain.recipes.digits --ranks 2           of two ranks each
+    python -m shardtrain.recipes.digits train.epochs=6      with another setting
+
+What is finished in the output directory is not run again. The support vector machine needs scikit-learn
+(`pip install shardtrain[digits]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import io
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Split(NamedTuple):
+    """Images as rows of 64 values, float64 [images, 64], and labels, of both parts."""
+
+    train: tuple[Any, Any]
+    held_out: tuple[Any, Any]
+
+
+def split() -> Split:
+    """The fixed split that the training program uses."""
+    packed = importlib.resources.files("shardtrain.data").joinpath("digits.npz").read_bytes()
+    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+        images, labels = arrays["images"], arrays["labels"]
+        held_out = arrays["held_out"].astype(bool)
+    rows = images.reshape(len(images), -1).astype(np.float64)
+    return Split((rows[~held_out], labels[~held_out]), (rows[held_out], labels[held_out]))
+
+
+def svm_accuracy() -> float | None:
+    """Percent right of an RBF support vector machine with scikit-learn's defaults; None without it."""
+    try:
+        from sklearn.svm import SVC
+    except ImportError:
+        return None
+    parts = split()
+    return 100 * float(SVC().fit(*parts.train).score(*parts.held_out))
+
+
+def run(seed: int, folder: Path, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """What result.json says of the run with `seed`, which is started unless it is finished."""
+    found = folder / "result.json"
+    if not found.exists() or json.loads(found.read_text())["status"] != "finished":
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        options = ["+recipe=resnet", f"seed={seed}", f"run.dir={folder}", *overrides]
+        subprocess.run([sys.executable, *launcher, "-m", "shardtrain.train", *options], check=True)
+    result = json.loads(found.read_text())
+    assert isinstance(result, dict)
+    return result
+
+
+def report(results: Mapping[int, Mapping[str, Any]], svm: float | None) -> str:
+    """The table, from the results by seed."""
+    rows = ["seed  acc1 %  seconds"]
+    rows += [f"{seed:<4}  {r['val/acc1']:6.2f}  {r['seconds']:7.1f}" for seed, r in results.items()]
+    mean = statistics.mean(result["val/acc1"] for result in results.values())
+    beside = "scikit-learn is not installed" if svm is None else f"{svm:.2f} %"
+    images = len(split().held_out[1])
+    rows.append(f"mean of {len(results)}: {mean:.2f} %; RBF-SVM on the same split: {beside}")
+    rows.append(f"{images} held-out images, so one is {100 / images:.2f} points")
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of a run")
+    parser.add_argument("--seeds", type=int, default=5, help="number of runs, seeded from 0 on")
+    parser.add_argument("--out", type=Path, default=Path("outputs/digits-report"))
+    parser.add_argument("overrides", nargs="*", help="settings of the runs, key=value")
+    asked = parser.parse_args(arguments)
+    seeds = range(asked.seeds)
+    results = {seed: run(seed, asked.out / str(seed), asked.ranks, asked.overrides) for seed in seeds}
+    print(report(results, svm_accuracy()))
+
+
+if __name__ == "__main__":
+    main()

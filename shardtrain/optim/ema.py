@@ -1,0 +1,91 @@
+"""A moving average of the weights, kept where they are: each rank averages its own pieces.
+
+An update is one element-wise pass over this rank's pieces and moves nothing between ranks. Running
+statistics of BatchNorm are averaged beside them, each rank its own; since a mean over time and a mean over
+ranks may change places, the ranks' mean of these averages is the average of the ranks' means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain.engine import engine_of
+from shardtrain.state import require_rest
+
+
+class Ema:
+    """Follows a sharded module: ``average = decay * average + (1 - decay) * weights`` at each update."""
+
+    def __init__(self, module: nn.Module, decay: float, *, every: int = 1, after: int = 0) -> None:
+        """
+        Args:
+            module: what `shardtrain.shard` returned; its present weights are the first average.
+            decay: in [0, 1).
+            every: steps from one update to the next.
+            after: until this step an update copies the weights.
+        """
+        if not (0 <= decay < 1 and every >= 1 and after >= 0):
+            raise ValueError(
+                f"decay={decay}, every={every}, after={after}: expected [0, 1), at least 1 and 0"
+            )
+        self.decay, self.every, self.after = decay, every, after
+        self._engine = engine_of(module)
+        require_rest(self._engine, "Ema")
+        self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        self._buffer_averages = [buffer.detach().clone() for buffer in self._buffers]
+        self.averages: dict[nn.Parameter, Tensor] = {
+            param: param.detach().clone() for param in module.parameters()
+        }
+        """Of each parameter, cut as the parameter is."""
+
+    def update(self, step: int) -> None:
+        """After step number `step`, counted from 1, has changed the weights."""
+        if step % self.every == 0:
+            weight = 1.0 if step <= self.after else 1.0 - self.decay
+            pairs = [(average, now) for average, now in self._pairs() if now.numel()]
+            torch._foreach_lerp_([average for average, _ in pairs], [now for _, now in pairs], weight)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside, the module has the averages for parameters and buffers; what changes them is forgotten.
+
+        Raises:
+            ValueError: a step is under way.
+        """
+        require_rest(self._engine, "Ema.swapped")
+        kept = [now.clone() for _, now in self._pairs()]
+        try:
+            for average, now in self._pairs():
+                now.copy_(average)
+            yield
+        finally:
+            for (_, now), before in zip(self._pairs(), kept, strict=True):
+                now.copy_(before)
+
+    def state(self) -> dict[str, Any]:
+        """The buffers' averages: this rank's, and the ranks' mean for other world sizes. Collective.
+
+        The parameters' `averages` are saved beside the parameters, cut as they are.
+        """
+        return {"own": list(self._buffer_averages), "mean": [self._mean(b) for b in self._buffer_averages]}
+
+    def restore(self, state: Mapping[str, Any], ranks: int) -> None:
+        """Take the buffers' averages from the `state` of ``ranks`` ranks."""
+        values = state["own" if ranks == self._engine.transport.world else "mean"]
+        for average, value in zip(self._buffer_averages, values, strict=True):
+            average.copy_(value)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each average with what it is of, as it is now."""
+        found = [(average, param.data) for param, average in self.averages.items()]
+        return [*found, *zip(self._buffer_averages, self._buffers, strict=True)]
+
+    def _mean(self, buffer: Tensor) -> Tensor:
+        total = buffer.clone()
+        self._engine.transport.all_reduce(total)
+        return total.div_(self._engine.transport.world)

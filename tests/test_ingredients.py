@@ -1,0 +1,250 @@
+"""What recipes are made of, each against a plain single-process reference."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardtrain
+from shardtrain import checkpoint, comm
+from shardtrain.config import Constant, Cosine, Linear, Step
+from shardtrain.data import Batch, Prepare, Share, TrainFeed
+from shardtrain.data.mixing import Draws, Mix, Mixed, kept_pixels
+from shardtrain.data.sampler import generator
+from shardtrain.data.sets import Arrays, DataSet
+from shardtrain.errors import UserError
+from shardtrain.evaluate import evaluate
+from shardtrain.losses import loss_of
+from shardtrain.optim import Ema
+from shardtrain.schedules import lr_factor
+
+from small import Block, OddNet, sgd, shard
+
+CPU = torch.device("cpu")
+
+
+def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of a global batch of 12."""
+    draw = generator("ingredients", step)
+    images, labels = torch.randn(12, 3, 5, 5, generator=draw), torch.randint(5, (12,), generator=draw)
+    return images.chunk(world)[rank], labels.chunk(world)[rank]
+
+
+def go_through_a_checkpoint(folder: str, model: nn.Module, optimizer: Any, ema: Ema) -> None:
+    """Saves, forgets the averages, and loads them bit for bit."""
+    checkpoint.save(folder, model, optimizer, extra=ema.state(), averages=ema.averages)
+    kept = [*ema.averages.values(), *ema.state()["own"]]
+    before = [average.clone() for average in kept]
+    for average in kept:
+        average.zero_()
+    ema.restore(checkpoint.load(folder, model, optimizer, averages=ema.averages), comm.world_size())
+    assert all(torch.equal(*pair) for pair in zip(before, kept, strict=True))
+
+
+def averaged(steps: int, folder: str, save_at: int) -> tuple[dict[str, torch.Tensor], Any]:
+    """A sharded model's EMA after `steps`, having gone through a checkpoint; and its evaluation."""
+    model = shard(OddNet(), units=[Block])
+    optimizer, ema = sgd(model), Ema(model, 0.8, every=2, after=2)
+    for step in range(1, steps + 1):
+        images, labels = batch(step, comm.rank(), comm.world_size())
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(step)
+        if step == save_at:
+            go_through_a_checkpoint(folder, model, optimizer, ema)
+    raw = shardtrain.full_state_dict(model)
+    with ema.swapped():
+        found = shardtrain.full_state_dict(model)
+    assert all(torch.equal(raw[name], value) for name, value in shardtrain.full_state_dict(model).items())
+    images, labels = batch(0, comm.rank(), comm.world_size())
+    scores = evaluate(model, [Batch(images, labels, len(images))], ema=ema)
+    return found, (scores.scores, scores.ema)
+
+
+def plain_average(world: int, steps: int) -> tuple[nn.Module, list[nn.Module]]:
+    """The same by hand: `world` replicas, one after the other; the average, and what was averaged."""
+    torch.manual_seed(0)
+    model = OddNet()
+    replicas = [copy.deepcopy(model) for _ in range(world)]
+    optimizers = [sgd(replica) for replica in replicas]
+    averages = [copy.deepcopy(model) for _ in range(world)]
+    for step in range(1, steps + 1):
+        for rank, replica in enumerate(replicas):
+            images, labels = batch(step, rank, world)
+            replica.zero_grad()
+            F.cross_entropy(replica(images), labels).backward()
+        for same in zip(*(replica.parameters() for replica in replicas), strict=True):
+            mean = torch.stack([param.grad for param in same]).mean(0)  # type: ignore[misc]
+            for param in same:
+                param.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step % 2 == 0:
+            decay = 0.0 if step <= 2 else 0.8
+            for average, replica in zip(averages, replicas, strict=True):
+                for ours, theirs in zip(
+                    average.state_dict().values(), replica.state_dict().values(), strict=True
+                ):
+                    if ours.is_floating_point():
+                        ours.copy_(decay * ours + (1 - decay) * theirs)
+    for values in zip(*(average.state_dict().values() for average in averages), strict=True):
+        if values[0].is_floating_point():
+            values[0].copy_(torch.stack(values).mean(0))
+    return averages[0], replicas
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_average_of_shards_is_that_of_the_plain_model(ranks: Any, tmp_path: Path, world: int) -> None:
+    results = ranks(world, averaged, 7, str(tmp_path / "checkpoint"), 5)
+    plain, _ = plain_average(world, 7)
+    for found, (scores, ema) in results:
+        for name, value in plain.state_dict().items():
+            if value.is_floating_point():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        images, labels = batch(0, 0, 1)
+        logits = plain.eval()(images)
+        assert ema.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+        assert scores != ema
+
+
+def test_what_an_average_refuses() -> None:
+    model = shardtrain.shard(OddNet())
+    with pytest.raises(ValueError, match=r"decay=1, every=1, after=0: expected \[0, 1\), at least 1 and 0"):
+        Ema(model, 1)
+
+
+def test_a_checkpoint_without_averages_is_told_so(tmp_path: Path) -> None:
+    model = shardtrain.shard(OddNet())
+    checkpoint.save(tmp_path / "x", model)
+    with pytest.raises(ValueError, match="it was saved without moving averages of the parameters"):
+        checkpoint.load(tmp_path / "x", model, averages=Ema(model, 0.9).averages)
+
+
+def mixed_by_hand(
+    images: torch.Tensor, labels: torch.Tensor, draws: Draws, classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Image after image, by the formulas of the papers as torchvision has them."""
+    height, width = images.shape[2:]
+    mixed, soft = images.clone(), torch.zeros(len(images), classes)
+    for i in range(len(images)):
+        j, kept = i ^ 1, float(draws.kept[i])
+        if draws.boxed[i]:
+            r = 0.5 * math.sqrt(1 - kept)
+            y, x = (int(float(draws.centres[i, axis]) * size) for axis, size in ((0, height), (1, width)))
+            y1, y2 = max(0, y - int(r * height)), min(height, y + int(r * height))
+            x1, x2 = max(0, x - int(r * width)), min(width, x + int(r * width))
+            mixed[i, :, y1:y2, x1:x2] = images[j, :, y1:y2, x1:x2]
+            kept = 1 - (y2 - y1) * (x2 - x1) / (height * width)
+        else:
+            mixed[i] = kept * images[i] + (1 - kept) * images[j]
+        soft[i, labels[i]] += kept
+        soft[i, labels[j]] += 1 - kept
+    return mixed, soft
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
+def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
+    mix = Mix(mixup, cutmix, 7, Share(24, 1, 0, 1), seed=3)
+    images, labels = torch.randn(24, 2, 9, 11), torch.arange(24) % 7
+    draws = mix.draws(5)
+    assert draws.boxed.any().item() == (cutmix > 0)
+    assert draws.boxed.all().item() == (mixup == 0)
+    found, expected = mix(images, labels, draws), mixed_by_hand(images, labels, draws, 7)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(draws.kept, mix.draws(6).kept)
+
+
+def test_a_box_covers_what_is_given_away() -> None:
+    middle = torch.full((1, 2), 0.5)
+    weight = kept_pixels(Draws(torch.tensor([0.75]), torch.tensor([True]), middle), 8, 8)
+    assert weight.mean().item() == 0.75
+    assert weight[0, 2:6, 2:6].sum() == 0
+
+
+def global_batches(world: int, accumulate: int, workers: int = 0) -> list[Batch]:
+    """Each step's images and labels of all ranks, in the order of the global batch."""
+    arrays = Arrays(torch.arange(32 * 4, dtype=torch.uint8).view(32, 1, 2, 2), torch.arange(32) % 4)
+    data = DataSet(arrays, arrays, "small", 4, 1, (60.0,), (40.0,))
+    found = []
+    for rank in range(world):
+        share = Share(16, accumulate, rank, world)
+        feed = TrainFeed(
+            data,
+            share,
+            Prepare(data, 2, CPU),
+            augment=None,
+            seed=1,
+            workers=workers,
+            first_step=1,
+            last_step=4,
+        )
+        parts = list(Mixed(feed, Mix(0.3, 1.0, 4, share, 1)))
+        steps = [parts[at : at + accumulate] for at in range(0, len(parts), accumulate)]
+        found.append([[torch.cat(values) for values in list(zip(*step, strict=True))[:2]] for step in steps])
+    return [
+        Batch(*(torch.cat([rank[step][part] for rank in found]) for part in (0, 1)), 16) for step in range(3)
+    ]
+
+
+def test_mixed_batches_do_not_depend_on_how_they_are_cut() -> None:
+    whole = global_batches(1, 1)
+    for world, accumulate in ((2, 1), (4, 2), (1, 8)):
+        for ours, theirs in zip(whole, global_batches(world, accumulate), strict=True):
+            assert torch.equal(ours.images, theirs.images)
+            assert torch.equal(ours.labels, theirs.labels)
+
+
+def test_an_image_without_a_partner_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"batch_size=12 gives 2 ranks × train.accumulate=2 micro-batches of 3"
+    ):
+        Mix(0.2, 0, 5, Share(12, 2, 0, 2), 0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_hard_and_soft_labels(smoothing: float) -> None:
+    logits, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    one_hot = F.one_hot(labels, 5).float()
+    for name in ("cross_entropy", "bce"):
+        loss = loss_of(name, smoothing)
+        torch.testing.assert_close(loss(logits, labels), loss(logits, one_hot))
+    answers = one_hot * (1 - smoothing) + smoothing / 5
+    wanted = -(answers * F.logsigmoid(logits) + (1 - answers) * F.logsigmoid(-logits)).mean()
+    torch.testing.assert_close(loss_of("bce", smoothing)(logits, labels), wanted)
+    half = loss_of("cross_entropy", smoothing)(logits, 0.5 * one_hot + 0.5 * one_hot.roll(1, 1))
+    parts = [loss_of("cross_entropy", smoothing)(logits, each) for each in (labels, (labels + 1) % 5)]
+    torch.testing.assert_close(half, (parts[0] + parts[1]) / 2)
+
+
+def test_schedules_are_torchs() -> None:
+    """Each epoch of 10 steps against torch's scheduler of the same name, stepped once an epoch or step."""
+    from torch.optim import lr_scheduler
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    steps = [lr_factor(Step("step", (3.0, 6.0), 0.1, 0.0), 90, 10)(step) for step in range(90)]
+    torchs = lr_scheduler.StepLR(optimizer, 3, 0.1)
+    for epoch in range(9):
+        assert steps[10 * epoch : 10 * epoch + 10] == pytest.approx([torchs.get_last_lr()[0]] * 10)
+        optimizer.step()
+        torchs.step()
+    linear = [lr_factor(Linear("linear", 2.0, 0.0), 100, 10)(step) for step in range(101)]
+    assert linear[20::16] == pytest.approx(np.linspace(1, 0, 6))
+    assert linear[:3] == pytest.approx([1 / 21, 2 / 21, 3 / 21])
+    cosine = [lr_factor(Cosine("cosine", 0.0, 0.1), 20, 10)(step) for step in range(21)]
+    group = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = lr_scheduler.CosineAnnealingLR(group, 20, eta_min=0.1)
+    for step in range(20):
+        assert cosine[step] == pytest.approx(theirs.get_last_lr()[0])
+        group.step()
+        theirs.step()
+    assert lr_factor(Constant("constant", 0.0), 5, 1)(4) == 1.0
