@@ -351,10 +351,10 @@ def with_bad_steps(folder: str, bad: list[int], *arguments: str) -> Any:
     calls = []
     prepare = feed.Prepare.__call__
 
-    def spoil(self: feed.Prepare, images: torch.Tensor) -> torch.Tensor:
+    def spoil(self: feed.Prepare, images: torch.Tensor, side: int | None = None) -> torch.Tensor:
         calls.append(1)
         spoiled = comm.rank() == 1 and len(calls) in bad
-        return prepare(self, images) * (float("nan") if spoiled else 1.0)
+        return prepare(self, images, side) * (float("nan") if spoiled else 1.0)
 
     with patch.object(feed.Prepare, "__call__", spoil):
         return run(folder, "monitor.tensorboard=false", "train.log_every=1", *arguments)
