@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
 from shardtrain import data, targets
+from shardtrain.comm import Transport
 from shardtrain.config import Config, Optim, Sgd, micro_batch
 from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
@@ -58,7 +59,7 @@ def build(
     micro_batch(config.train, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = data.load(config.data)
-    config = dataclasses.replace(config, model=_completed(config, images))
+    config = dataclasses.replace(config, model=completed(config, images))
     steps_per_epoch = _steps_per_epoch(config, images)
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
@@ -75,7 +76,7 @@ def build(
         model = synchronised(model, device)
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
-    optimizer = _shard_with_optimizer(model.to(device), config)
+    optimizer = shard_with_optimizer(model.to(device), config)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     train, val = _feeds(config, images, share, device, range(first_step, steps))
@@ -161,13 +162,16 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
-def _shard_with_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def shard_with_optimizer(
+    model: nn.Module, config: Config, transport: Transport | None = None
+) -> torch.optim.Optimizer:
+    """Shard ``model`` in place, over ``transport`` if one is given, and make its optimizer."""
     groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     shardtrain.shard(
         model,
         precision=PRECISIONS[config.parallel.precision],
         reshard_after_forward=config.parallel.reshard_after_forward,
-        transport=config.parallel.transport,
+        transport=transport or config.parallel.transport,
     )
     return _optimizer(config.optim, groups)
 
@@ -187,7 +191,7 @@ def _ema(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
     return Ema(model, config.ema.decay, every=config.ema.every_steps, after=after)
 
 
-def _completed(config: Config, images: data.DataSet) -> dict[str, Any]:
+def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
     """The model's keys, those left open taken from the data set."""
     decided = {
         "num_classes": images.classes,

@@ -249,6 +249,8 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Monitor:
     tensorboard: bool
+    plan: bool
+    """Compare the run with its plan at the end."""
     progress: str = one_of("auto", "bar", "lines", "none")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _SHAPE, _PIECE = (2, 3), 4
 
@@ -25,7 +26,8 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
         ValueError: it does not, with the reason.
     """
     for options in _kinds(optimizer):
-        reason = _why_not(type(optimizer), options, device)
+        with _disable_current_modes():  # values count here, even where the model has none (FakeTensorMode)
+            reason = _why_not(type(optimizer), options, device)
         if reason:
             raise ValueError(
                 f"{type(optimizer).__name__} cannot step on a sharded model: {reason}. A rank holds 1-D "

@@ -97,6 +97,15 @@ class Schedule:
             self.recover()
         return not (self._in_forward or self._in_backward or self.root.pinned)
 
+    @property
+    def under_way(self) -> tuple[str, Unit | None]:
+        """What goes on now, for those who watch: the phase, and the unit that computes if it is known."""
+        if self._in_backward:
+            return "backward", self._entered[-1] if self._entered else None
+        if self._in_forward:
+            return "forward", next((unit for unit in reversed(self.units) if self._depth[unit]), None)
+        return "rest", None
+
     def _fence(self, what: str) -> None:
         with waiting("fence", "the model", self.root.device):
             self.transport.fence(what)

@@ -21,6 +21,7 @@ from shardtrain.evaluate import evaluate
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, Window, open_monitor, score_table, start_table
 from shardtrain.nonfinite import Guard
+from shardtrain.plan.run import foretold
 from shardtrain.resume import Keeper, find_start, restore, told
 from shardtrain.stop import StopSignals
 
@@ -77,7 +78,10 @@ def train(config: Config, context: Context) -> float | None:
             found = evaluate(job.model, job.val, ema=job.ema, flip=config.train.eval_flip)
             monitor.say(score_table(found, config.reference))
             return found.acc1
-        if not config.dry_run:
+        if config.dry_run:
+            if place.rank == 0:
+                monitor.say(foretold(config, job))
+        else:
             guard = Guard(job.model, config.train, window, monitor)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
             fit(job, config.train, monitor, window, guard, keeper)

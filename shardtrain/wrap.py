@@ -37,7 +37,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     precision: Precision | None = None,
     reshard_after_forward: bool = True,
-    transport: str = "auto",
+    transport: str | Transport = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
 ) -> nn.Module:
     """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
@@ -58,7 +58,8 @@ def shard(
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it, for more memory and one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
-            copy of the parameters between them; ``"auto"`` takes the latter wherever it works.
+            copy of the parameters between them; ``"auto"`` takes the latter wherever it works; a
+            `comm.Simulated`, for a rank of a world that is not there.
         ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
 
     Raises:
@@ -74,7 +75,7 @@ def shard(
     on_cpu = all(param.device.type in ("cpu", "meta") for param in module.parameters())
     kind = "process_group" if transport == "auto" and not on_cpu else transport
     group = mesh.get_group() if mesh is not None else None
-    link = comm.open_transport(kind, group)
+    link = comm.open_transport(kind, group) if isinstance(kind, str) else kind
     comm.require_same(_model_lines(places), "the model to shard", link, comm.control_device(group))
     built = [
         Unit(name, index, anchors[name], segments_of(found, link, precision or Precision()))
@@ -101,8 +102,8 @@ def _describe_unit(unit: Unit) -> UnitInfo:
     )
 
 
-def _check(module: nn.Module, transport: str, mesh: DeviceMesh | None) -> None:
-    if transport not in ("auto", "process_group", "shared_memory"):
+def _check(module: nn.Module, transport: str | Transport, mesh: DeviceMesh | None) -> None:
+    if isinstance(transport, str) and transport not in ("auto", "process_group", "shared_memory"):
         raise ValueError(f"transport must be 'auto', 'process_group' or 'shared_memory', got {transport!r}")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"mesh must be a 1-D DeviceMesh, got {mesh.ndim} dimensions")
@@ -114,7 +115,7 @@ def _check(module: nn.Module, transport: str, mesh: DeviceMesh | None) -> None:
     if lazy:
         raise ValueError(f"parameters without a shape yet: {', '.join(lazy)}; run one forward before shard()")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and not dist.is_initialized():
+    if world > 1 and isinstance(transport, str) and not dist.is_initialized():
         raise RuntimeError(
             f"WORLD_SIZE is {world} but there is no process group: call "
             "torch.distributed.init_process_group() before shardtrain.shard()"

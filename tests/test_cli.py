@@ -24,6 +24,7 @@ TINY = [
     "train.batch_size=12",
     "train.log_every=1",
     "checkpoint.keep=0",
+    "monitor.plan=false",
 ]
 
 

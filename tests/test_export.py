@@ -23,7 +23,7 @@ from shardtrain.weights import load_weights, read_weights, write_weights
 
 from test_resume import run
 
-QUIET = ("monitor.tensorboard=false", "train.epochs=1")
+QUIET = ("monitor.tensorboard=false", "monitor.plan=false", "train.epochs=1")
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ SCALARS = {
 
 
 def configure(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", "monitor.tensorboard=false", *arguments])
+    raw = compose(["+recipe=resnet", "monitor.tensorboard=false", "monitor.plan=false", *arguments])
     assert raw is not None
     return from_hydra(raw)
 

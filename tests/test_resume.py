@@ -168,6 +168,7 @@ def test_loader_workers_random_crops_and_micro_batches_too(tmp_path: Path) -> No
         "data.resize=18",
         "train.accumulate=2",
         "monitor.tensorboard=false",
+        "monitor.plan=false",
         "augment=imagefolder",
     )
     assert run(str(tmp_path / "a"), *arguments, "data.workers=2") == "finished"
@@ -178,7 +179,9 @@ def test_loader_workers_random_crops_and_micro_batches_too(tmp_path: Path) -> No
 
 def signalled(folder: str, number: int) -> list[str]:
     events = [{3: lambda: on_rank_1(number)}]
-    return interrupted(folder, events, "monitor.tensorboard=false", "checkpoint.every_steps=100")
+    return interrupted(
+        folder, events, "monitor.tensorboard=false", "monitor.plan=false", "checkpoint.every_steps=100"
+    )
 
 
 @pytest.mark.parametrize(
@@ -330,7 +333,9 @@ def on_a_full_disk(folder: str, *arguments: str) -> str:
         saving.write_tensors = write
 
     try:
-        return run(folder, "monitor.tensorboard=false", *arguments, at={6: fill, 9: empty})
+        return run(
+            folder, "monitor.tensorboard=false", "monitor.plan=false", *arguments, at={6: fill, 9: empty}
+        )
     finally:
         empty()
 
@@ -357,7 +362,7 @@ def with_bad_steps(folder: str, bad: list[int], *arguments: str) -> Any:
         return prepare(self, images, side) * (float("nan") if spoiled else 1.0)
 
     with patch.object(feed.Prepare, "__call__", spoil):
-        return run(folder, "monitor.tensorboard=false", "train.log_every=1", *arguments)
+        return run(folder, "monitor.tensorboard=false", "monitor.plan=false", "train.log_every=1", *arguments)
 
 
 def test_a_step_that_is_no_number_stops_the_run_or_is_skipped(on_ranks: Any, tmp_path: Path) -> None:

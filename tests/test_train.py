@@ -35,6 +35,7 @@ TINY = (
     "train.max_steps=2",
     "train.log_every=1",
     "monitor.tensorboard=false",
+    "monitor.plan=false",
     "checkpoint.keep=0",
 )
 

@@ -20,7 +20,8 @@ from shardtrain.bench.progress import Progress
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import Spread, ratios, spread
-from shardtrain.bench.table import aligned, quartiles
+from shardtrain.bench.table import quartiles
+from shardtrain.columns import aligned
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.layout import Layout, even
 

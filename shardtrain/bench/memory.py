@@ -23,7 +23,7 @@ from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import loss_difference, losses_agree, spread
 from shardtrain.bench.steps import case_of, to_run
-from shardtrain.bench.table import aligned
+from shardtrain.columns import aligned
 from shardtrain.launch import Place
 
 STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next

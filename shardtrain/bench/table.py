@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardtrain.bench.contenders import EXEMPT, TITLES
 from shardtrain.bench.statistics import Spread
 from shardtrain.bench.steps import Measurement, Verdict
+from shardtrain.columns import aligned
 
 
 def of_steps(measurement: Measurement) -> str:
@@ -34,16 +35,6 @@ def of_suite(means: Mapping[str, Mapping[str, float]], cases: int) -> str:
         cells = [f"{column[name]:.2f}" if name in column else "-" for column in means.values()]
         rows.append([TITLES[name], *cells])
     return "\n".join([f"geometric means over {cases} cases", *aligned(rows)])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
-    return lines
 
 
 def quartiles(found: Spread) -> str:

@@ -80,6 +80,11 @@ class HostMemory:
         self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
         self._unread: list[Offer] = []  # not yet read by all
 
+    @property
+    def reserved(self) -> int:
+        """Bytes of this rank's arenas: room for three of the largest gradients."""
+        return 3 * (-(-self._largest // _ALIGN) * _ALIGN)
+
     def vector(self, layout: Layout, like: torch.Tensor, reduced: torch.dtype) -> torch.Tensor:
         """A full vector that all ranks of the host share; see `Transport.allocate`."""
         if like.is_meta:
@@ -169,10 +174,9 @@ class HostMemory:
     def _open_arenas(self) -> tuple[Arena, Arena]:
         """This rank's two arenas. Collective when opened: in the first forward, when all sizes are known."""
         if self._collecting is None or self._launching is None:
-            largest = -(-self._largest // _ALIGN) * _ALIGN
-            memories = {owner: self._share(3 * largest, owner) for owner in self.ranks}
-            own = memories.pop(self.signals.rank)
-            self._collecting, self._launching = Arena(own, largest, 3 * largest), Arena(own, 0, largest)
+            memories = {owner: self._share(self.reserved, owner) for owner in self.ranks}
+            own, third = memories.pop(self.signals.rank), self.reserved // 3
+            self._collecting, self._launching = Arena(own, third, 3 * third), Arena(own, 0, third)
             self._theirs = memories
         return self._collecting, self._launching
 

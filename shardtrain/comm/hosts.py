@@ -52,6 +52,10 @@ class HostsTransport:
         place = memory.ranks.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
 
+    @property
+    def reserved(self) -> int:
+        return self.memory.reserved
+
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -109,8 +109,8 @@ def start_reduce_scatter(
     """
     own, sent = parts[mailbox.rank], parts[mailbox.rank - 1]
     tag, spans = tag_of(own), chunks(own.numel(), sent.element_size())
-    slots = min(window, len(spans))
-    inbox = sent.new_empty((slots, mailbox.world, spans[0].stop if spans else 0))
+    inbox = open_inbox(sent, mailbox.world, spans, window)
+    slots = len(inbox)
 
     def receive(index: int) -> list[dist.Work]:
         length = spans[index].stop - spans[index].start
@@ -134,6 +134,11 @@ def start_reduce_scatter(
         wait_all(sends)
 
     return Pending(finish)
+
+
+def open_inbox(like: torch.Tensor, world: int, spans: Sequence[slice], window: int = WINDOW) -> torch.Tensor:
+    """Room for ``window`` of the chunks ``spans`` from each rank, [slot, rank, element], ``like``'s dtype."""
+    return like.new_empty((min(window, len(spans)), world, spans[0].stop if spans else 0))
 
 
 def chunks(elements: int, element_size: int) -> list[slice]:

@@ -45,6 +45,7 @@ class ProcessGroupTransport:
     """Movements between the ranks of ``group``."""
 
     in_place = False
+    reserved = 0
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         # A model may outlive its group, and must not keep it: gloo's threads would live on with it.

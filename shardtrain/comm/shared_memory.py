@@ -33,6 +33,10 @@ class SharedMemoryTransport:
         self.memory = memory
         self.rank, self.world = inner.rank, inner.world
 
+    @property
+    def reserved(self) -> int:
+        return self.memory.reserved
+
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

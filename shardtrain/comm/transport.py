@@ -76,12 +76,16 @@ class Transport(Protocol):
     """Moves bytes between the ranks of one shard group.
 
     ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a gather
-    copies nothing and a release can give nothing back.
+    copies nothing and a release can give nothing back. ``reserved``: bytes of this rank's memory that are
+    set aside for gradients under way.
     """
 
     rank: int
     world: int
     in_place: bool
+
+    @property
+    def reserved(self) -> int: ...
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -120,6 +124,7 @@ class Alone:
     rank = 0
     world = 1
     in_place = True
+    reserved = 0
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype

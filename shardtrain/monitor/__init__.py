@@ -101,6 +101,10 @@ def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) 
         facts["best_val/acc1"] = best_acc1
     result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
     sinks: list[Sink] = [result, Ending(result, [console, log]), console, log]
+    if config.monitor.plan:
+        from shardtrain.plan.run import Comparison  # which imports sinks
+
+        sinks.insert(1, Comparison(config, job, [console, log]))
     return [*sinks, TensorBoard(context.run_dir, job.first_step)] if config.monitor.tensorboard else sinks
 
 

@@ -1,0 +1,79 @@
+"""One rank of a world whose other ranks are not there: memory and traffic as ever, and nothing moves.
+
+For tensors without data (torch's ``FakeTensorMode``): what is gathered and reduced is not the other ranks'.
+So the real engine can be asked what one rank of 1,024 would hold and send, in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardtrain.comm.messages import chunks, open_inbox
+from shardtrain.comm.meter import count
+from shardtrain.comm.process_group import own_interval
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
+from shardtrain.layout import Layout
+
+
+class Simulated:
+    """Rank ``rank`` of ``world`` ranks.
+
+    ``in_place``: they share memory, as `SharedMemoryTransport` does; else they exchange messages, as
+    `ProcessGroupTransport` does, over gloo with ``inbox`` and over NCCL without.
+    """
+
+    def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
+        self.rank, self.world, self.in_place = rank, world, in_place
+        self._inbox = inbox
+        self._largest = 0  # bytes of the largest gradient
+        self._arena: torch.Tensor | None = None
+
+    @property
+    def reserved(self) -> int:
+        return 3 * self._largest if self.in_place else 0
+
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._largest = max(self._largest, layout.padded * reduced.itemsize)
+        full = like.new_empty(layout.padded)
+        local = full[layout.interval(self.rank)]
+        return full, local if self.in_place else torch.empty_like(local)
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        if not self.in_place:
+            return like.new_empty(layout.padded)
+        if self._arena is None:
+            self._arena = like.new_empty(self._largest, dtype=torch.uint8)
+        return self._arena[: layout.padded * like.element_size()].view(like.dtype)
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        pass
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
+        return Pending()
+
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
+        held = [room for gradient in gradients for room in self._room(gradient)]
+        return Pending(held.clear)
+
+    def _room(self, gradient: Gradient) -> list[torch.Tensor]:
+        """The memory that a reduction takes until it is done, some of which becomes the gradient."""
+        if self.in_place:
+            return []
+        interval = own_interval(gradient, self.rank)
+        spans = chunks(interval.numel(), gradient.full.element_size())
+        return [interval, *([open_inbox(gradient.full, self.world, spans)] if self._inbox else [])]
+
+    def fence(self, what: str) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        pass
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)

@@ -1,0 +1,167 @@
+"""A plan in words and columns, as JSON, and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardtrain.columns import aligned
+from shardtrain.config import Config
+from shardtrain.plan.live import KINDS
+from shardtrain.plan.memory import COLORS, MIB
+from shardtrain.plan.simulate import Plan
+
+GIB = 2**30
+
+
+class Rates(NamedTuple):
+    """What hardware can do at best, for each rank."""
+
+    bandwidth: float  # GB/s sent
+    flops: float  # TFLOP/s
+
+
+class Largest(NamedTuple):
+    """The most images of a rank in one forward that fit ``memory`` GiB."""
+
+    memory: float
+    images: int
+
+
+def headline(config: Config, plan: Plan) -> str:
+    """What is planned for, in two lines."""
+    question = plan.question
+    parameters = sum(unit.parameters for unit in plan.units)
+    side, images = config.data.image_size, question.micro_batch * plan.accumulate * question.world_size
+    link = "shared memory" if question.in_place else "messages"
+    reshard = "" if config.parallel.reshard_after_forward else ", kept whole after forward"
+    name = config.model.get("name", config.model["_target_"])
+    return (
+        f"{name}, {parameters:,} parameters in {_count(len(plan.units), 'unit')}; {config.optim.name}, "
+        f"{config.parallel.precision}, {link}{reshard}\n"
+        f"{_count(question.world_size, 'rank')} × {_count(plan.accumulate, 'micro-batch')} × "
+        f"{_count(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
+        f"{images:,} images a step"
+    )
+
+
+def rank_table(plan: Plan) -> str:
+    """What one rank holds, sends and computes in a step."""
+    rows = [["a rank holds", "MiB"]]
+    rows += [[name, _mib(size)] for name, size in sizes(plan).items()]
+    traffic = [
+        f"{_count(plan.calls.get(kind, 0), noun)} sending {plan.sent.get(kind, 0) / MIB:.2f} MiB"
+        for kind, noun in (("all_gather", "gather"), ("reduce_scatter", "reduction"))
+    ]
+    return "\n".join(
+        [
+            *aligned(rows),
+            plan.timeline.words(),
+            f"A step has {' and '.join(traffic)}, and {plan.flops / 1e9:,.4g} GFLOP, a rank.",
+        ]
+    )
+
+
+def sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of a rank by what they hold: all the time, then at most at any time of the step."""
+    most = plan.timeline.most
+    return {
+        "parameters": plan.parameters,
+        "optimizer": plan.optimizer,
+        "buffers": plan.buffers,
+        "gradients": plan.gradients,
+        "gradients on their way, at most": most("gradients"),
+        "gathered, at most": most("gathered"),
+        "activations, at most": most("activations"),
+        "all at once, at most": plan.peak,
+    }
+
+
+def bound_in_words(plan: Plan, rates: Rates) -> str:
+    compute, send = plan.seconds(rates.bandwidth, rates.flops)
+    return (
+        f"At {rates.flops:g} TFLOP/s and {rates.bandwidth:g} GB/s a step takes at least "
+        f"{max(compute, send) * 1e3:.3g} ms with all communication hidden, {(compute + send) * 1e3:.3g} ms "
+        f"with none ({compute * 1e3:.3g} to compute, {send * 1e3:.3g} to send)."
+    )
+
+
+def fit_in_words(plan: Plan, largest: Largest) -> str:
+    if not largest.images:
+        return f"Not even one image of a rank fits {largest.memory:g} GiB: more ranks, or a smaller model."
+    images = largest.images * plan.accumulate * plan.question.world_size
+    return (
+        f"{largest.memory:g} GiB of tensors hold at most {_count(largest.images, 'image')} of a rank at a "
+        f"time, so train.batch_size={images}."
+    )
+
+
+def curve_table(plans: Sequence[Plan], rates: Rates | None) -> str:
+    """The same images of a rank at other world sizes, MiB."""
+    head = ["ranks", "parameters", "optimizer", "gradients", "gathered", "activations", "peak"]
+    rows = [[*head, "gathers send", "reductions send", *(["ms at least"] if rates else [])]]
+    for plan in plans:
+        most = [plan.timeline.most(kind) for kind in ("gathered", "activations")]
+        held = (plan.parameters, plan.optimizer, plan.gradients, *most, plan.peak)
+        sent = [plan.sent.get(kind, 0) for kind in ("all_gather", "reduce_scatter")]
+        bound = [f"{max(plan.seconds(*rates)) * 1e3:.3g}"] if rates else []
+        rows.append([f"{plan.question.world_size:,}", *(_mib(size) for size in (*held, *sent)), *bound])
+    return "\n".join(["MiB of a rank, and MiB that it sends in a step", *aligned(rows)])
+
+
+def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
+    """Bytes, movements, operations and seconds."""
+    peak = plan.timeline.peak
+    found: dict[str, Any] = {
+        "world_size": plan.question.world_size,
+        "micro_batch": plan.question.micro_batch,
+        "accumulate": plan.accumulate,
+        "bytes": sizes(plan),
+        "peak": {"phase": peak.phase, "unit": peak.unit, "bytes": dict(zip(KINDS, peak.bytes, strict=True))},
+        "sent_bytes": plan.sent,
+        "movements": plan.calls,
+        "flops": plan.flops,
+        "units": [unit._asdict() for unit in plan.units],
+    }
+    if rates is not None:
+        compute, send = plan.seconds(*rates)
+        found["seconds"] = {"compute": compute, "send": send, "hidden": max(compute, send)}
+    return found
+
+
+def draw_curve(path: Path, title: str, plans: Sequence[Plan]) -> None:
+    """The peak over world sizes, by what it consists of, and what a step sends. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    memory, traffic = figure.subplots(1, 2, width_ratios=(3, 2))
+    names = [f"{plan.question.world_size:,}" for plan in plans]
+    base = [0.0] * len(plans)
+    for index, (kind, color) in enumerate(zip(KINDS, COLORS, strict=True)):
+        heights = [plan.timeline.peak.bytes[index] / MIB for plan in plans]
+        memory.bar(names, heights, bottom=base, label=kind, color=color)
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+    memory.set_title("at the peak, MiB a rank", fontsize=9, loc="left")
+    memory.legend(fontsize=8)
+    for kind, label in (("all_gather", "gathers"), ("reduce_scatter", "reductions")):
+        traffic.plot(names, [plan.sent.get(kind, 0) / MIB for plan in plans], marker="o", label=label)
+    traffic.set_title("sent in a step, MiB a rank", fontsize=9, loc="left")
+    traffic.set_ylim(bottom=0)
+    traffic.legend(fontsize=8)
+    for axes in (memory, traffic):
+        axes.set_xlabel("ranks")
+        axes.tick_params(labelsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.2f}"
+
+
+def _count(number: int, word: str) -> str:
+    ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
+    return f"{number:,} {word}{ending}"

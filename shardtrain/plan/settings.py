@@ -1,0 +1,90 @@
+"""The planner's command line: its own keys, and the training program's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardtrain import data
+from shardtrain.build import completed
+from shardtrain.compose import compose
+from shardtrain.config import Config, Data, above, at_least, checked, from_hydra
+from shardtrain.data.sets import Arrays
+from shardtrain.errors import UserError
+from shardtrain.plan.simulate import Question
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """`config.yaml` explains every key."""
+
+    curve: bool
+    out: str | None
+    world_size: int = at_least(1)
+    micro_batch: int | None = at_least(1)
+    bandwidth: float | None = above(0)
+    flops: float | None = above(0)
+    memory: float | None = above(0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``config``: the training program's, the model's keys completed; ``question``: what to plan for."""
+
+    keys: Keys
+    config: Config
+    question: Question
+
+    @property
+    def device(self) -> str:
+        return "cpu"  # where the planner itself runs
+
+    @property
+    def threads(self) -> int | None:
+        return self.config.threads
+
+
+def read(arguments: Sequence[str], speak: bool) -> Settings | None:
+    """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    names = [field.name for field in dataclasses.fields(Keys)]
+    own = [text for text in arguments if text.split("=")[0] in names or text in ("--help", "-h")]
+    raw_keys = compose(own, speak=speak, folder=CONFIGS)
+    raw = compose([text for text in arguments if text not in own], speak=speak) if raw_keys else None
+    if raw_keys is None or raw is None:
+        return None
+    keys, config = checked(raw_keys, Keys), from_hydra(raw)
+    if (keys.bandwidth is None) != (keys.flops is None):
+        raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
+    outline = _outline(config.data, config.model.get("num_classes"))
+    config = dataclasses.replace(config, model=completed(config, outline))
+    return Settings(keys, config, _question(keys, config, outline.channels))
+
+
+def _question(keys: Keys, config: Config, channels: int) -> Question:
+    parts = keys.world_size * config.train.accumulate
+    in_place = config.parallel.transport == "shared_memory" and keys.world_size > 1
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    return Question(
+        world_size=keys.world_size,
+        micro_batch=keys.micro_batch or -(-config.train.batch_size // parts),
+        channels=channels,
+        in_place=in_place,
+        inbox=on_cpu and not in_place,
+    )
+
+
+def _outline(config: Data, classes: int | None) -> data.DataSet:
+    """The data set's shape; where it is not at hand, colour images of as many classes as the model has."""
+    try:
+        return data.load(config)
+    except UserError as error:
+        if classes is None:
+            raise UserError(f"{error}; or plan without the data set: model.num_classes=N") from None
+    nothing = Arrays(torch.empty(0, 3, 1, 1, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+    return data.DataSet(nothing, nothing, config.name, classes, 3, (0.0,) * 3, (1.0,) * 3)

@@ -1,0 +1,139 @@
+"""One rank of any world, run without data: the engine's own layouts, schedule and optimizer, and no process.
+
+The model is built on the meta device and then given tensors that have shapes and storages but no memory.
+Two steps are taken: the first makes the optimizer's state and shows the order of the units, the second is
+looked at. Nothing here repeats what the engine does, so a plan follows it when it changes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardtrain import comm, describe
+from shardtrain.build import plain_model, shard_with_optimizer
+from shardtrain.config import Config
+from shardtrain.engine import engine_of
+from shardtrain.plan.memory import MemoryTimeline, memory_of_step
+from shardtrain.plan.step import Step
+from shardtrain.wrap import UnitInfo
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan for. ``in_place``, ``inbox``: see `comm.Simulated`."""
+
+    world_size: int
+    micro_batch: int  # images of a rank in one forward
+    channels: int
+    in_place: bool
+    inbox: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank 0, which holds no padding, will do in one step. Bytes, movements, operations."""
+
+    question: Question
+    accumulate: int
+    units: tuple[UnitInfo, ...]
+    parameters: int  # of this rank, without padding, and so are the next two
+    gradients: int
+    optimizer: int
+    buffers: int
+    gathered: int  # at most at once, whoever holds it
+    timeline: MemoryTimeline
+    sent: dict[str, int]  # by kind of movement
+    calls: dict[str, int]
+    flops: int
+
+    @property
+    def peak(self) -> int:
+        return self.timeline.peak.total
+
+    def seconds(self, bandwidth: float, flops: float) -> tuple[float, float]:
+        """Of computation and of communication at GB/s sent and TFLOP/s, each at full speed."""
+        return self.flops / (flops * 1e12), sum(self.sent.values()) / (bandwidth * 1e9)
+
+
+def simulate(config: Config, question: Question) -> Plan:
+    """Plan for ``config``, whose model's keys are complete."""
+    with _without_data():
+        model = _model(config)
+        alone = question.world_size == 1
+        transport = (
+            comm.Alone()
+            if alone
+            else comm.Simulated(0, question.world_size, in_place=question.in_place, inbox=question.inbox)
+        )
+        optimizer = shard_with_optimizer(model, config, transport)
+        loss = nn.CrossEntropyLoss(label_smoothing=config.train.label_smoothing)
+        step = Step(model, loss, optimizer, config.train.clip_grad_norm)
+        batches = [_batch(config, question) for _ in range(config.train.accumulate)]
+        step(batches)
+        engine = engine_of(model)
+        engine.take_gathered_peak()
+        present = [tensor for batch in batches for tensor in batch]
+        with comm.meter() as traffic, FlopCounterMode(display=False) as flops:
+            timeline = memory_of_step(engine, optimizer, present, lambda: step(batches))
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        parameters = _bytes(model.parameters())
+        return Plan(
+            question=question,
+            accumulate=config.train.accumulate,
+            units=tuple(describe(model)),
+            parameters=parameters,
+            gradients=_bytes(param for param in model.parameters() if param.requires_grad),
+            optimizer=_bytes(value for value in state if isinstance(value, Tensor)),
+            buffers=_bytes(model.buffers()),
+            gathered=engine.take_gathered_peak().bytes,
+            timeline=timeline,
+            sent=dict(traffic.bytes),
+            calls=dict(traffic.calls),
+            flops=flops.get_total_flops(),
+        )
+
+
+@contextmanager
+def _without_data() -> Iterator[None]:
+    """Tensors made in here have a shape and a storage, and no memory."""
+    with warnings.catch_warnings(), FakeTensorMode():
+        # The engine compares addresses to see whether users replaced a parameter; here all are 0.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+def _model(config: Config) -> nn.Module:
+    """The unsharded model in training, its initialisation left out: on the meta device that costs nothing."""
+    with torch.device("meta"):
+        model = plain_model(config.model)
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor not in made:
+                    made[tensor] = _on_cpu(tensor)
+                held[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
+    return model
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+
+
+def _batch(config: Config, question: Question) -> tuple[Tensor, Tensor]:
+    side = config.data.image_size
+    images = torch.empty(question.micro_batch, question.channels, side, side)
+    return images, torch.zeros(question.micro_batch, dtype=torch.int64)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

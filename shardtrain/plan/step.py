@@ -1,0 +1,32 @@
+"""The training program's step by itself: what a plan simulates, and a measurement takes for real."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain import clip_grad_norm_, no_sync
+
+
+class Step(NamedTuple):
+    """One optimizer step over micro-batches of (images, labels)."""
+
+    model: nn.Module  # sharded
+    loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+    max_norm: float | None
+
+    def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for index, (images, labels) in enumerate(batches):
+            last = index == len(batches) - 1
+            with contextlib.nullcontext() if last else no_sync(self.model):
+                loss = self.loss(self.model(images), labels)
+                (loss / len(batches)).backward()
+        clip_grad_norm_(self.model, self.max_norm or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()

@@ -1,0 +1,272 @@
+"""Plans against what real ranks measure; worlds that nobody has; the planner's command line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.build import build
+from shardtrain.compose import compose
+from shardtrain.config import Config, from_hydra
+from shardtrain.engine import engine_of
+from shardtrain.errors import UserError
+from shardtrain.launch import Context, Place
+from shardtrain.plan.__main__ import plan
+from shardtrain.plan.fit import MOST, largest_batch
+from shardtrain.plan.live import KINDS
+from shardtrain.plan.memory import MemoryTimeline, Point, memory_of_step
+from shardtrain.plan.run import STATE, TRAFFIC, compare
+from shardtrain.plan.settings import Settings, read
+from shardtrain.plan.simulate import Plan, simulate
+from shardtrain.plan.step import Step
+from shardtrain.train import train
+
+CPU = torch.device("cpu")
+MIB = 2**20
+FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size=16"]
+
+
+def settings(*arguments: str) -> Settings:
+    found = read([*FAKE, *arguments], speak=False)
+    assert found is not None
+    return found
+
+
+def planned(*arguments: str) -> Plan:
+    found = settings(*arguments)
+    return simulate(found.config, found.question)
+
+
+def configure(*arguments: str) -> Config:
+    raw = compose([*FAKE, *arguments])
+    assert raw is not None
+    return from_hydra(raw)
+
+
+def allocated(step: Any) -> int:
+    """The most that the CPU's allocator gave out during ``step()``, above what it had given before."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
+
+
+def measured(*arguments: str) -> dict[str, Any]:
+    """The second step of a real run: memory by the tracker and by the allocator, traffic by the meter."""
+    job, config = build(configure(*arguments), comm.rank(), comm.world_size(), CPU)
+    step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm)
+    batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
+    step(batches)
+    engine_of(job.model).take_gathered_peak()
+    with comm.meter() as traffic:
+        timeline = memory_of_step(
+            engine_of(job.model), job.optimizer, sum(batches, ()), lambda: step(batches)
+        )
+    gathered = engine_of(job.model).take_gathered_peak().bytes
+    growth = allocated(lambda: step(batches))
+    params = list(job.model.parameters())
+    state = [v for entry in job.optimizer.state.values() for v in entry.values()]
+    return {
+        "parameters": sum(p.nbytes for p in params),
+        "optimizer": sum(v.nbytes for v in state if isinstance(v, torch.Tensor)),
+        "gathered": gathered,
+        "sent": dict(traffic.bytes),
+        "calls": dict(traffic.calls),
+        "peak": timeline.peak.total,
+        "allocated": growth + timeline.points[0].total - timeline.points[0].bytes[KINDS.index("gathered")],
+    }
+
+
+def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
+    """State and traffic exactly, the peak within a tenth."""
+    assert (plan.parameters, plan.optimizer) == (found["parameters"], found["optimizer"])
+    assert (plan.gathered, plan.sent, plan.calls) == (found["gathered"], found["sent"], found["calls"])
+    assert plan.peak == pytest.approx(found["peak"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "transport"),
+    [
+        (1, "resnet18", "auto"),
+        (2, "resnet18", "shared_memory"),
+        (4, "resnet18", "process_group"),
+    ],
+)
+def test_a_plan_is_kept(on_ranks: Any, world: int, model: str, transport: str) -> None:
+    arguments = [f"model={model}", f"parallel.transport={transport}"]
+    found = on_ranks(world, measured, *arguments)[0]
+    plan = planned(*arguments, f"world_size={world}")
+    assert_kept(plan, found)
+    assert plan.peak == pytest.approx(found["allocated"], rel=0.1)
+
+
+def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
+    """Micro-batches, bf16, another optimizer, units kept whole: each alone is seen, all together are kept."""
+    changes = [
+        ("train.accumulate=2", lambda plan: plan.calls["all_gather"]),
+        ("parallel.precision=bf16", lambda plan: plan.sent["all_gather"]),
+        ("optim=adamw", lambda plan: plan.optimizer),
+        ("parallel.reshard_after_forward=false", lambda plan: plan.gathered),
+    ]
+    common = ["model=squeezenet1_1", "parallel.transport=process_group"]
+    plain = planned(*common, "world_size=2")
+    for change, look in changes:
+        assert look(planned(*common, "world_size=2", change)) != look(plain), change
+    every = [*common, *(change for change, _ in changes)]
+    found = on_ranks(2, measured, *every)
+    assert_kept(planned(*every, "world_size=2"), found[0])
+
+
+@pytest.mark.parametrize("world", [8, 1024])
+def test_large_worlds_have_the_layouts_of_their_ranks(world: int) -> None:
+    """The whole of 1,024 ranks is the model, and one alignment unit per unit and rank at most."""
+    found = planned("model=resnet18", f"world_size={world}")
+    whole = sum(unit.bytes for unit in found.units)
+    held = sum(unit.local_bytes for unit in found.units)
+    assert whole <= held * world < whole + 16 * world * len(found.units)
+    assert found.parameters == held == found.optimizer
+    wire = held * (world - 1)
+    assert found.sent["reduce_scatter"] == wire
+    root = next(unit for unit in found.units if unit.name == "(root)")
+    assert found.sent["all_gather"] == 2 * wire - root.local_bytes * (world - 1)
+
+
+def test_the_batch_is_a_whole_one() -> None:
+    """96 images leave 1.5 for each of 64 ranks: planned with 2."""
+    assert settings("train.batch_size=96", "world_size=64").question.micro_batch == 2
+    assert settings("micro_batch=5", "world_size=64").question.micro_batch == 5
+
+
+@pytest.mark.parametrize(("memory", "images"), [(0, 0), (109, 0), (110, 1), (999, 89), (10**9, MOST)])
+def test_the_largest_batch_is_found_in_few_questions(memory: int, images: int) -> None:
+    asked = []
+
+    def peak_of(count: int) -> int:
+        asked.append(count)
+        return 100 + 10 * count + count % 3 // 2
+
+    assert largest_batch(peak_of, memory, start=8) == images
+    assert len(asked) < 12 or images == MOST
+
+
+def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["model=squeezenet1_1", "world_size=4", "bandwidth=10", "flops=2", "memory=0.03"]
+    plan(settings(*arguments, f"out={tmp_path}/here"), Place(0, 1, 0, 1), CPU)
+    said = capsys.readouterr().out
+    for expected in (
+        "squeezenet1_1, 727,626 parameters",
+        "4 ranks × 1 micro-batch × 4 images of 3×32×32 = 16 images a step",
+        "The peak of ",
+        "At 2 TFLOP/s and 10 GB/s a step takes at least ",
+        "0.03 GiB of tensors hold at most ",
+        "\n1,024 ",
+    ):
+        assert expected in said
+    written = json.loads((tmp_path / "here/plan.json").read_text())
+    assert [plan["world_size"] for plan in written["curve"]] == [1, 2, 4, 8, 16, 64, 256, 1024]
+    assert written["plan"] == written["curve"][2]
+    assert sum(written["plan"]["peak"]["bytes"].values()) == written["plan"]["bytes"]["all at once, at most"]
+    names = {path.name for path in (tmp_path / "here").iterdir()}
+    assert names == {"plan.json", "plan.txt", "plan.png", "memory.png"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bandwidth=3"], "bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both"),
+        (["world_size=0"], "world_size=0: expected at least 1"),
+        (["data=imagefolder", "data.root=/nowhere"], "or plan without the data set: model.num_classes=N"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str) -> None:
+    fixed = [text for text in FAKE if not text.startswith("data")]
+    with pytest.raises(UserError, match=re.escape(message)):
+        read([*fixed, *arguments], speak=False)
+
+
+def test_without_the_data_set() -> None:
+    found = read(
+        ["data=imagefolder", "data.root=/nowhere", "model.num_classes=7", "data.image_size=64"], speak=False
+    )
+    assert found is not None
+    assert (found.config.model["num_classes"], found.question.channels) == (7, 3)
+
+
+def test_words_name_the_peak() -> None:
+    points = [
+        Point("forward", "a", (8 * MIB, 16 * MIB, 0, 0, MIB, 0)),
+        Point("backward", "b.1", (8 * MIB, 16 * MIB, 4 * MIB, 0, 2 * MIB, 100)),
+        Point("update", "the root", (8 * MIB, 16 * MIB, 4 * MIB, 0, 0, 0)),
+    ]
+    assert MemoryTimeline(tuple(points)).words() == (
+        "The peak of 30.0 MiB, in backward of b.1, consists of 16.0 MiB optimizer, 8.0 MiB parameters, "
+        "4.0 MiB gradients and 2.0 MiB activations."
+    )
+    assert MemoryTimeline(tuple(points[2:])).words().startswith("The peak of 28.0 MiB, in update, consists")
+
+
+def test_kinds_are_told_apart() -> None:
+    """A linear layer by hand: 12 weights, 4 biases, 5 images, plain SGD."""
+    model = shardtrain.shard(nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(5, 3)
+    step = Step(model, lambda logits, _: logits.square().sum(), optimizer, None)
+    for _ in range(2):
+        timeline = memory_of_step(
+            engine_of(model), optimizer, [batch], lambda: step([(batch, torch.zeros(5))])
+        )
+    most = {kind: timeline.most(kind) for kind in KINDS}
+    assert most["parameters"] == most["optimizer"] == most["gradients"] == 16 * 4
+    assert most["gathered"] == 0
+    assert most["activations"] >= 5 * 4 * 4
+    assert timeline.points[-1].phase == "update"
+
+
+def run(folder: str, *arguments: str) -> str:
+    """What the log says of a training run on the ranks that call this."""
+    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    quick = ["train.max_steps=2", "data.val_images=4", "monitor.tensorboard=false", "checkpoint.keep=0"]
+    train(configure("model=squeezenet1_1", *quick, *arguments), Context(place, CPU, Path(folder)))
+    comm.barrier()
+    log = Path(folder) / "log.txt"
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_run_ends_with_plan_and_measurement(on_ranks: Any, tmp_path: Path) -> None:
+    log = on_ranks(2, run, str(tmp_path), "optim=adamw", "train.accumulate=2")[0]
+    rows = re.findall(r"^\S+ \S+  (\w.*?)  +([\d.]+)  +([\d.]+)  (exact)$", log, re.MULTILINE)
+    names = ["parameters", "gradients", "optimizer", "gathered at once", "gathers send", "reductions send"]
+    assert [name for name, *_ in rows] == names
+    assert all(planned == measured for _, planned, measured, _ in rows)
+    assert log.index("reductions send") < log.index("finished  step 2")
+
+
+def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(str(tmp_path / "none"), "dry_run=true")
+    said = capsys.readouterr().out
+    assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
+    assert "The peak of " in said
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_a_plan_got_wrong_is_said() -> None:
+    found = planned("model=squeezenet1_1", "world_size=2")
+    scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
+    scalars |= {tag: found.sent[kind] / MIB for kind, tag in TRAFFIC.items()}
+    scalars |= {"memory/gathered_peak_mib": found.gathered / MIB, "memory/peak_mib": 1.25 * found.peak / MIB}
+    scalars["memory/grads_mib"] *= 0.5
+    rows = {row.name: row.verdict for row in compare(found, scalars, on_cuda=True)}
+    assert rows.pop("gradients") == "-50.0 %, which should be exact"
+    assert rows.pop("peak") == "+25.0 %"
+    assert set(rows.values()) == {"exact"}
