@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ def build(
         load_weights(model, Path(config.model["weights"]).expanduser())
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
+    for side in data.sides(config.data) - {config.data.image_size}:
+        forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
     if config.parallel.sync_batchnorm:
         model = synchronised(model, device)
     if config.train.channels_last:
@@ -237,7 +240,10 @@ def _feeds(
         workers=workers,
         first_step=steps.start,
         last_step=steps.stop,
+        repeats=config.data.repeats,
+        side=partial(data.side_in, grow=config.data.grow, full=config.data.image_size),
     )
+    prepare = data.Prepare(images, data.eval_size(config.data), device)
     val = data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)
     mixup, cutmix = config.train.mixup, config.train.cutmix
     if not (mixup or cutmix):

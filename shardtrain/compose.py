@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import hydra
@@ -23,6 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
 from shardtrain.errors import UserError, nearest
+from shardtrain.help import COMPLETION, recipe_table
+
+FOLDER_FLAGS = ("--config-dir", "-cd")
+VALUED_FLAGS = (*FOLDER_FLAGS, "--cfg", "-c", "--package", "-p")
 
 
 def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
@@ -32,7 +37,16 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     None when they asked for something to be printed instead, which is done where `speak` is true.
     """
     folder = folder or config_folder()
-    _refuse_sweeps(arguments)
+    flags, overrides = split(arguments)
+    if "--experimental-rerun" in flags:
+        raise UserError("--experimental-rerun is not supported: the same command with run.name goes on")
+    if overrides == ["install=bash"] and {"-sc", "--shell-completion"} & set(flags):
+        print(COMPLETION if speak else "")
+        return None
+    # The defaults list has a place for the recipe, so that debug=… comes after it and has the last word.
+    arguments = [*flags, *(re.sub(r"^\+recipe=", "recipe=", text) for text in overrides)]
+    folders = [folder, *(Path(text) for flag, text in pairwise(flags) if flag in FOLDER_FLAGS)]
+    OmegaConf.register_new_resolver("recipes", lambda: recipe_table(folders), replace=True)
     composed: list[DictConfig] = []
     said = io.StringIO()
     main = hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(composed.append)
@@ -51,6 +65,16 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     return composed[0] if composed else None
 
 
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides. Hydra reads them in this order only."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for before, text in zip(["", *arguments], arguments, strict=False):
+        value = before in VALUED_FLAGS or (before in ("--info", "-i") and "=" not in text)
+        (flags if value or text.startswith("-") else overrides).append(text)
+    return flags, overrides
+
+
 def config_folder() -> Path:
     """Where the config groups are: in the installed package, or beside the package in a checkout."""
     if importlib.util.find_spec("shardtrain.configs") is None:
@@ -60,12 +84,6 @@ def config_folder() -> Path:
     configs.register()
     assert configs.__file__ is not None
     return Path(configs.__file__).resolve().parent
-
-
-def _refuse_sweeps(arguments: Sequence[str]) -> None:
-    for flag in ("-m", "--multirun", "--experimental-rerun"):
-        if flag in arguments:
-            raise UserError(f"{flag} is not supported: start one command per run")
 
 
 @contextlib.contextmanager
@@ -88,23 +106,23 @@ def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
 def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> str:
     """One line in place of Hydra's message, with the nearest valid name."""
     if isinstance(error, OverrideParseException):
-        return (
-            f"cannot read {error.override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
-        )
+        return unreadable(str(error.override))
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_choice(str(error.missing_cfg_file), list(error.options))
     bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))
     if bad_key is None:
         return str(error).split("\n", 1)[0]
     key = bad_key[1].split("=")[0].lstrip("+~")
-    if key == "recipe":
-        return "recipe is added, not overridden: write +recipe=NAME"
     keys = _known_keys(arguments, folder)
     if key in keys:
         return f"{key}: {str(error.__cause__ or error).split(chr(10), 1)[0]}"
     section = key.rpartition(".")[0]
     siblings = [name for name in keys if name.rpartition(".")[0] == section]
     return f"unknown key {key}{nearest(key, siblings or keys)} (valid: {', '.join(siblings or keys)})"
+
+
+def unreadable(override: str) -> str:
+    return f"cannot read {override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
 
 
 def _unknown_choice(path: str, options: list[str]) -> str:

@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -93,42 +93,87 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Digits:
+class Grow:
+    """Training images that grow to `data.image_size`, linearly, an epoch at a time."""
+
+    from_: int = at_least(1)
+    """Pixels of a side at first."""
+    epochs: int = at_least(1)
+    """The epoch, counted from 0, that has the full size."""
+    after: int = field(default=0, metadata={"at_least": 0})
+    """Epochs at the first size."""
+    multiple: int = field(default=32, metadata={"at_least": 1})
+    """Sizes on the way are multiples of so many pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """What all data sets have."""
+
     name: str
     image_size: int = at_least(1)
+    eval_size: int | None = at_least(1)
+    """None: as `image_size`."""
+    grow: Grow | None
+    repeats: int = at_least(1)
+    """Times that an epoch shows an image, each time augmented anew; it shows as many fewer images."""
+    limit: int | None = at_least(1)
+    """Images of each part that are used."""
     workers: int = at_least(0)
 
 
-@dataclass(frozen=True)
-class Cifar:
-    name: str
+@dataclass(frozen=True, kw_only=True)
+class Digits(Images):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cifar(Images):
     root: str
     download: bool
-    image_size: int = at_least(1)
-    workers: int = at_least(0)
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    name: str
+@dataclass(frozen=True, kw_only=True)
+class Photos(Images):
+    """Images in files, of any size, read when they are needed."""
+
     root: str
-    image_size: int = at_least(1)
     resize: int = at_least(1)
     """Shorter side before the centre crop of evaluation."""
     crop_area: float = above(0)
     """Smallest part of an image's area that a random crop of training takes."""
-    workers: int = at_least(0)
+    corrupt: str = one_of("fatal", "skip")
+    """What to do about an image that cannot be read."""
 
 
-@dataclass(frozen=True)
-class Fake:
-    name: str
+@dataclass(frozen=True, kw_only=True)
+class ImageFolder(Photos):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebDataset(Photos):
+    train: str
+    """Shards, as a pattern below `root`."""
+    val: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Photos):
+    train: str
+    """A split."""
+    val: str
+    image: str
+    """A column."""
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fake(Images):
     train_images: int = at_least(1)
     val_images: int = at_least(1)
     classes: int = at_least(2)
     channels: int = at_least(1)
-    image_size: int = at_least(1)
-    workers: int = at_least(0)
 
 
 @dataclass(frozen=True)
@@ -213,8 +258,16 @@ class Monitor:
     progress: str = one_of("auto", "bar", "lines", "none")
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Read with `--multirun` only."""
+
+    trials: int | None = at_least(1)
+    """None: every combination."""
+
+
 Frozen = TypeVar("Frozen")
-Data = Digits | Cifar | ImageFolder | Fake
+Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 Optim = Sgd | AdamW
 Sched = Cosine | Linear | Step | Constant
 
@@ -233,6 +286,7 @@ class Config:
     parallel: Parallel
     checkpoint: Checkpoint
     monitor: Monitor
+    sweep: Sweep
     resume: str
     eval_only: bool
     reference: Reference | None
@@ -246,7 +300,15 @@ KEYLESS_GROUPS = ("recipe", "debug")
 
 # Sections whose dataclass depends on their `name`.
 VARIANTS: dict[str, dict[str, type]] = {
-    "data": {"digits": Digits, "cifar10": Cifar, "cifar100": Cifar, "imagefolder": ImageFolder, "fake": Fake},
+    "data": {
+        "digits": Digits,
+        "cifar10": Cifar,
+        "cifar100": Cifar,
+        "imagefolder": ImageFolder,
+        "webdataset": WebDataset,
+        "huggingface": HuggingFace,
+        "fake": Fake,
+    },
     "optim": {"sgd": Sgd, "adamw": AdamW},
     "sched": {"cosine": Cosine, "linear": Linear, "step": Step, "constant": Constant},
 }
@@ -269,6 +331,16 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
     return config
 
 
+def plain(config: Config) -> dict[str, Any]:
+    """`config` as nested dicts, with the keys that users write."""
+    return asdict(config, dict_factory=lambda pairs: {_key(name): value for name, value in pairs})
+
+
+def _key(name: str) -> str:
+    """A field's key: where Python has taken the word (`from`), the field is `from_`."""
+    return name.rstrip("_")
+
+
 def micro_batch(train: Train, world_size: int) -> int:
     """Images of one micro-batch on one rank; refuses a batch that ranks and micro-batches do not divide."""
     parts = world_size * train.accumulate
@@ -284,18 +356,18 @@ def micro_batch(train: Train, world_size: int) -> int:
 
 def _section(cls: type, raw: Mapping[Any, Any], path: str) -> Any:
     """One dataclass from one mapping. `path` is `""` for the whole, `"train."` for a part."""
-    names = [entry.name for entry in fields(cls)]
+    names = [_key(entry.name) for entry in fields(cls)]
     for key in raw:
         if key not in names:
             valid = [*names, *KEYLESS_GROUPS] if cls is Config else names
             raise UserError(f"unknown key {path}{key}{nearest(str(key), valid)} (valid: {', '.join(valid)})")
     hints = typing.get_type_hints(cls)
     values = {}
-    for entry in fields(cls):
-        if entry.name not in raw:
-            raise UserError(f"{path}{entry.name} is missing")
-        key = path + entry.name
-        values[entry.name] = _value(hints[entry.name], raw[entry.name], key)
+    for entry, name in zip(fields(cls), names, strict=True):
+        if name not in raw and entry.default is MISSING:
+            raise UserError(f"{path}{name} is missing")
+        key = path + name
+        values[entry.name] = _value(hints[entry.name], raw.get(name, entry.default), key)
         _check_range(values[entry.name], entry.metadata, key)
     return cls(**values)
 

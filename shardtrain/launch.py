@@ -93,6 +93,7 @@ class Launch(Protocol):
 
 
 Settings = TypeVar("Settings", bound=Launch)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,22 @@ class Context:
     run_dir: Path
 
 
-def run(job: Callable[[Config, Context], None]) -> None:
-    """Runs a training `job` with what the command line asks for; see `start`."""
+def run(job: Callable[[Config, Context], Result]) -> Result | None:
+    """Runs a training `job` with what the command line asks for, and returns what it gives; see `start`."""
 
     def read(arguments: Sequence[str], speak: bool) -> Config | None:
         raw = compose(arguments, speak=speak)
         return None if raw is None else from_hydra(raw)
 
-    start(read, lambda config, place, device: job(config, Context(place, device, _run_dir(config, place))))
+    return start(
+        read, lambda config, place, device: job(config, Context(place, device, run_dir(config, place)))
+    )
 
 
 def start(
     read: Callable[[Sequence[str], bool], Settings | None],
-    job: Callable[[Settings, Place, torch.device], None],
-) -> None:
+    job: Callable[[Settings, Place, torch.device], Result],
+) -> Result | None:
     """Runs a program with what `read(arguments, speak)` makes of the command line, if that is anything.
 
     Leaves by SystemExit unless all went well.
@@ -131,12 +134,12 @@ def start(
     try:
         config = read(sys.argv[1:], place.rank == 0)
         if config is None:
-            return
+            return None
         device = choose_device(config.device, place)
         if device.type == "cpu":
             torch.set_num_threads(config.threads or cpu_threads(place, os.environ))
         with process_group(place, device):
-            job(config, place, device)
+            return job(config, place, device)
     except UserError as error:
         _leave_with(error, place)
     except KeyboardInterrupt as interrupt:
@@ -253,7 +256,7 @@ def close_process_group() -> None:
     dist.destroy_process_group()
 
 
-def _run_dir(config: Config, place: Place) -> Path:
+def run_dir(config: Config, place: Place) -> Path:
     """One directory for all ranks, whatever their clocks say."""
     if config.run.dir is not None:
         return Path(config.run.dir).expanduser()

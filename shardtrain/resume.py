@@ -7,7 +7,6 @@ state, buffers and random numbers of every rank, what the next report adds up, a
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import secrets
@@ -26,7 +25,7 @@ from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Found, Store, newest
 from shardtrain.comm.transport import Transport
-from shardtrain.config import Config
+from shardtrain.config import Config, plain
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation
@@ -185,9 +184,10 @@ def _facts(config: Config, job: Job) -> dict[str, Any]:
             "seed": config.seed,
             "data.name": config.data.name,
             "train.batch_size": config.train.batch_size,
+            "data.repeats": config.data.repeats,
             "images": job.train.sampler.images,
         },
-        "config": dataclasses.asdict(config),
+        "config": plain(config),
     }
 
 
@@ -241,7 +241,7 @@ class Keeper:
         signals: StopSignals,
     ) -> None:
         self._config, self._job, self._store = config, job, start.store
-        self._best, self._window, self._monitor, self._signals = best, window, monitor, signals
+        self.best, self._window, self._monitor, self._signals = best, window, monitor, signals
         self._every = config.checkpoint.every_steps or job.steps_per_epoch
         self._device = engine_of(job.model).device
         self._said: tuple[torch.Tensor, Thread | None] | None = None  # and which writer it speaks of
@@ -260,9 +260,9 @@ class Keeper:
             SaveFailed: on every rank, if failures are to stop the run.
         """
         signal, busy = self._exchange()
-        better = found is not None and (self._best is None or found.acc1 > self._best.acc1)
+        better = found is not None and (self.best is None or found.acc1 > self.best.acc1)
         if better and found is not None:
-            self._best = Best(step, found.acc1)
+            self.best = Best(step, found.acc1)
         last = step == self._job.steps
         with self._window.paused("checkpoint"):
             if self._store.under_way and not busy:
@@ -308,11 +308,11 @@ class Keeper:
         extra = {
             "random": _random_state(self._device),
             "window": self._window.state(),
-            "best": self._best,
+            "best": self.best,
             "ema": None if self._job.ema is None else self._job.ema.state(),
         }
         averages = None if self._job.ema is None else self._job.ema.averages
-        best = None if self._best is None else self._best.step
+        best = None if self.best is None else self.best.step
         facts = _facts(self._config, self._job)
         self._store.save(
             step,

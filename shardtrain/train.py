@@ -14,7 +14,7 @@ import math
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardtrain import clip_grad_norm_, launch, no_sync
+from shardtrain import clip_grad_norm_, no_sync, sweep
 from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
@@ -70,8 +70,8 @@ def fit(
     keeper.finish()
 
 
-def train(config: Config, context: Context) -> None:
-    """One run, from its configuration to its result."""
+def train(config: Config, context: Context) -> float | None:
+    """One run, from its configuration to its result: the best accuracy in percent, if there is one."""
     place = context.place
     start = find_start(config, context)
     job, config = build(config, place.rank, place.world_size, context.device, start.step)
@@ -83,7 +83,8 @@ def train(config: Config, context: Context) -> None:
         if config.eval_only:
             found = evaluate(job.model, job.val, ema=job.ema, flip=config.train.eval_flip)
             monitor.say(score_table(found, config.reference))
-        elif config.dry_run:
+            return found.acc1
+        if config.dry_run:
             if place.rank == 0:
                 monitor.say(foretold(config, job))
         else:
@@ -91,11 +92,13 @@ def train(config: Config, context: Context) -> None:
             keeper = Keeper(config, job, start, best, window, monitor, signals)
             with Watch(config, context, job, window, monitor) as watch:
                 fit(job, config.train, monitor, window, guard, keeper, watch)
+            best = keeper.best
+        return best.acc1 if best else None
 
 
 @record
-def main() -> None:
-    launch.run(train)
+def main() -> float | None:
+    return sweep.run(train)
 
 
 if __name__ == "__main__":

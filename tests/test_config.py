@@ -13,7 +13,7 @@ import pytest
 import shardtrain
 from shardtrain import compose as compose_module
 from shardtrain.compose import compose
-from shardtrain.config import AdamW, Config, Digits, Sgd, from_hydra, micro_batch
+from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, micro_batch, plain
 from shardtrain.errors import UserError
 
 
@@ -54,7 +54,23 @@ def test_recipe_is_overridden_by_the_command_line() -> None:
 
 
 def test_fast_dry_run() -> None:
-    assert configure("+recipe=resnet", "debug=fdr").train.max_steps == 4
+    config = configure("+recipe=resnet", "debug=fdr")
+    assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 48, 0)
+
+
+def test_overfitting_has_the_last_word_over_the_recipe() -> None:
+    config = configure("+recipe=resnet", "debug=overfit", "train.batch_size=32")
+    assert (config.data.limit, config.train.label_smoothing, config.augment) == (32, 0, {"_target_": None})
+    assert configure("+recipe=vit_cifar10", "debug=overfit").augment["_target_"] is None
+    assert configure("recipe=resnet", "debug=overfit", "train.label_smoothing=0.2").train == replace(
+        config.train, label_smoothing=0.2, batch_size=48
+    )
+
+
+def test_growing_images_are_written_as_they_were_given() -> None:
+    config = configure("data.grow={from:4,epochs:3}")
+    assert config.data.grow == Grow(from_=4, epochs=3, after=0, multiple=32)
+    assert plain(config)["data"]["grow"] == {"from": 4, "epochs": 3, "after": 0, "multiple": 32}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +80,7 @@ def test_fast_dry_run() -> None:
             "+recipe=resnt",
             r"unknown recipe 'resnt'; did you mean resnet\? \(valid: resnet, resnet18_cifar10, ",
         ),
-        ("recipe=resnet", r"write \+recipe=NAME"),
+        ("recipe=resnt", r"unknown recipe 'resnt'; did you mean resnet\?"),
         ("+recipes=resnet", r"unknown key recipes; did you mean recipe\?"),
         ("model=resnet81", r"unknown model 'resnet81'; did you mean resnet18\?.*…"),
         ("data=digit", r"unknown data 'digit'; did you mean digits\?"),
@@ -82,11 +98,15 @@ def test_fast_dry_run() -> None:
         ("train.epochs=[", r"cannot read 'train.epochs=\[': expected key=value"),
         ("optim.lr=0.1,0.2", r"Ambiguous value for argument 'optim.lr=0.1,0.2'"),
         ("--epochs 3", r"unrecognized arguments: --epochs"),
-        ("--multirun seed=1,2", r"--multirun is not supported: start one command per run"),
+        ("--experimental-rerun x", r"--experimental-rerun is not supported: the same command with run.name"),
         ("train.epochs=-1", r"train.epochs=-1: expected at least 1"),
         ("train.epochs=many", r"train.epochs=many: expected a whole number"),
         ("train.epochs=1.5", r"train.epochs=1.5: expected a whole number"),
         ("train.epochs=true", r"train.epochs=True: expected a whole number"),
+        ("data.repeats=0", r"data.repeats=0: expected at least 1"),
+        ("data.grow={epochs:3}", r"data.grow.from is missing"),
+        ("data.grow={form:4,epochs:3}", r"unknown key data.grow.form; did you mean from\?"),
+        ("data.grow=3", r"data.grow=3: expected a group of keys"),
         ("train.epochs=null", r"train.epochs=null: expected a whole number"),
         ("train.max_steps=0", r"train.max_steps=0: expected at least 1"),
         ("train.label_smoothing=1", r"train.label_smoothing=1.0: expected less than 1"),

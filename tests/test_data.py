@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import pickle
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +20,41 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from shardtrain import data
-from shardtrain.config import Cifar, Digits, Fake, ImageFolder
-from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, epoch_order, generator, uniform_draws
+from shardtrain.config import Cifar, Digits, Fake, Grow, ImageFolder
+from shardtrain.data.sampler import (
+    EvalSampler,
+    Share,
+    TrainSampler,
+    copies_apart,
+    epoch_order,
+    generator,
+    side_in,
+    uniform_draws,
+)
 from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
 
 CPU = torch.device("cpu")
+PLAIN: dict[str, Any] = {"eval_size": None, "grow": None, "repeats": 1, "limit": None, "workers": 0}
+DIGITS = Digits(name="digits", image_size=8, **PLAIN)
+
+
+def fake(images: int, held_out: int, classes: int, channels: int, side: int) -> data.DataSet:
+    options = {"train_images": images, "val_images": held_out, "classes": classes, "channels": channels}
+    return data.load(Fake(name="fake", image_size=side, **PLAIN, **options))
+
+
+def folders(root: Path | str, **options: Any) -> ImageFolder:
+    sizes = {"image_size": 12, "resize": 16, "crop_area": 0.5, "corrupt": "fatal"}
+    return ImageFolder(**{**PLAIN, **sizes, "name": "imagefolder", "root": str(root), **options})
+
+
+def cifar(name: str, root: Path) -> Cifar:
+    return Cifar(name=name, image_size=32, root=str(root), download=False, **PLAIN)
 
 
 def test_digits_are_embedded_with_source_and_licence() -> None:
-    digits = data.load(Digits("digits", 8, 0))
+    digits = data.load(DIGITS)
     images, labels = digits.train[list(range(1437))]
     assert (len(digits.train), len(digits.val)) == (1437, 360)
     assert images.shape == (1437, 1, 8, 8)
@@ -40,7 +69,7 @@ def test_digits_are_embedded_with_source_and_licence() -> None:
 
 
 def test_the_split_of_the_digits_never_changes() -> None:
-    digits = data.load(Digits("digits", 8, 0))
+    digits = data.load(DIGITS)
     images, labels = digits.val[list(range(360))]
     assert labels.bincount().tolist() == [27, 35, 36, 29, 30, 40, 44, 39, 39, 41]
     digest = hashlib.sha256(images.numpy().tobytes()).hexdigest()
@@ -50,8 +79,7 @@ def test_the_split_of_the_digits_never_changes() -> None:
 
 
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
-    config = Fake("fake", 300, 20, 7, 2, 5, 0)
-    first, second = data.load(config), data.load(config)
+    first, second = fake(300, 20, 7, 2, 5), fake(300, 20, 7, 2, 5)
     assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 20, 7, 2)
     images, labels = first.train[[0, 256, 299]]
     assert images.shape == (3, 2, 5, 5)
@@ -68,9 +96,9 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3, 4, 9]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    cifar = data.load(Cifar("cifar10", str(tmp_path), False, 32, 0))
-    assert (len(cifar.train), len(cifar.val), cifar.classes, cifar.channels) == (30, 6, 10, 3)
-    images, labels = cifar.val[[5, 0]]
+    found = data.load(cifar("cifar10", tmp_path))
+    assert (len(found.train), len(found.val), found.classes, found.channels) == (30, 6, 10, 3)
+    images, labels = found.val[[5, 0]]
     assert labels.tolist() == [9, 0]
     assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
 
@@ -78,7 +106,7 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_a_missing_cifar_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=rf"data.root=.*: no {name} in .*data.download=true"):
-        data.load(Cifar(name, str(tmp_path), False, 32, 0))
+        data.load(cifar(name, tmp_path))
 
 
 def _folders(root: Path, parts: dict[str, list[str]]) -> ImageFolder:
@@ -87,13 +115,13 @@ def _folders(root: Path, parts: dict[str, list[str]]) -> ImageFolder:
             (root / part / name).mkdir(parents=True)
             for image in range(2):
                 Image.new("L", (20, 30), 40 * index + image).save(root / part / name / f"{image}.png")
-    return ImageFolder("imagefolder", str(root), 12, 16, 0.5, 0)
+    return folders(root)
 
 
 def test_images_in_folders(tmp_path: Path) -> None:
-    folders = data.load(_folders(tmp_path, {"train": ["cat", "dog"], "val": ["cat", "dog"]}))
-    assert (len(folders.train), len(folders.val), folders.classes) == (4, 4, 2)
-    for part in (folders.train, folders.val):
+    found = data.load(_folders(tmp_path, {"train": ["cat", "dog"], "val": ["cat", "dog"]}))
+    assert (len(found.train), len(found.val), found.classes) == (4, 4, 2)
+    for part in (found.train, found.val):
         images, labels = part[[0, 3]]
         assert images.shape == (2, 3, 12, 12)
         assert images.dtype == torch.uint8
@@ -103,17 +131,19 @@ def test_images_in_folders(tmp_path: Path) -> None:
 
 def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no folder .*train; expected train/<class>/<image>"):
-        data.load(ImageFolder("imagefolder", str(tmp_path / "none"), 12, 16, 0.5, 0))
+        data.load(folders(tmp_path / "none"))
     differing = _folders(tmp_path / "differing", {"train": ["cat", "dog"], "val": ["cat", "cow"]})
     with pytest.raises(UserError, match="train and val differ in the classes cow, dog"):
         data.load(differing)
     (tmp_path / "empty/train/cat").mkdir(parents=True)
     with pytest.raises(UserError, match="Found no valid file for the classes cat"):
-        data.load(ImageFolder("imagefolder", str(tmp_path / "empty"), 12, 16, 0.5, 0))
+        data.load(folders(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"data.resize=8: expected at least data.image_size=12"):
-        data.load(ImageFolder("imagefolder", str(tmp_path), 12, 8, 0.5, 0))
+        data.load(folders(tmp_path, resize=8))
     with pytest.raises(UserError, match=r"data.crop_area=2: expected at most 1"):
-        data.load(ImageFolder("imagefolder", str(tmp_path), 12, 16, 2, 0))
+        data.load(folders(tmp_path, crop_area=2))
+    with pytest.raises(UserError, match=r"data.resize=16: expected at least data.eval_size=20"):
+        data.load(folders(tmp_path, eval_size=20))
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
@@ -152,6 +182,133 @@ def test_augmentation_draws_do_not_depend_on_the_world_size() -> None:
     assert not torch.equal(uniform_draws(3, 10, Share(12, 1, 0, 1), 4), whole)
 
 
+def reference_repeats(images: int, repeats: int, world_size: int, rank: int, order: list[int]) -> list[int]:
+    """torchvision's RASampler (references/classification/sampler.py), without its rounding to 256 images."""
+    indices = [index for index in order for _ in range(repeats)]
+    return indices[rank::world_size][: images // world_size]
+
+
+def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
+    """The same images each epoch, each as often, in the same batches of all ranks together."""
+    images, repeats, world_size, batch_size = 96, 3, 4, 24
+    order = epoch_order(5, 0, images).tolist()
+    theirs = [reference_repeats(images, repeats, world_size, rank, order) for rank in range(world_size)]
+    ours = list(TrainSampler(images, Share(batch_size, 1, 0, 1), 5, 0, images // batch_size, repeats))
+    assert sum(map(len, ours)) == images
+    for step, batch in enumerate(ours):
+        per_rank = slice(step * batch_size // world_size, (step + 1) * batch_size // world_size)
+        assert Counter(batch) == Counter(index for rank in theirs for index in rank[per_rank])
+    assert set(Counter(ours[0]).values()) == {repeats}
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
+def test_copies_are_spread_over_the_ranks(repeats: int) -> None:
+    share = Share(12, 2, 0, 2)
+    samplers = [TrainSampler(37, share._replace(rank=rank), 1, 0, 6, repeats) for rank in range(2)]
+    first, second = (list(sampler) for sampler in samplers)
+    whole = list(TrainSampler(37, Share(12, 1, 0, 1), 1, 0, 6, repeats))
+    for step, batch in enumerate(whole):
+        parts = [*first[2 * step : 2 * step + 2], *second[2 * step : 2 * step + 2]]
+        assert [index for part in parts for index in part] == batch
+    if repeats == 2:
+        assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
+    assert copies_apart(torch.tensor([1, 1, 1, 2, 2, 2, 3]), 3).tolist() == [1, 2, 3, 1, 2, 1, 2]
+
+
+def test_copies_are_augmented_differently(tmp_path: Path) -> None:
+    Image.effect_noise((40, 40), 80).save(_one_image(tmp_path))
+    found = data.load(folders(tmp_path, repeats=2))
+    prepare = data.Prepare(found, 12, CPU)
+    feed = data.TrainFeed(
+        found,
+        Share(2, 1, 0, 1),
+        prepare,
+        augment=None,
+        seed=0,
+        workers=0,
+        first_step=0,
+        last_step=1,
+        repeats=2,
+    )
+    (batch,) = feed
+    assert feed.sampler.images == 2
+    assert not torch.equal(batch.images[0], batch.images[1])
+
+
+def _one_image(root: Path) -> Path:
+    """Where to put an image that is both of the two of either part."""
+    for part in ("train", "val"):
+        (root / part / "only").mkdir(parents=True)
+    for name in ("train/only/b.png", "val/only/a.png"):
+        (root / name).symlink_to(root / "train/only/a.png")
+    return root / "train/only/a.png"
+
+
+def test_training_images_grow() -> None:
+    grow = Grow(from_=128, epochs=6, after=2)
+    assert [side_in(epoch, grow, 224) for epoch in range(8)] == [128, 128, 128, 160, 192, 192, 224, 224]
+    assert [side_in(epoch, Grow(from_=6, epochs=2, multiple=1), 8) for epoch in range(3)] == [6, 7, 8]
+    assert [side_in(epoch, Grow(from_=150, epochs=2), 170) for epoch in range(3)] == [150, 160, 170]
+    assert side_in(0, None, 8) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grow": Grow(from_=9, epochs=2)}, "data.grow.from=9: expected at most data.image_size=8"),
+        (
+            {"grow": Grow(from_=4, epochs=2, after=2)},
+            "data.grow.epochs=2: expected more than data.grow.after=2",
+        ),
+    ],
+)
+def test_growth_that_is_none_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        data.load(replace(DIGITS, **options))
+
+
+@pytest.mark.parametrize("kind", ["digits", "folders"])
+def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None:
+    grow = Grow(from_=6, epochs=2, multiple=1)
+    if kind == "digits":
+        config: Digits | ImageFolder = replace(DIGITS, grow=grow, eval_size=9, limit=4)
+    else:
+        config = replace(
+            _folders(tmp_path, {"train": ["cat", "dog"], "val": ["cat", "dog"]}),
+            image_size=8,
+            grow=grow,
+            eval_size=9,
+        )
+    found = data.load(config)
+    feed = data.TrainFeed(
+        found,
+        Share(2, 1, 0, 1),
+        data.Prepare(found, 8, CPU),
+        augment=None,
+        seed=0,
+        workers=0,
+        first_step=1,
+        last_step=6,
+        side=partial(side_in, grow=grow, full=8),
+    )
+    assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
+    if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
+        assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]
+        assert found.val[[0]][0].shape[-1] == 9
+    prepare = data.Prepare(found, data.eval_size(config), CPU)
+    held_out = data.EvalFeed(found, Share(2, 1, 0, 1), prepare, batch_size=2, workers=0)
+    assert {batch.images.shape[-1] for batch in held_out} == {9}
+    assert data.sides(config) == {6, 7, 8, 9}
+
+
+def test_a_limit_takes_some_of_every_class() -> None:
+    limited = data.load(replace(DIGITS, limit=5))
+    assert (len(limited.train), len(limited.val)) == (5, 5)
+    whole = data.load(DIGITS)
+    assert torch.equal(limited.train[[0, 4]][0], whole.train[[0, 4 * 1437 // 5]][0])
+    assert len(data.load(replace(DIGITS, limit=5000)).train) == 1437
+
+
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 70))
 def test_evaluation_counts_every_image_once(images: int, world_size: int, batch_size: int) -> None:
     samplers = [EvalSampler(images, batch_size, rank, world_size) for rank in range(world_size)]
@@ -186,12 +343,12 @@ def test_training_batches_are_augmented_alike_on_every_world_size(workers: int) 
         def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
             return images + uniform[:, :, None, None]
 
-    fake = data.load(Fake("fake", 40, 8, 3, 1, 4, 0))
+    few = fake(40, 8, 3, 1, 4)
 
     def batches(share: Share) -> list[data.Batch]:
-        prepare = data.Prepare(fake, 4, CPU)
+        prepare = data.Prepare(few, 4, CPU)
         feed = data.TrainFeed(
-            fake, share, prepare, augment=Add(), seed=1, workers=workers, first_step=0, last_step=5
+            few, share, prepare, augment=Add(), seed=1, workers=workers, first_step=0, last_step=5
         )
         return list(feed)
 

@@ -279,6 +279,7 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
     ("argument", "text"),
     [
         ("train.batch_size=6", "the checkpoint is of a run with train.batch_size=12, this one has 6"),
+        ("data.repeats=2", "the checkpoint is of a run with data.repeats=1, this one has 2"),
         ("seed=3", "the checkpoint is of a run with seed=0, this one has 3, so its place among the images"),
         ("model=squeezenet1_1", "does not fit, nothing was loaded: features.0.weight is missing"),
         ("optim=sgd", "its optimizer is AdamW, expected SGD; resume=none starts anew"),
@@ -356,10 +357,10 @@ def with_bad_steps(folder: str, bad: list[int], *arguments: str) -> Any:
     calls = []
     prepare = feed.Prepare.__call__
 
-    def spoil(self: feed.Prepare, images: torch.Tensor) -> torch.Tensor:
+    def spoil(self: feed.Prepare, images: torch.Tensor, side: int | None = None) -> torch.Tensor:
         calls.append(1)
         spoiled = comm.rank() == 1 and len(calls) in bad
-        return prepare(self, images) * (float("nan") if spoiled else 1.0)
+        return prepare(self, images, side) * (float("nan") if spoiled else 1.0)
 
     with patch.object(feed.Prepare, "__call__", spoil):
         return run(folder, "monitor.tensorboard=false", "monitor.plan=false", "train.log_every=1", *arguments)

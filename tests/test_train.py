@@ -137,6 +137,10 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
             "train.batch_size=2 train.accumulate=2 model.stem=standard",
             "does not take images of shape 1×1×8×8",
         ),
+        (
+            "model=vit_b_16 data.image_size=16 data.eval_size=32",
+            "does not take images of shape 12×1×32×32: Wrong image height",
+        ),
         ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs CUDA, found cpu: torch's"),
         ("train.mixup=0.2 train.batch_size=9", "gives 1 ranks × train.accumulate=1 micro-batches of 9"),
         ("augment._target_=print", "augment._target_=print: only callables of"),

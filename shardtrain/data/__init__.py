@@ -1,7 +1,20 @@
 """Data sets, the order in which ranks see them, and batches on the device."""
 
 from shardtrain.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
-from shardtrain.data.sampler import Share
-from shardtrain.data.sets import Augmented, DataSet, load
+from shardtrain.data.sampler import Share, side_in
+from shardtrain.data.sets import Augmented, DataSet, eval_size, load, sides
 
-__all__ = ["Augment", "Augmented", "Batch", "DataSet", "EvalFeed", "Prepare", "Share", "TrainFeed", "load"]
+__all__ = [
+    "Augment",
+    "Augmented",
+    "Batch",
+    "DataSet",
+    "EvalFeed",
+    "Prepare",
+    "Share",
+    "TrainFeed",
+    "eval_size",
+    "load",
+    "side_in",
+    "sides",
+]

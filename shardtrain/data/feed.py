@@ -26,36 +26,53 @@ class Batch(NamedTuple):
 
 
 class Prepare:
-    """uint8 batches of any device to normalised float32 batches of ours, square with `side` pixels."""
+    """uint8 batches of any device to normalised float32 batches of ours, square with `side` pixels.
+
+    Images that come larger or smaller are resized here, on the device and a batch at a time.
+    """
 
     def __init__(self, data: DataSet, side: int, device: torch.device) -> None:
         self.side, self.device = side, device
         self.mean = torch.tensor(data.mean, device=device)[:, None, None]
         self.std = torch.tensor(data.std, device=device)[:, None, None]
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, side: int | None = None) -> Tensor:
+        """side: pixels of these images' sides, if it is not that of all."""
+        side = side or self.side
         pixels = images.to(self.device, non_blocking=True).float()
         normal = (pixels - self.mean) / self.std
-        if normal.shape[-1] == self.side and normal.shape[-2] == self.side:
+        if normal.shape[-1] == side and normal.shape[-2] == side:
             return normal
-        return F.interpolate(normal, [self.side, self.side], mode="bilinear", antialias=True)
+        return F.interpolate(normal, [side, side], mode="bilinear", antialias=True)
+
+
+class Wanted(NamedTuple):
+    """A micro-batch to be loaded."""
+
+    place: int  # of its first image in the run, counted over all ranks from the start
+    side: int  # pixels
+    indices: list[int]
 
 
 class Placed:
-    """Index lists with the place of their first image in the run, counted over all ranks from the start."""
+    """What a sampler's index lists stand for; `side` says how large the images of an epoch are."""
 
-    def __init__(self, sampler: TrainSampler) -> None:
-        self.sampler = sampler
+    def __init__(self, sampler: TrainSampler, side: Callable[[int], int]) -> None:
+        self.sampler, self.side = sampler, side
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+    def __iter__(self) -> Iterator[Wanted]:
         share, steps = self.sampler.share, self.sampler.steps
         for index, indices in enumerate(self.sampler):
             step, micro = divmod(index, share.accumulate)
             before = steps[step] * share.batch_size + share.rank * share.per_rank
-            yield before + micro * share.micro_batch, indices
+            yield Wanted(before + micro * share.micro_batch, self.side_in(steps[step]), indices)
+
+    def side_in(self, step: int) -> int:
+        """Pixels of a side in `step`."""
+        return self.side(step // self.sampler.steps_per_epoch)
 
 
 class Seeded:
@@ -67,22 +84,24 @@ class Seeded:
     def __init__(self, data: Batches, seed: int) -> None:
         self.data, self.seed = data, seed
 
-    def __getitem__(self, placed: tuple[int, list[int]]) -> tuple[Tensor, Tensor]:
-        place, indices = placed
-        if not self.data.random:
-            return self.data[indices]
+    def __getitem__(self, wanted: Wanted) -> tuple[Tensor, Tensor]:
+        data = self.data.at(wanted.side)
+        if not data.random:
+            return data[wanted.indices]
         found = []
         with torch.random.fork_rng(devices=[]):
-            for offset, index in enumerate(indices):
-                torch.default_generator.manual_seed(
-                    generator("image", self.seed, place + offset).initial_seed()
-                )
-                found.append(self.data[[index]])
+            for place, index in enumerate(wanted.indices, wanted.place):
+                torch.default_generator.manual_seed(generator("image", self.seed, place).initial_seed())
+                found.append(data[[index]])
         return torch.cat([images for images, _ in found]), torch.cat([labels for _, labels in found])
 
 
 class TrainFeed:
-    """This rank's micro-batches of the steps from `first_step` to `last_step`, exclusive."""
+    """This rank's micro-batches of the steps from `first_step` to `last_step`, exclusive.
+
+    `repeats`: see `epoch_order`. `side`: from an epoch to its images' pixels of a side; None: always as
+    `prepare` says.
+    """
 
     def __init__(
         self,
@@ -95,20 +114,24 @@ class TrainFeed:
         workers: int,
         first_step: int,
         last_step: int,
+        repeats: int = 1,
+        side: Callable[[int], int] | None = None,
     ) -> None:
         self.share, self.prepare, self.augment, self.seed = share, prepare, augment, seed
-        self.sampler = TrainSampler(len(data.train), share, seed, first_step, last_step)
+        self.sampler = TrainSampler(len(data.train), share, seed, first_step, last_step, repeats)
+        self.placed = Placed(self.sampler, side or (lambda epoch: prepare.side))
         images = Seeded(data.train, seed)
-        self.loader = _loader(images, Placed(self.sampler), workers, prepare.device, seed, share.rank)
+        self.loader = _loader(images, self.placed, workers, prepare.device, seed, share.rank)
 
     def __iter__(self) -> Iterator[Batch]:
         uniform: tuple[Tensor, ...] = ()
         for index, (images, labels) in enumerate(self.loader):
-            step, micro = divmod(index, self.share.accumulate)
-            batch = self.prepare(images)
+            done, micro = divmod(index, self.share.accumulate)
+            step = self.sampler.steps[done]
+            batch = self.prepare(images, self.placed.side_in(step))
             if self.augment is not None:
                 if micro == 0:
-                    uniform = self._draws(self.sampler.steps[step])
+                    uniform = self._draws(step)
                 batch = self.augment(batch, uniform[micro].to(self.prepare.device))
             yield Batch(batch, labels.to(self.prepare.device, non_blocking=True), len(labels))
 

@@ -1,72 +1,83 @@
-"""Images in folders, `root/train/<class>/<image>` and `root/val/<class>/<image>`, decoded when needed."""
+"""Images in folders: `root/train/<class>/<image>` and `root/val/<class>/<image>`, like ImageNet's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
 from torchvision import datasets
-from torchvision.transforms import v2
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from shardtrain.config import ImageFolder
+from shardtrain.data.photos import crops, pictures
 from shardtrain.data.sets import DataSet
 from shardtrain.errors import UserError
 
-IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 
+class Files:
+    """One of the two parts."""
 
-class Folder:
-    """One of the two parts, cut to `config.image_size`; random crops depend on torch's random numbers."""
+    def __init__(self, found: datasets.ImageFolder) -> None:
+        self.paths: list[str] = [path for path, _ in found.samples]
+        self.labels: list[int] = found.targets
 
-    random = True
+    def __getitem__(self, index: int) -> bytes:
+        return Path(self.paths[index]).read_bytes()
 
-    def __init__(self, path: Path, transform: Callable[[Any], Tensor]) -> None:
-        self.files = datasets.ImageFolder(str(path))
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        pairs = [self.files[index] for index in indices]
-        images = torch.stack([self.transform(image) for image, _ in pairs])
-        return images, torch.tensor([label for _, label in pairs])
+    def name(self, index: int) -> str:
+        return self.paths[index]
 
 
 def image_folder(config: ImageFolder) -> DataSet:
-    if config.crop_area > 1:
-        raise UserError(f"data.crop_area={config.crop_area}: expected at most 1")
-    if config.resize < config.image_size:
-        raise UserError(f"data.resize={config.resize}: expected at least data.image_size={config.image_size}")
-    train = v2.RandomResizedCrop(config.image_size, scale=(config.crop_area, 1.0), antialias=True)
-    centre = v2.Compose([v2.Resize(config.resize, antialias=True), v2.CenterCrop(config.image_size)])
-    parts = [_part(config, "train", train), _part(config, "val", centre)]
-    names = parts[0].files.classes
-    if parts[1].files.classes != names:
-        odd = sorted(set(names) ^ set(parts[1].files.classes))
+    crops(config)  # mistakes there are told before a million files are listed
+    train, val = (_find(config, part) for part in ("train", "val"))
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
         raise UserError(f"data.root={config.root}: train and val differ in the classes {', '.join(odd[:5])}")
-    return DataSet(
-        train=parts[0],
-        val=parts[1],
-        name=f"imagefolder {config.root}",
-        classes=len(names),
-        channels=3,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
+    return pictures(config, Files(train), Files(val), len(train.classes))
+
+
+def _find(config: ImageFolder, part: str) -> datasets.ImageFolder:
+    root = Path(config.root).expanduser()
+    advice = _advice(root, part)
+    if advice:
+        raise UserError(f"data.root={config.root}: {advice}")
+    try:
+        return datasets.ImageFolder(str(root / part))
+    except FileNotFoundError as error:  # a class without images
+        raise UserError(f"data.root={config.root}: {error}") from None
+
+
+def _advice(root: Path, part: str) -> str:
+    """What is to be done about a part that is not there, or not sorted into classes; "" where it is well."""
+    if not (root / part).is_dir():
+        missing = f"there is no folder {(root / part).absolute()}; expected {part}/<class>/<image> in it"
+        return f"{missing}{_instead(root, part)}"
+    entries = list((root / part).iterdir())
+    if any(entry.is_dir() for entry in entries):
+        return ""
+    images = sum(_is_image(entry) for entry in entries)
+    return (
+        f"{part} holds {images} images, but no folders; sort them into {part}/<class>/<image>, with the same "
+        "classes as the other part"
     )
 
 
-def _part(config: ImageFolder, part: str, crop: Callable[[Any], Any]) -> Folder:
-    path = Path(config.root).expanduser() / part
-    if not path.is_dir():
-        raise UserError(
-            f"data.root={config.root}: there is no folder {path.absolute()}; "
-            f"expected {part}/<class>/<image> in it"
-        )
-    try:
-        return Folder(path, v2.Compose([v2.RGB(), crop, v2.PILToTensor()]))
-    except FileNotFoundError as error:  # a class without images
-        raise UserError(f"data.root={config.root}: {error}") from None
+def _instead(root: Path, part: str) -> str:
+    """What is there that may have been meant."""
+    if not root.is_dir():
+        return ""
+    for below in ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "images"):
+        if (root / below / part).is_dir():
+            return f"; there is one in data.root={root / below}"
+    inside = sorted(root.iterdir())
+    if any(entry.suffix in (".tar", ".zip", ".tgz", ".gz") for entry in inside):
+        archive = next(entry.name for entry in inside if entry.suffix in (".tar", ".zip", ".tgz", ".gz"))
+        return f"; {archive} there has to be unpacked first (tar files of WebDataset: data=webdataset)"
+    if any(_is_image(entry) for folder in inside if folder.is_dir() for entry in folder.iterdir()):
+        return f"; {root} seems to be one part itself: give the folder that has train and val"
+    names = ", ".join(entry.name for entry in inside[:5])
+    return f"; found there: {names}" if names else "; the folder is empty"
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMG_EXTENSIONS

@@ -4,6 +4,11 @@ Nothing here keeps state, so a run can continue exactly where it stopped, on any
 batch of 12 on 2 ranks with 2 micro-batches is cut, in the order of the epoch's permutation, into
 
     rank 0: [0 1 2] [3 4 5]      rank 1: [6 7 8] [9 10 11]
+
+Shown twice each (`data.repeats=2`), an epoch's first twelve are six images, and the copies lie half a batch
+apart, so that they go to different ranks wherever there are as many:
+
+    rank 0: [0 1 2] [3 4 5]      rank 1: [0 1 2] [3 4 5]
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from shardtrain.config import Grow
 
 
 class Share(NamedTuple):
@@ -43,9 +50,31 @@ def generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
-def epoch_order(seed: int, epoch: int, images: int) -> Tensor:
-    """The permutation of `images` indices (int64) in which `epoch` visits them."""
-    return torch.randperm(images, generator=generator("order", seed, epoch))
+def epoch_order(seed: int, epoch: int, images: int, repeats: int = 1) -> Tensor:
+    """int64 [images]: the indices that `epoch` visits, in order.
+
+    A permutation; with repeats its beginning, each index `repeats` times in a row.
+    """
+    order = torch.randperm(images, generator=generator("order", seed, epoch))
+    return order.repeat_interleave(repeats)[:images]
+
+
+def copies_apart(batch: Tensor, repeats: int) -> Tensor:
+    """Copies that follow one another, as far apart as they can be: aabbcc becomes abcabc."""
+    return torch.cat([batch[first::repeats] for first in range(repeats)])
+
+
+def side_in(epoch: int, grow: Grow | None, full: int) -> int:
+    """Pixels of a side of training images in `epoch`, counted from 0; `full` is data.image_size.
+
+    From 128 to 224 in epoch 6, after 2 epochs: 128 128 128 160 192 192 224 …, of 152, 176 and 200 rounded.
+    """
+    if grow is None or epoch >= grow.epochs:
+        return full
+    if epoch <= grow.after:
+        return grow.from_
+    side = grow.from_ + (full - grow.from_) * (epoch - grow.after) / (grow.epochs - grow.after)
+    return min(max(round(side / grow.multiple) * grow.multiple, grow.from_), full)
 
 
 def uniform_draws(seed: int, step: int, share: Share, draws: int) -> Tensor:
@@ -60,8 +89,10 @@ class TrainSampler:
     What is left of an epoch after its last full batch is dropped; every epoch drops other images.
     """
 
-    def __init__(self, images: int, share: Share, seed: int, first_step: int, last_step: int) -> None:
-        self.images, self.share, self.seed = images, share, seed
+    def __init__(
+        self, images: int, share: Share, seed: int, first_step: int, last_step: int, repeats: int = 1
+    ) -> None:
+        self.images, self.share, self.seed, self.repeats = images, share, seed, repeats
         self.steps = range(first_step, last_step)
         self.steps_per_epoch = images // share.batch_size
 
@@ -73,9 +104,10 @@ class TrainSampler:
         for step in self.steps:
             epoch, batch = divmod(step, self.steps_per_epoch)
             if epoch != ordered_epoch:
-                order, ordered_epoch = epoch_order(self.seed, epoch, self.images), epoch
+                order, ordered_epoch = epoch_order(self.seed, epoch, self.images, self.repeats), epoch
             start = batch * self.share.batch_size
-            ours = self.share.of(order[start : start + self.share.batch_size])
+            whole = copies_apart(order[start : start + self.share.batch_size], self.repeats)
+            ours = self.share.of(whole)
             yield from (part.tolist() for part in ours.split(self.share.micro_batch))
 
 

@@ -1,4 +1,4 @@
-"""The data sets: digits, cifar10, cifar100, imagefolder, fake.
+"""The data sets: digits, cifar10, cifar100, imagefolder, webdataset, huggingface, fake.
 
 A data set hands out batches, `images, labels = data[[3, 1, 4]]`: uint8 [3, channels, height, width] and
 int64 [3]. Pixels stay as stored until they are on the device (see `feed.py`).
@@ -17,18 +17,22 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm
-from shardtrain.config import Cifar, Data, Digits, Fake, ImageFolder
-from shardtrain.data.sampler import generator
+from shardtrain.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Images, WebDataset
+from shardtrain.data.sampler import generator, side_in
 from shardtrain.errors import UserError
 
 
 class Batches(Protocol):
-    random: bool
+    random: bool = False
     """Whether loading an image draws from torch's random numbers, as for a random crop."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
+
+    def at(self, side: int) -> Batches:
+        """The same images for batches of `side` pixels, if they are cut to size anyway; else as they are."""
+        return self
 
 
 class DataSet(NamedTuple):
@@ -41,10 +45,8 @@ class DataSet(NamedTuple):
     std: tuple[float, ...]
 
 
-class Arrays:
+class Arrays(Batches):
     """Images held in memory."""
-
-    random = False
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
@@ -57,10 +59,8 @@ class Arrays:
         return self.images[indices], self.labels[indices]
 
 
-class Repeated:
+class Repeated(Batches):
     """`count` images that repeat the few that `few` holds."""
-
-    random = False
 
     def __init__(self, few: Arrays, count: int) -> None:
         self.few, self.count = few, count
@@ -72,7 +72,23 @@ class Repeated:
         return self.few[[index % len(self.few) for index in indices]]
 
 
-class Augmented:
+class Some(Batches):
+    """`count` images of `whole`, evenly spaced: of a set in the order of its classes, some of each."""
+
+    def __init__(self, whole: Batches, count: int) -> None:
+        self.whole, self.count, self.random = whole, count, whole.random
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.whole[[index * len(self.whole) // self.count for index in indices]]
+
+    def at(self, side: int) -> Some:
+        return Some(self.whole.at(side), self.count)
+
+
+class Augmented(Batches):
     """Images that `change` makes others each time, drawing from torch's random numbers."""
 
     random = True
@@ -88,17 +104,60 @@ class Augmented:
         images, labels = self.data[indices]
         return torch.stack([self.change(image) for image in images]), labels
 
+    def at(self, side: int) -> Augmented:
+        return Augmented(self.data.at(side), self.change)
+
 
 def load(config: Data) -> DataSet:
     """The data set that the configuration names."""
+    _check(config)
+    data = _named(config)
+    train, val = (_limited(part, config.limit) for part in (data.train, data.val))
+    return data._replace(train=train, val=val)
+
+
+def eval_size(config: Images) -> int:
+    """Pixels of a side in evaluation."""
+    return config.eval_size or config.image_size
+
+
+def sides(config: Images) -> set[int]:
+    """Every size of images that a model is given."""
+    growing = range(config.grow.epochs) if config.grow else ()
+    grown = {side_in(epoch, config.grow, config.image_size) for epoch in growing}
+    return {config.image_size, eval_size(config)} | grown
+
+
+def _check(config: Images) -> None:
+    grow = config.grow
+    if grow and grow.from_ > config.image_size:
+        raise UserError(f"data.grow.from={grow.from_}: expected at most data.image_size={config.image_size}")
+    if grow and grow.epochs <= grow.after:
+        raise UserError(f"data.grow.epochs={grow.epochs}: expected more than data.grow.after={grow.after}")
+
+
+def _limited(part: Batches, limit: int | None) -> Batches:
+    return part if limit is None or limit >= len(part) else Some(part, limit)
+
+
+def _named(config: Data) -> DataSet:
     if isinstance(config, Digits):
         return _digits()
     if isinstance(config, Cifar):
         return _cifar(config)
+    # What reads photographs is imported when it is needed: torchvision's transforms take a second.
     if isinstance(config, ImageFolder):
-        from shardtrain.data.folder import image_folder  # torchvision's transforms take a second to import
+        from shardtrain.data.folder import image_folder
 
         return image_folder(config)
+    if isinstance(config, WebDataset):
+        from shardtrain.data.tars import web_dataset
+
+        return web_dataset(config)
+    if isinstance(config, HuggingFace):
+        from shardtrain.data.hub import hugging_face
+
+        return hugging_face(config)
     return _fake(config)
 
 

@@ -145,7 +145,7 @@ def _images(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tens
         shape = (_RANDOM_IMAGES, config.model["in_channels"], side, side)
         yield torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device), None
         return
-    prepare = data.Prepare(held_out, config.data.image_size, device)
+    prepare = data.Prepare(held_out, data.eval_size(config.data), device)
     share = data.Share(1, 1, 0, 1)
     for batch in data.EvalFeed(held_out, share, prepare, batch_size=EVAL_BATCH, workers=config.data.workers):
         yield batch.images[: batch.valid], batch.labels[: batch.valid]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from shardtrain.config import Config
+from shardtrain.config import Config, plain
 from shardtrain.errors import UserError
 from shardtrain.monitor.sink import Sink
 
@@ -26,7 +25,7 @@ def make_run_dir(path: Path, config: Config) -> None:
     """Makes the directory and writes the configuration, complete enough to be used again."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(OmegaConf.to_yaml(dataclasses.asdict(config)))
+        (path / "config.yaml").write_text(OmegaConf.to_yaml(plain(config)))
     except OSError as error:
         raise UserError(
             f"run.dir={path}: cannot write there ({error.strerror}); choose another run.dir"

@@ -1,0 +1,89 @@
+"""Recipes of one's own, the table of recipes, and completion."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from shardtrain.compose import compose
+from shardtrain.config import from_hydra
+from shardtrain.errors import UserError
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder with one recipe, as a user would write it."""
+    (tmp_path / "own/recipe").mkdir(parents=True)
+    (tmp_path / "own/recipe/mine.yaml").write_text(
+        "# @package _global_\n"
+        "# Small and short.\n"
+        "# What else there is to say.\n"
+        "defaults: [{override /model: squeezenet1_1}, {override /data: fake}]\n"
+        "train: {epochs: 2}\n"
+    )
+    return tmp_path / "own"
+
+
+def printed(*arguments: str) -> str:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert compose(arguments) is None
+    return said.getvalue()
+
+
+def test_a_recipe_folder_of_ones_own(own: Path) -> None:
+    raw = compose(["+recipe=mine", "--config-dir", str(own), "train.max_steps=3"])
+    assert raw is not None
+    config = from_hydra(raw)
+    assert (config.model["name"], config.data.name, config.train.epochs) == ("squeezenet1_1", "fake", 2)
+    assert config.train.max_steps == 3
+    with pytest.raises(UserError, match=r"unknown recipe 'min'; did you mean mine\?"):
+        compose(["--config-dir", str(own), "+recipe=min"])
+    with pytest.raises(UserError, match=r"Additional config directory '.*/none' not found"):
+        compose(["--config-dir", str(own.parent / "none"), "seed=1"])
+
+
+def test_help_lists_the_recipes(own: Path) -> None:
+    said = printed("--help", "--config-dir", str(own))
+    assert re.search(r"^  mine +Small and short\.$", said, re.MULTILINE)
+    assert re.search(r"^  resnet18_cifar10 +\d\d\.\d\d %  ", said, re.MULTILINE)
+    (own / "recipe/mine.yaml").write_text("# @package _global_\nreference: {accuracy: 76.13}\n")
+    said = printed("--help", "--config-dir", str(own))
+    assert re.search(r"^  mine +76\.13 %$", said, re.MULTILINE)
+
+
+def test_bash_completes_commands(tmp_path: Path) -> None:
+    """With a Python that says what it is asked."""
+    script = printed("-sc", "install=bash")
+    assert compose(["-sc", "install=bash"], speak=False) is None
+    asked = tmp_path / "python"
+    asked.write_text(
+        '#!/bin/sh\necho "$COMP_LINE" "$@" > "$0.asked"; echo "train.epochs= train.eval_every= seed="\n'
+    )
+    asked.chmod(0o755)
+    line = "torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet train.e"
+    words = f'COMP_LINE="{line}"; COMP_WORDS=($COMP_LINE); COMP_CWORD=6'
+    use = f'{words}; _shardtrain torchrun; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(
+        ["bash", "-c", f'PATH="{tmp_path}:$PATH"\n{script}\n{use}'],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (done.stdout, done.stderr) == ("train.epochs= train.eval_every=\n", "")
+    query = (tmp_path / "python.asked").read_text()
+    assert query == "shardtrain recipe=resnet train.e -m shardtrain.train -sc query=bash\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [("recipe=resnet train.e", "train.epochs= train.eval_every="), ("+recipe=re", "+recipe=resnet")],
+)
+def test_hydra_says_what_may_follow(monkeypatch: pytest.MonkeyPatch, line: str, choices: str) -> None:
+    monkeypatch.setenv("COMP_LINE", f"shardtrain {line}")
+    assert set(choices.split()) <= set(printed("-sc", "query=bash").split())
