@@ -138,7 +138,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
             "does not take images of shape 1×1×8×8",
         ),
         ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs CUDA, found cpu: torch's"),
-        ("train.mixup=0.2 train.batch_size=9", "gives 1 ranks × train.accumulate=1 micro-batches of 9"),
         ("augment._target_=print", "augment._target_=print: only callables of"),
     ],
 )
