@@ -1,0 +1,96 @@
+"""``-m shardtrain.doctor +recipe=resnet``, alone or under torchrun: one line a check, exit code 0 or 1."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardtrain import describe, launch
+from shardtrain.build import Job, build
+from shardtrain.compose import compose
+from shardtrain.config import AdamW, Config, at_least, checked, from_hydra
+from shardtrain.doctor import installation
+from shardtrain.doctor.finding import FAILED, Finding, shared
+from shardtrain.doctor.twin import Twins
+from shardtrain.launch import Place
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """`config.yaml` explains it."""
+
+    steps: int = at_least(1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    keys: Keys
+    config: Config
+
+    @property
+    def device(self) -> str:
+        return self.config.device
+
+    @property
+    def threads(self) -> int | None:
+        return self.config.threads
+
+
+def read(arguments: Sequence[str], speak: bool) -> Settings | None:
+    """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    own = [text for text in arguments if text.split("=")[0] == "steps" or text in ("--help", "-h")]
+    raw_keys = compose(own, speak=speak, folder=CONFIGS)
+    raw = compose([text for text in arguments if text not in own], speak=speak) if raw_keys else None
+    if raw_keys is None or raw is None:
+        return None
+    return Settings(checked(raw_keys, Keys), from_hydra(raw))
+
+
+def findings(settings: Settings, place: Place, device: torch.device) -> Iterator[Finding]:
+    """Each check's finding, on every rank. Collective."""
+    job, config = build(settings.config, place.rank, place.world_size, device)
+    run_dir = Path(config.run.dir or "outputs").expanduser()
+    kept = config.checkpoint.keep and config.checkpoint.keep + 2  # the best one, and the one being written
+    checks: list[Callable[[], Finding]] = [
+        installation.versions,
+        lambda: installation.backend(place, device),
+        installation.shared_memory,
+        lambda: installation.clocks(place, device),
+        lambda: installation.disk(run_dir, _checkpoint_bytes(config, job), kept),
+        lambda: installation.cores(place, device),
+        installation.pictures,
+    ]
+    for check in checks:
+        yield from shared([check()])
+    yield Twins(job, config).examine(settings.keys.steps)
+
+
+def _checkpoint_bytes(config: Config, job: Job) -> int:
+    """Parameters and moments of all ranks."""
+    moments = 2 if isinstance(config.optim, AdamW) else int(config.optim.momentum > 0)
+    return sum(unit.bytes for unit in describe(job.model)) * (1 + moments)
+
+
+def examine(settings: Settings, place: Place, device: torch.device) -> None:
+    """Print what is found; leave with code 1 if anything has failed."""
+    failed = False
+    for finding in findings(settings, place, device):
+        failed = failed or finding.verdict == FAILED
+        if place.rank == 0:
+            print(finding, flush=True)
+    if failed:
+        sys.exit(1)
+
+
+def main() -> None:
+    launch.start(read, examine)
+
+
+if __name__ == "__main__":
+    main()
