@@ -12,7 +12,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import hydra
@@ -49,6 +49,19 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(_explain(error, arguments, folder)) from None
     return composed[0] if composed else None
+
+
+def compose_beside(
+    own: Collection[str], arguments: Sequence[str], *, speak: bool, folder: Path
+) -> tuple[DictConfig, DictConfig] | None:
+    """For a program that takes the training program's keys and a few of its ``own``, which `folder` holds.
+
+    Its own configuration and the training program's; None when something was to be printed instead.
+    """
+    mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
+    keys = compose(mine, speak=speak, folder=folder)
+    config = compose([text for text in arguments if text not in mine], speak=speak) if keys else None
+    return None if keys is None or config is None else (keys, config)
 
 
 def config_folder() -> Path:

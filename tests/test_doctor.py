@@ -16,11 +16,13 @@ from shardtrain.build import Job, build
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
 from shardtrain.doctor import __main__ as program
-from shardtrain.doctor import installation
+from shardtrain.doctor import installation, memory
 from shardtrain.doctor.difference import difference, ordered
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.launch import Place
+from shardtrain.plan.settings import read
+from shardtrain.plan.simulate import simulate
 
 CPU = torch.device("cpu")
 HERE = Place(0, 1, 0, 1)
@@ -208,14 +210,49 @@ def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ranks cannot share memory here" in installation.shared_memory().text
 
 
-def test_the_program_says_a_line_a_check(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = program.read([*TINY, "model=squeezenet1_1", "data.image_size=32", "steps=1"], False)
+def test_the_program_says_a_line_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    own = ["steps=1", f"out={tmp_path}/pictures"]
+    settings = program.read([*TINY, "model=squeezenet1_1", "data.image_size=32", *own], False)
     assert settings is not None
     program.examine(settings, HERE, CPU)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 10
     assert all(line.split()[0] in (OK, WARNING) for line in lines)
-    assert lines[-1].startswith("ok       1 steps sharded over 1 rank")
+    assert lines[7].startswith("ok       1 steps sharded over 1 rank")
+    assert lines[8].startswith(f"ok       {tmp_path}/pictures/memory-rank0.png: The peak of ")
+    assert re.match(
+        r"ok +state and traffic are as planned; the peak of [\d.]+ MiB is [-+]0\.\d % off", lines[9]
+    )
+    assert (tmp_path / "pictures/memory-rank0.png").stat().st_size > 10_000
+
+
+def watched() -> list[str]:
+    raw = compose([*TINY, "model=squeezenet1_1", "data.image_size=32", "ema.decay=0.9"])
+    assert raw is not None
+    job, config = build(from_hydra(raw), comm.rank(), comm.world_size(), CPU)
+    return [str(finding) for finding in shared(memory.watch(job, config, None))]
+
+
+def test_ranks_hold_what_is_planned(on_ranks: Any) -> None:
+    said = on_ranks(2, watched)
+    assert said[0] == said[1]
+    assert re.match(r"ok +rank 0: state and traffic are as planned; .* is [-+]\d\.\d % off", said[0][0])
+
+
+def test_what_is_not_as_planned_is_said() -> None:
+    found = read([*TINY, "model=squeezenet1_1", "data.image_size=32", "world_size=2"], False)
+    assert found is not None
+    plan = simulate(found.config, found.question)
+    as_planned = {"parameters": plan.parameters, "optimizer": plan.optimizer}
+    more = memory.compare(plan, as_planned, plan.sent, 2 * plan.peak)
+    assert (more.verdict, more.text.split()[-3:]) == (WARNING, ["+100.0", "%", "off"])
+    other = memory.compare(plan, as_planned | {"optimizer": 7}, {"all_gather": 8}, plan.peak)
+    assert other.verdict == FAILED
+    assert other.text == (
+        f"other bytes than planned: optimizer 7 for {plan.optimizer:,}; "
+        f"all_gather 8 for {plan.sent['all_gather']:,}"
+    )
 
 
 def test_a_failure_ends_with_code_1(

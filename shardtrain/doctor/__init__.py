@@ -4,5 +4,5 @@
 
 Read in this order: ``finding`` (a line of the report), ``installation`` (versions, backend, memory, clocks,
 disk), ``difference`` (how far two tensors are apart), ``side`` and ``twin`` (the same steps sharded and
-unsharded), ``__main__`` (the program).
+unsharded), ``memory`` (plan and measurement), ``__main__`` (the program).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ import torch
 
 from shardtrain import describe, launch
 from shardtrain.build import Job, build
-from shardtrain.compose import compose
+from shardtrain.compose import compose_beside
 from shardtrain.config import AdamW, Config, at_least, checked, from_hydra
-from shardtrain.doctor import installation
+from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.launch import Place
@@ -23,8 +24,9 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class Keys:
-    """`config.yaml` explains it."""
+    """`config.yaml` explains every key."""
 
+    out: str | None
     steps: int = at_least(1)
 
 
@@ -44,12 +46,11 @@ class Settings:
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
-    own = [text for text in arguments if text.split("=")[0] == "steps" or text in ("--help", "-h")]
-    raw_keys = compose(own, speak=speak, folder=CONFIGS)
-    raw = compose([text for text in arguments if text not in own], speak=speak) if raw_keys else None
-    if raw_keys is None or raw is None:
+    names = [field.name for field in dataclasses.fields(Keys)]
+    raw = compose_beside(names, arguments, speak=speak, folder=CONFIGS)
+    if raw is None:
         return None
-    return Settings(checked(raw_keys, Keys), from_hydra(raw))
+    return Settings(checked(raw[0], Keys), from_hydra(raw[1]))
 
 
 def findings(settings: Settings, place: Place, device: torch.device) -> Iterator[Finding]:
@@ -69,6 +70,7 @@ def findings(settings: Settings, place: Place, device: torch.device) -> Iterator
     for check in checks:
         yield from shared([check()])
     yield Twins(job, config).examine(settings.keys.steps)
+    yield from shared(memory.watch(job, config, settings.keys.out))
 
 
 def _checkpoint_bytes(config: Config, job: Job) -> int:
