@@ -63,12 +63,14 @@ def findings(settings: Settings, place: Place, device: torch.device) -> Iterator
         lambda: installation.backend(place, device),
         installation.shared_memory,
         lambda: installation.clocks(place, device),
-        lambda: installation.disk(run_dir, _checkpoint_bytes(config, job), kept),
         lambda: installation.cores(place, device),
         installation.pictures,
     ]
     for check in checks:
         yield from shared([check()])
+    first_here = place.local_rank == 0  # one rank of a host looks at its disk
+    needed = _checkpoint_bytes(config, job)
+    yield from shared([installation.disk(run_dir, needed, kept)] if first_here else [])
     yield Twins(job, config).examine(settings.keys.steps)
     yield from shared(memory.watch(job, config, settings.keys.out))
 

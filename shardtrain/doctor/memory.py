@@ -57,9 +57,10 @@ def compare(plan: Plan, held: Mapping[str, int], sent: Mapping[str, int], peak: 
     if wrong:
         return Finding(FAILED, f"other bytes than planned: {'; '.join(wrong)}", "is every rank alike?")
     apart = peak / plan.peak - 1
-    text = f"state and traffic are as planned; the peak of {peak / MIB:.1f} MiB is {100 * apart:+.1f} % off"
+    sizes = f"peak {peak / MIB:.1f} MiB, planned {plan.peak / MIB:.1f} ({100 * apart:+.1f} %)"
+    text = f"state and traffic are as planned; {sizes}"
     if abs(apart) > MARGIN:
-        return Finding(WARNING, text, f"planned {plan.peak / MIB:.1f} MiB; leave room for it")
+        return Finding(WARNING, text, "leave room for the difference")
     return Finding(OK, text)
 
 
