@@ -34,55 +34,18 @@ from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded, own_interval
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.signals import connect
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, is_in_place, sent_by
-from shardtrain.layout import Layout
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
 
 
-class HostsTransport:
-    """Movements between the ranks of hosts that have equally many; ``everyone`` is guarded."""
-
-    in_place = True
+class HostsTransport(SharedMemoryTransport):
+    """Movements between the ranks of hosts that have equally many; ``inner`` is guarded."""
 
     def __init__(
-        self, everyone: ProcessGroupTransport, memory: HostMemory, hosts: Sequence[Sequence[int]]
+        self, inner: ProcessGroupTransport, memory: HostMemory, hosts: Sequence[Sequence[int]]
     ) -> None:
-        self.everyone = everyone
-        self.memory = memory
-        self.rank, self.world = everyone.rank, everyone.world
+        super().__init__(inner, memory)
         place = memory.ranks.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
-
-    @property
-    def reserved(self) -> int:
-        return self.memory.reserved
-
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        full = self.memory.vector(layout, like, reduced)
-        return full, full[layout.interval(self.rank)]
-
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        return self.memory.gradient(layout, like)
-
-    def discard(self, gradient: torch.Tensor) -> None:
-        self.memory.discard(gradient)
-
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        if not is_in_place(flats):
-            return self.everyone.gather(tag, flats)
-        count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
-        signals = self.memory.signals
-        position = signals.post("gathering", tag.number, tag.name)
-        spread = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
-        moving = self.everyone.spread(tag, spread, self._column)
-
-        def finish() -> None:
-            self._await(moving)
-            signals.done(position)
-            signals.wait_done(position)
-
-        return Pending(finish)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """The host's means are made at once, so that messages travel while the next unit computes."""
@@ -93,8 +56,28 @@ class HostsTransport:
             means = self.memory.average(offer, gradient, gradient.layout.interval(self.rank), others)
             means.insert(self._column.index(self.rank), own_interval(gradient, self.rank))
             sets.append(means)
-        moving = self.everyone.combine(tag, sets, self._column)
+        moving = self.inner.combine(tag, sets, self._column)
         return Pending(lambda: self._await(moving))
+
+    def fence(self, what: str) -> None:
+        self.inner.fence(what)
+        super().fence(what)
+
+    def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        signals = self.memory.signals
+        position = signals.post("gathering", tag.number, tag.name)
+        spread = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
+        moving = self.inner.spread(tag, spread, self._column)
+
+        def finish() -> None:
+            self._await(moving)
+            signals.done(position)
+            signals.wait_done(position)
+
+        return Pending(finish)
+
+    def _meet(self, kind: str, number: int, name: str) -> None:
+        """All hosts meet, in ``inner``."""
 
     def _await(self, moving: Pending) -> None:
         """Wait for messages. If another host is gone, perhaps because this one strayed: that comes first."""
@@ -104,18 +87,8 @@ class HostsTransport:
             self.memory.signals.compare_now()
             raise
 
-    def fence(self, what: str) -> None:
-        self.everyone.fence(what)
-        self.memory.fence(what)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        self.everyone.broadcast(tensor, src)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        self.everyone.all_reduce(tensor, op)
-
-
-def open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport | HostsTransport:
+def open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport:
     """Let the ranks of ``inner`` share memory with those of their host. Collective; all succeed or all raise.
 
     Raises:

@@ -54,8 +54,7 @@ class SharedMemoryTransport:
             self._meet("copying", tag.number, tag.name)
             return self.inner.gather(tag, flats)
         count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
-        self.memory.signals.post("gathering", tag.number, tag.name)
-        return Pending()
+        return self._gather_in_place(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
@@ -77,6 +76,10 @@ class SharedMemoryTransport:
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         self._meet("all-reducing", tensor.nbytes, f"{tensor.nbytes} bytes")
         self.inner.all_reduce(tensor, op)
+
+    def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        self.memory.signals.post("gathering", tag.number, tag.name)
+        return Pending()
 
     def _meet(self, kind: str, number: int, name: str) -> None:
         """Return when every rank means to make the same movement, which the group itself does not ask."""
