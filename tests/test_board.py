@@ -276,7 +276,6 @@ def _measured() -> dict[str, Any]:
 
     step()
     window.close(1, torch.ones(()))
-    comm.barrier()
     start = time.perf_counter()
     with comm.meter() as meter:
         for _ in range(4):
