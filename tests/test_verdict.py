@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def configure(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", "train.batch_size=96", *arguments])
+    raw = compose(["+recipe=resnet", "train.batch_size=96", "train.eval_every=3", *arguments])
     assert raw is not None
     return from_hydra(raw)
 
@@ -188,9 +188,9 @@ def with_a_slow_rank(folder: str) -> None:
     """Rank 1 takes long to prepare its batches."""
     prepare = Prepare.__call__
 
-    def slowly(self: Prepare, images: torch.Tensor) -> torch.Tensor:
+    def slowly(self: Prepare, *arguments: Any) -> torch.Tensor:
         time.sleep(0.25 * comm.rank())
-        return prepare(self, images)
+        return prepare(self, *arguments)
 
     tiny = ("data=fake", "data.train_images=48", "data.val_images=11", "data.channels=1", "data.image_size=8")
     steps = (
