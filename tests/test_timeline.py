@@ -115,6 +115,7 @@ def test_a_trace_has_rows_without_overlap() -> None:
     for row in rows.values():
         for one, other in pairwise(row):
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-3
+    assert [event["name"] for event in rows[0, 0]] == ["step 7", "step 8"]
     gather = next(event for event in events if event["name"] == "gather b")
     assert (gather["ts"], gather["dur"], gather["cat"]) == pytest.approx((1000, 2000, "gather"))
 
@@ -139,12 +140,22 @@ def profiled(folder: str, *arguments: str) -> None:
     tiny = ("data=fake", "data.train_images=96", "data.val_images=11", "data.channels=1", "data.image_size=8")
     steps = ("train.batch_size=12", "train.max_steps=7", "train.log_every=1")
     quiet = ("monitor.tensorboard=false", "monitor.plan=false", "monitor.progress=none")
-    raw = compose(["+recipe=resnet", *arguments, *tiny, *steps, *quiet])
+    raw = compose(["+recipe=resnet", *tiny, *steps, *quiet, *arguments])
     assert raw is not None
     place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     train(from_hydra(raw), Context(place, CPU, Path(folder)))
     assert not trace.is_open()
     comm.barrier()
+
+
+def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("")  # a file where the folder should be
+    profiled(str(tmp_path), "debug=profile", "train.max_steps=4")
+    log = (tmp_path / "log.txt").read_text()
+    assert f"warning: no timeline: cannot write to {tmp_path}/timeline (File exists)" in log
+    assert "step 4: " in log  # what it would show is told all the same, of the two steps that there were
+    assert "no waiting" not in log
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "finished"
 
 
 def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_path: Path) -> None:

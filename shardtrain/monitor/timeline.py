@@ -8,7 +8,8 @@ hidden shows as waiting, in red.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 from shardtrain import comm
@@ -62,8 +63,8 @@ class Lanes(NamedTuple):
 
     @property
     def steps(self) -> range:
-        count = sum(span.kind == STEP for span in self.spans[0])
-        return range(self.first_step, self.first_step + count)
+        traced = sum(span.kind == STEP for span in self.spans[0])
+        return range(self.first_step, self.first_step + traced)
 
     def bounds(self, step: int) -> tuple[float, float]:
         """When the first rank began ``step`` and the last one ended it."""
@@ -91,12 +92,18 @@ def chrome(lanes: Lanes) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(lanes.spans):
         events += [{"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}]
-        for number, (track, row) in enumerate(_rows(spans)):
+        for number, (track, row) in enumerate(_rows(_numbered(spans, lanes.first_step))):
             events += [
                 {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": track}}
             ]
             events += [_event(span, rank, number, start) for span in row]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _numbered(spans: Iterable[Span], first_step: int) -> Iterator[Span]:
+    """With the numbers of steps in their names."""
+    numbers = count(first_step)
+    return (span._replace(name=f"step {next(numbers)}") if span.kind == STEP else span for span in spans)
 
 
 def _event(span: Span, rank: int, row: int, start: float) -> dict[str, Any]:

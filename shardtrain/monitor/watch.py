@@ -29,7 +29,8 @@ class Watch:
         self._job, self._window, self._monitor = job, window, monitor
         ranks = context.place.world_size
         self._title = f"{config.model.get('name', 'model')}, {ranks} rank{'s'[: ranks > 1]}"
-        self._run_dir, self._speaks = context.run_dir, context.place.rank == 0
+        self._speaks = context.place.rank == 0
+        self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
         self._profile_at = config.monitor.profile_at
         self._named: tuple[int, str] | None = None  # the slow rank that was told of last
         self._trace: trace.Trace | None = None
@@ -73,7 +74,7 @@ class Watch:
         if not self._speaks:
             return False
         try:
-            (self._run_dir / REQUEST).unlink()
+            self._request.unlink()
         except OSError:
             return False
         return True
@@ -92,17 +93,23 @@ class Watch:
         lanes = timeline.collect(taken.spans(), self._first_step)
         if not self._speaks:
             return
+        try:
+            self._monitor.say(self._write(lanes))
+        except OSError as error:  # whoever asked for a look did not ask for the run to end
+            self._monitor.say(f"warning: no timeline: cannot write to {self._folder} ({error.strerror})")
+        self._monitor.say(timeline.in_words(lanes, lanes.steps[-1]))
+
+    def _write(self, lanes: timeline.Lanes) -> str:
+        """The trace and the picture of its last step; where they are."""
         first, last = lanes.steps[0], lanes.steps[-1]
-        folder = self._run_dir / FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"steps-{first}-{last}.json"
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"steps-{first}-{last}.json"
         path.write_text(json.dumps(timeline.chrome(lanes)))
         picture = timeline.picture(lanes, last, self._title)
         if isinstance(picture, str):
             drawn = picture
         else:
-            pictures.save(folder / f"step-{last}.png", picture)
             self._monitor.picture("timeline/step", picture)
+            pictures.save(self._folder / f"step-{last}.png", picture)
             drawn = f"step-{last}.png shows the last"
-        self._monitor.say(f"steps {first} to {last} are in {path} (for ui.perfetto.dev), {drawn}")
-        self._monitor.say(timeline.in_words(lanes, last))
+        return f"steps {first} to {last} are in {path} (for ui.perfetto.dev), {drawn}"
