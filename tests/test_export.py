@@ -113,7 +113,7 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     capsys.readouterr()
     plain = (*QUIET, "eval_only=true", "ema.decay=null", "train.eval_flip=true", f"model.weights={out}")
     assert run(str(tmp_path / "none"), *plain) == "finished"
-    assert "val  loss" in capsys.readouterr().out
+    assert "val   loss" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
     ending = run(str(tmp_path / "none"), *QUIET, "eval_only=true")
     assert "eval_only=true: there is no checkpoint in" in ending

@@ -18,6 +18,7 @@ from PIL import Image
 from shardtrain import comm
 from shardtrain.compose import compose, config_folder
 from shardtrain.config import Config, from_hydra
+from shardtrain.data import side_in
 from shardtrain.launch import Context, Place
 from shardtrain.monitor.tables import end_table
 from shardtrain.recipes import digits
@@ -114,6 +115,82 @@ CARDS: dict[str, tuple[float, dict[str, Any]]] = {
             "augment.erase": 0.0,
         },
     ),
+    "resnet50_imagenet_v2": (
+        80.858,
+        {
+            "model.name": "resnet50",
+            "data.name": "imagefolder",
+            "data.image_size": 176,
+            "data.eval_size": 224,
+            "data.resize": 232,
+            "data.repeats": 4,
+            "train.epochs": 600,
+            "train.batch_size": 1024,
+            "train.loss": "cross_entropy",
+            "train.label_smoothing": 0.1,
+            "train.mixup": 0.2,
+            "train.cutmix": 1.0,
+            "ema.every_steps": 32,
+            "ema.after_epochs": 5.0,
+            "ema.decay": pytest.approx(1 - (1 - 0.99998) * 1024 * 32 / 600, abs=1e-6),
+            "optim.name": "sgd",
+            "optim.lr": 0.5,
+            "optim.momentum": 0.9,
+            "optim.nesterov": False,
+            "optim.weight_decay": 2e-5,
+            "optim.decay_all": False,
+            "sched": {"name": "cosine", "warmup_epochs": 5.0, "final_lr": 0.0},
+            "augment.policy": "trivial",
+            "augment.erase": 0.1,
+        },
+    ),
+    "resnet50_imagenet_a3": (
+        78.05,
+        {
+            "model.name": "resnet50",
+            "data.image_size": 160,
+            "data.eval_size": 224,
+            "data.resize": 236,
+            "data.repeats": 1,
+            "train.epochs": 100,
+            "train.batch_size": 2048,
+            "train.loss": "bce",
+            "train.label_smoothing": 0.0,
+            "train.mixup": 0.1,
+            "train.cutmix": 1.0,
+            "ema.decay": None,
+            "optim.name": "adamw",
+            "optim.weight_decay": 0.02,
+            "optim.decay_all": False,
+            "sched": {"name": "cosine", "warmup_epochs": 5.0, "final_lr": 0.0},
+            "augment.policy": "rand",
+            "augment.magnitude": 18,  # of 30, as 6 of 10
+            "augment.erase": 0.0,
+        },
+    ),
+    "resnet50_imagenet_16ep": (
+        73.8,
+        {
+            "model.name": "resnet50",
+            "data.image_size": 192,
+            "data.eval_size": 256,
+            "data.resize": 293,
+            "data.grow": {"from_": 160, "epochs": 13, "after": 11, "multiple": 32},
+            "train.epochs": 16,
+            "train.batch_size": 4096,
+            "train.label_smoothing": 0.1,
+            "train.channels_last": True,
+            "train.eval_flip": True,
+            "optim.name": "sgd",
+            "optim.lr": 1.7,
+            "optim.momentum": 0.9,
+            "optim.nesterov": False,
+            "optim.weight_decay": 1e-4,
+            "optim.decay_all": False,
+            "sched": {"name": "linear", "warmup_epochs": 2.0, "final_lr": 0.0},
+            "augment.policy": "none",
+        },
+    ),
 }
 
 
@@ -144,6 +221,11 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     assert {key: effective(config, key) for key in settings} == settings
 
 
+def test_images_grow_as_published() -> None:
+    grow = configure("+recipe=resnet50_imagenet_16ep").data.grow
+    assert [side_in(epoch, grow, 192) for epoch in range(16)] == [160] * 12 + [192] * 4
+
+
 def test_the_learning_rate_of_the_first_weights() -> None:
     factor = lr_factor(configure("+recipe=resnet50_imagenet_v1").sched, 90 * 5004, 5004)
     assert [factor(epoch * 5004) for epoch in (0, 29, 30, 59, 60, 89)] == pytest.approx(
@@ -165,10 +247,12 @@ SMALL = {
     "cifar": (*FAKE, "data.train_images=16", "data.image_size=16", "train.batch_size=8"),
     "imagenet": (
         "data.image_size=32",
-        "data.resize=36",
+        "data.eval_size=40",
+        "data.resize=44",
         "data.workers=0",
         "train.batch_size=4",
         "model=resnet18",
+        "parallel.precision=fp32",
     ),
 }
 
@@ -190,6 +274,8 @@ def tiny_run(folder: str, name: str, photos: str) -> dict[str, Any]:
     place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
     source = (f"data.root={photos}",) if "imagenet" in name else ()
+    if "16ep" in name:
+        source += ("data.grow={from: 16, after: 0, epochs: 1, multiple: 1}",)
     if "cifar" in name:  # whose augmentation goes with the data set
         source = (f"augment={configure(f'+recipe={name}').data.name}",)
     config = configure(f"+recipe={name}", *sizes, *TINY, *source)
