@@ -251,8 +251,12 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Monitor:
     tensorboard: bool
+    norms: bool
+    """Of every parameter's gradient, weight and update."""
     plan: bool
     """Compare the run with its plan at the end."""
+    profile_at: int | None = at_least(2)
+    """Step. None: when asked."""
     progress: str = one_of("auto", "bar", "lines", "none")
 
 

@@ -7,6 +7,7 @@ release  let the parameters show their local pieces and give the memory back
 
 from __future__ import annotations
 
+from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Pending, Transport
 from shardtrain.shard import State, Unit
@@ -15,6 +16,7 @@ from shardtrain.shard import State, Unit
 def launch(unit: Unit, transport: Transport) -> None:
     """Start gathering ``unit``. Nothing may be read from its full vector before ``finish``."""
     assert unit.state is State.SHARDED, f"{unit.name}: {unit.state}"
+    trace.begin("gather", unit.title)
     unit.account.add(int(bool(unit.segments)), unit.full_bytes)
     for segment in unit.segments:
         segment.resize_full(segment.layout.padded)
@@ -28,6 +30,7 @@ def finish(unit: Unit) -> None:
     assert unit.state is State.GATHERING, f"{unit.name}: {unit.state}"
     with waiting("all_gather", unit.title, unit.device):
         unit.moving.wait()
+    trace.end("gather", unit.title)
     unit.state = State.GATHERED
 
 

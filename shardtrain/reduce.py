@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Gradient, Pending, Transport
 from shardtrain.shard import Segment, Unit, in_memory_order
@@ -221,6 +222,7 @@ class Reduction:
 
     def launch(self) -> None:
         """Start reducing what has been collected."""
+        trace.begin("reduce", self.unit.title)
         trainable = [flat for flat in self.gradients if flat.segment.trainable]
         self._under_way = [(flat, sorted(flat.filled), flat.unsure(), flat.take()) for flat in trainable]
         self._moving = self._transport.reduce(self.unit.tag(1), [taken for *_, taken in self._under_way])
@@ -232,6 +234,7 @@ class Reduction:
         """
         with waiting("reduce_scatter", self.unit.title, self.unit.device):
             self._moving.wait()
+        trace.end("reduce", self.unit.title)
         given = []
         for flat, filled, unsure, taken in self._under_way:
             for index in [*filled, *(i for i in unsure if not is_absent(taken.own[i]))]:

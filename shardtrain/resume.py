@@ -249,7 +249,8 @@ class Keeper:
 
     def before_update(self) -> None:
         """Before parameters change."""
-        self._store.settle()
+        with self._window.phase("checkpoint"):
+            self._store.settle()
 
     def step_done(self, step: int, found: Evaluation | None) -> None:
         """After everything of a step. Collective.
@@ -263,13 +264,16 @@ class Keeper:
         if better and found is not None:
             self.best = Best(step, found.acc1)
         last = step == self._job.steps
-        if self._store.under_way and not busy:
-            self._attempt(self._store.advance, False)
-        if self._config.checkpoint.keep and (signal or last or better or step % self._every == 0):
-            self._attempt(self._store.finish, False)  # its failure must not keep this step from being saved
-            self._attempt(lambda: self._save(step), last or bool(signal))
+        with self._window.paused("checkpoint"):
+            if self._store.under_way and not busy:
+                self._attempt(self._store.advance, False)
+            if self._config.checkpoint.keep and (signal or last or better or step % self._every == 0):
+                # An earlier save's failure must not keep this step from being saved.
+                self._attempt(self._store.finish, False)
+                self._attempt(lambda: self._save(step), last or bool(signal))
+            if signal and not last:
+                self._attempt(self._store.finish, True)
         if signal and not last:
-            self._attempt(self._store.finish, True)
             saved = (
                 f"step {self._store.latest} is saved" if self._store.latest == step else "nothing is saved"
             )
@@ -283,7 +287,8 @@ class Keeper:
         Raises:
             SaveFailed: on every rank: it is not.
         """
-        self._attempt(self._store.finish, True)
+        with self._window.paused("checkpoint"):
+            self._attempt(self._store.finish, True)
 
     def report(self) -> dict[str, float]:
         """Seconds that training has waited for saves since the last report, as a scalar."""

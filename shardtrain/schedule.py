@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from shardtrain import gather
+from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Transport
 from shardtrain.reduce import Reduction
@@ -155,6 +156,7 @@ class Schedule:
         gather.open_full(unit, self.transport)
         if self._in_forward and not self._in_backward:
             self._prefetch(self._forward.next_after(unit))
+        trace.begin("forward", unit.title)
 
     def after_forward(self, unit: Unit, backward_will_tell: bool, failed: bool) -> None:
         """One of ``unit``'s modules is left.
@@ -163,6 +165,8 @@ class Schedule:
         needed again. If not, they stay in full until the end of backward.
         """
         self._depth[unit] = max(0, self._depth[unit] - 1)
+        if not self._depth[unit]:
+            trace.end("forward", unit.title)
         if self._depth[unit] or self._in_backward or unit.pinned:
             return
         if not (self._in_forward or failed):
@@ -199,6 +203,7 @@ class Schedule:
         gather.open_full(unit, self.transport)
         self._entered.append(unit)
         self._prefetch(self._backward.next_after(unit))
+        trace.begin("backward", unit.title)
 
     def _enter_skipped(self, until: Unit | None = None) -> None:
         """Enter units whose outputs have got no gradient on this rank: last left first, down to ``until``."""
@@ -258,6 +263,7 @@ class Schedule:
 
     def _complete(self, unit: Unit) -> None:
         """All gradients of ``unit`` that will come have come; start the reductions whose turn it is."""
+        trace.end("backward", unit.title)
         self._reductions[unit].begin_backward()  # should more come: reentrant checkpoints use a unit in parts
         self._completed.add(unit)
         while self._to_reduce and (not self._to_reduce[0].trainable or self._to_reduce[0] in self._completed):

@@ -14,33 +14,38 @@ import math
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardtrain import clip_grad_norm_, comm, no_sync, sweep
+from shardtrain import clip_grad_norm_, no_sync, sweep
 from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, Window, open_monitor, score_table, start_table
+from shardtrain.monitor.watch import Watch
 from shardtrain.nonfinite import Guard
 from shardtrain.plan.run import foretold
 from shardtrain.resume import Keeper, find_start, restore, told
 from shardtrain.stop import StopSignals
 
 
-def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, keeper: Keeper) -> None:
+def fit(
+    job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, keeper: Keeper, watch: Watch
+) -> None:
     """Trains up to step `job.steps`, evaluating every `train.eval_every` epochs and at the end."""
     model, optimizer = job.model, job.optimizer
     max_norm = train.clip_grad_norm or math.inf  # inf measures and does not clip
-    batches = iter(job.train)
+    batches = monitor.showing(job.train)
     for step in range(job.first_step + 1, job.steps + 1):
         guard.begin_step()
-        with comm.meter() as traffic:
+        with window.step():
             for micro in range(1, train.accumulate + 1):
-                with window.waiting_for_data():
+                with window.phase("data"):
                     images, labels, _ = next(batches)
                 with contextlib.nullcontext() if micro == train.accumulate else no_sync(model):
-                    logits = model(images)
-                    loss = job.loss(logits, labels)
-                    (loss / train.accumulate).backward()
+                    with window.phase("forward"):
+                        logits = model(images)
+                        loss = job.loss(logits, labels)
+                    with window.phase("backward"):
+                        (loss / train.accumulate).backward()
                 window.add(loss, logits, labels)
             norm = clip_grad_norm_(model, max_norm)
             if not guard.accepts(step, norm):
@@ -49,19 +54,19 @@ def fit(job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, 
             optimizer.step()
             if job.ema is not None:
                 job.ema.update(step)
-        window.step_done(traffic)
         last = step == job.steps
         monitor.step(step)
         if step % train.log_every == 0 or last:
             monitor.log(step, window.close(step, norm) | keeper.report())
+        watch.step_done(step)
         optimizer.zero_grad()
         job.schedule.step()
         found = None
-        with window.paused():
-            if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
+        if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
+            with window.paused("evaluation"):
                 found = evaluate(model, job.val, ema=job.ema, flip=train.eval_flip)
                 monitor.evaluated(step, found)
-            keeper.step_done(step, found)
+        keeper.step_done(step, found)
     keeper.finish()
 
 
@@ -72,7 +77,8 @@ def train(config: Config, context: Context) -> float | None:
     job, config = build(config, place.rank, place.world_size, context.device, start.step)
     window = Window(job)
     best = restore(start, config, job, window)
-    with open_monitor(config, context, job, best.acc1 if best else None) as monitor, StopSignals() as signals:
+    best_acc1 = best.acc1 if best else None
+    with open_monitor(config, context, job, window, best_acc1) as monitor, StopSignals() as signals:
         monitor.say("\n".join([start_table(config, context, job), *told(start, job, config.eval_only)]))
         if config.eval_only:
             found = evaluate(job.model, job.val, ema=job.ema, flip=config.train.eval_flip)
@@ -84,7 +90,8 @@ def train(config: Config, context: Context) -> float | None:
         else:
             guard = Guard(job.model, config.train, window, monitor)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
-            fit(job, config.train, monitor, window, guard, keeper)
+            with Watch(config, context, job, window, monitor) as watch:
+                fit(job, config.train, monitor, window, guard, keeper, watch)
             best = keeper.best
         return best.acc1 if best else None
 

@@ -52,7 +52,7 @@ def test_alone_from_another_directory(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     (run,) = (tmp_path / "outputs").iterdir()
     kinds = sorted(path.name.split(".")[0] for path in run.iterdir())
-    assert kinds == ["config", "events", "log", "result"]
+    assert kinds == ["at_a_glance", "config", "events", "log", "result"]
     assert json.loads((run / "result.json").read_text())["status"] == "finished"
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
 
@@ -93,7 +93,7 @@ def test_mistakes_end_with_code_2(tmp_path: Path) -> None:
 def test_the_configuration_is_printed_once(tmp_path: Path) -> None:
     done = shell([*torchrun(2), "+recipe=resnet", "--cfg", "job"], tmp_path)
     assert done.returncode == 0
-    assert done.stdout.count("batch_size: 96") == 1
+    assert done.stdout.count("batch_size: 48") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -48,6 +48,7 @@ SMALL = (
     "monitor.progress=none",
 )
 STEPS = 10
+MEASURED = ("perf", "time", "ranks", "memory")  # groups of tags that no run repeats
 
 
 class Crash(Exception):
@@ -130,7 +131,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in ("perf", "time", "memory")]
+    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in MEASURED]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 

@@ -11,13 +11,15 @@ that the compute stream stands still, measured by events, so that the host need 
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+from shardtrain.comm import trace
+from shardtrain.comm.trace import Moment, moment, seconds
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
@@ -32,22 +34,33 @@ class Wait(NamedTuple):
 class Meter:
     """This rank's traffic while the meter is open.
 
-    ``calls[kind]``, ``bytes[kind]``: movements and bytes sent, for the kinds in ``KINDS``.
+    ``calls[kind]``, ``bytes[kind]``: movements and bytes sent, for the kinds in ``KINDS``. ``during``: what
+    its owner is doing; waits are filed under it.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        self._seconds: defaultdict[Wait, float] = defaultdict(float)
-        self._on_device: list[tuple[Wait, torch.cuda.Event, torch.cuda.Event]] = []
+        self.during = ""
+        self._waits: list[tuple[str, Wait, Moment, Moment]] = []
 
     def exposed(self) -> dict[Wait, float]:
         """Seconds of exposed communication by kind and unit. On CUDA the host waits for the device here."""
-        for what, start, end in self._on_device:
-            end.synchronize()
-            self._seconds[what] += start.elapsed_time(end) / 1e3
-        self._on_device.clear()
-        return dict(self._seconds)
+        return _sums((what, seconds(start, end)) for _, what, start, end in self._waits)
+
+    def exposed_during(self) -> dict[str, float]:
+        """The same by what the owner was doing."""
+        return _sums((during, seconds(start, end)) for during, _, start, end in self._waits)
+
+
+Key = TypeVar("Key")
+
+
+def _sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    sums: defaultdict[Key, float] = defaultdict(float)
+    for key, value in pairs:
+        sums[key] += value
+    return dict(sums)
 
 
 # The one piece of process-wide state: `meter()` takes no argument, and backward runs in other threads,
@@ -76,18 +89,12 @@ def count(kind: str, sent: int) -> None:
 @contextmanager
 def waiting(kind: str, unit: str, device: torch.device) -> Iterator[None]:
     """Count the block as waiting on ``device`` for a movement of ``kind`` of ``unit``."""
-    if not _open:
+    if not (_open or trace.is_open()):
         yield
-    elif device.type == "cuda":
-        with torch.cuda.device(device):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-        for current in _open:
-            current._on_device.append((Wait(kind, unit), start, end))
-    else:
-        begun = time.perf_counter()
-        yield
-        for current in _open:
-            current._seconds[Wait(kind, unit)] += time.perf_counter() - begun
+        return
+    start = moment(device)
+    yield
+    end = moment(device)
+    for current in _open:
+        current._waits.append((current.during, Wait(kind, unit), start, end))
+    trace.note("wait", f"{kind} of {unit}", start, end)

@@ -171,7 +171,7 @@ class EvalFeed:
         workers: int,
         scatter: HostScatter | None = None,
     ) -> None:
-        self.prepare = prepare
+        self.images, self.prepare = data.val, prepare
         ranks = share.world_size
         lists = [EvalSampler(len(data.val), batch_size, rank, ranks) for rank in range(ranks)]
         self.sampler = lists[share.rank]

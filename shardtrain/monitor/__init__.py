@@ -9,19 +9,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from shardtrain import describe
 from shardtrain.build import Job
 from shardtrain.config import Config
+from shardtrain.data import Batch
+from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
+from shardtrain.monitor.board import TensorBoard
 from shardtrain.monitor.console import Bar, Lines, Tables
-from shardtrain.monitor.files import LogFile, ResultFile, TensorBoard, make_run_dir
+from shardtrain.monitor.files import LogFile, ResultFile, make_run_dir
+from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.tables import end_table, score_table, start_table
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.verdict import judge
+from shardtrain.monitor.window import MIB, Window, memory_of
 
 __all__ = ["Monitor", "Window", "open_monitor", "score_table", "start_table"]
 
@@ -44,12 +51,35 @@ class Monitor:
         for sink in self.sinks:
             sink.log(step, scalars)
 
+    def showing(self, feed: Iterable[Batch]) -> Iterator[Batch]:
+        """The feed's batches; the first is put on show as it comes."""
+        batches = iter(feed)
+        for batch in batches:
+            for sink in self.sinks:
+                sink.samples(batch)
+            yield batch
+            yield from batches
+
+    def picture(self, tag: str, image: np.ndarray[Any, Any]) -> None:
+        for sink in self.sinks:
+            sink.picture(tag, image)
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.facts(facts)
+
+    def details(self, step: int, scalars: Mapping[str, float]) -> None:
+        for sink in self.sinks:
+            sink.details(step, scalars)
+
     def flush(self) -> None:
         for sink in self.sinks:
             sink.flush()
 
     def evaluated(self, step: int, found: Evaluation) -> None:
         self.log(step, found.scalars())
+        for sink in self.sinks:
+            sink.evaluated(found)
 
     def close(self, status: str) -> None:
         for sink in self.sinks:
@@ -70,12 +100,15 @@ class Ending(Sink):
 
 @contextlib.contextmanager
 def open_monitor(
-    config: Config, context: Context, job: Job, best_acc1: float | None = None
+    config: Config, context: Context, job: Job, window: Window, best_acc1: float | None = None
 ) -> Iterator[Monitor]:
     """The run's monitor; however the block is left, files are complete afterwards.
 
-    ``best_acc1``: that of the run which goes on here, if it has been evaluated.
+    ``window`` knows where the time went. ``best_acc1``: that of the run which goes on here, if it has been
+    evaluated.
     """
+    if config.monitor.norms and not config.monitor.tensorboard:
+        raise UserError("monitor.norms=true: norms are for plots alone, so monitor.tensorboard must be true")
     monitor = Monitor(_sinks(config, context, job, best_acc1))
     status = "failed"
     try:
@@ -85,6 +118,8 @@ def open_monitor(
         status = "interrupted"
         raise
     finally:
+        if window.spent.steps:
+            monitor.facts(judge(window.spent, config, context.place.world_size, context.device.type))
         monitor.close(status)
 
 
@@ -105,7 +140,11 @@ def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) 
         from shardtrain.plan.run import Comparison  # which imports sinks
 
         sinks.insert(1, Comparison(config, job, [console, log]))
-    return [*sinks, TensorBoard(context.run_dir, job.first_step)] if config.monitor.tensorboard else sinks
+    if config.monitor.tensorboard:
+        board = TensorBoard(context.run_dir, config, facts, job.first_step)
+        memory_mib = memory_of(context.device) / MIB
+        sinks += [Glance(context.run_dir, board, console, job, memory_mib), board]
+    return sinks
 
 
 def _console(config: Config, job: Job) -> Sink:

@@ -1,4 +1,4 @@
-"""The run directory: config.yaml, log.txt, result.json and TensorBoard events. Rank 0 alone writes."""
+"""The run directory's files: config.yaml, log.txt and result.json. Rank 0 alone writes."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ class ResultFile(Sink):
             self.result["best_val/acc1"] = max(self.result.get("best_val/acc1", 0.0), judged)
             self._write()
 
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self.result.update(facts)
+
     def close(self, status: str) -> None:
         self.result["status"] = status
         self._write()
@@ -94,29 +97,6 @@ class ResultFile(Sink):
         temporary = self.path.with_suffix(".json.tmp")
         temporary.write_text(json.dumps(self.result, indent=2) + "\n")
         os.replace(temporary, self.path)
-
-
-class TensorBoard(Sink):
-    """Events, flushed with every evaluation and checkpoint. Importing the writer takes 1.5 s: done here."""
-
-    def __init__(self, directory: Path, first_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # What an earlier process told of later steps than the one it continues from is dropped from view.
-        purge = first_step + 1 if first_step else 0
-        self.writer = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, value, step)  # type: ignore[no-untyped-call]
-        if "val/loss" in scalars:
-            self.flush()
-
-    def flush(self) -> None:
-        self.writer.flush()  # type: ignore[no-untyped-call]
-
-    def close(self, status: str) -> None:
-        self.writer.close()  # type: ignore[no-untyped-call]
 
 
 def _versions() -> dict[str, str]:

@@ -57,6 +57,9 @@ def end_table(result: Mapping[str, Any]) -> str:
     if "val/loss" in result:
         best = f", best acc1 {result['best_val/acc1']:.2f} %"
         rows += _score_rows(result, best)
+    if "verdict" in result:
+        rows.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
+        rows += [("time", result["time"]), ("verdict", result["verdict"])]
     rows.append(("run", result["run_dir"]))
     return _aligned(rows)
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,12 +23,31 @@ from torch import Tensor
 from shardtrain import comm
 from shardtrain.build import Job
 from shardtrain.engine import engine_of
+from shardtrain.monitor.phases import PHASES, Phases
+from shardtrain.monitor.stragglers import Slow, slowest
 
 MIB = 2**20
+MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
 
 # Dense TF32 peak of one GPU in operations a second (NVIDIA's data sheets, without sparsity): what
 # convolutions of fp32 tensors use by default. `perf/mfu` is reported where the peak is known.
 TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
+
+
+@dataclass
+class Spent:
+    """Where the time of this process's training went: seconds, the mean over ranks, by what they went to.
+
+    ``seconds``: the phases of a step without waiting; ``waiting``, for other ranks; and what steps were
+    interrupted for. ``slow``: how many of the ``reports`` named which rank slow, in which phase.
+    """
+
+    since: float = field(default_factory=time.perf_counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    slow: Counter[tuple[int, str]] = field(default_factory=Counter)
+    reports: int = 0
+    steps: int = 0
+    images: int = 0
 
 
 class Window:
@@ -35,6 +57,12 @@ class Window:
         self.job = job
         self.device = next(job.model.parameters()).device
         self.peak = _peak_flops(self.device)
+        self.spent = Spent()
+        self.slow: Slow | None = None  # the rank that the last report found beyond the margin
+        self.wish: Callable[[], bool] = _none  # asked with each report: whether this rank wants something
+        self.wished = False  # whether a rank did
+        self._phases = Phases(self.device)
+        self.phase = self._phases.phase
         self._restart()
 
     def state(self) -> dict[str, Any]:
@@ -62,24 +90,27 @@ class Window:
         self.scored = 0  # of these, images whose loss counts
         self.steps = 0
         self.timed_steps = 0  # likewise
-        self.data_s = 0.0
         self.sent: Counter[str] = Counter()  # bytes by kind
-        self.traffic: list[comm.Meter] = []  # of the steps taken here
         self.since = time.perf_counter()
 
     @contextlib.contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Times the block as waiting for input."""
-        start = time.perf_counter()
-        yield
-        self.data_s += time.perf_counter() - start
+    def step(self) -> Iterator[None]:
+        """One optimizer step; see `Phases.step`."""
+        with self._phases.step() as traffic:
+            yield
+        self.steps += 1
+        self.timed_steps += 1
+        self._kept = self.sums.clone(), self.scored
+        self.sent.update(traffic.bytes)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the block's time out."""
+    def paused(self, what: str) -> Iterator[None]:
+        """Leaves the block's time out of the steps'; it goes to ``what``."""
         start = time.perf_counter()
         yield
-        self.since += time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        self.since += elapsed
+        self.spent.seconds[what] += elapsed
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """One micro-batch: mean loss, logits [batch, classes], labels [batch] or soft ones as the logits."""
@@ -99,24 +130,13 @@ class Window:
         self.sums.copy_(self._kept[0])
         self.scored = self._kept[1]
 
-    def step_done(self, traffic: comm.Meter) -> None:
-        self.steps += 1
-        self.timed_steps += 1
-        self._kept = self.sums.clone(), self.scored
-        self.sent.update(traffic.bytes)
-        self.traffic.append(traffic)
-
     def close(self, step: int, grad_norm: Tensor) -> dict[str, float]:
         """Scalars since the last call, by tag. Collective; gradients have to be still there."""
-        loss, right = comm.all_reduce(self.sums).tolist()
+        ranks = comm.world_size()
+        (loss, right), busy, waited = self._of_all_ranks()
         if not math.isfinite(loss):
             raise RuntimeError(f"train/loss is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
-        ranks = comm.world_size()
-        exposed = sum(sum(meter.exposed().values()) for meter in self.traffic)
-        exposed = (
-            comm.all_reduce(torch.tensor(exposed, dtype=torch.float64, device=self.device)).item() / ranks
-        )
         images = self.images * ranks  # every rank has equally many
         scored = self.scored * ranks or math.nan
         scalars = {
@@ -126,8 +146,6 @@ class Window:
             "perf/img_per_s": images / elapsed,
             "perf/img_per_s_per_rank": images / elapsed / ranks,
             "time/step_s": elapsed / self.timed_steps,
-            "time/data_pct": 100 * self.data_s / elapsed,
-            "time/exposed_comm_pct": 100 * exposed / elapsed,
             "comm/all_gather_mib_per_step": self.sent["all_gather"] / self.steps / MIB,
             "comm/reduce_scatter_mib_per_step": self.sent["reduce_scatter"] / self.steps / MIB,
         }
@@ -135,9 +153,48 @@ class Window:
             scalars[f"lr/group{index}"] = float(group["lr"])
         if self.peak is not None:  # backward takes twice the operations of forward
             scalars["perf/mfu"] = 3 * self.job.forward_flops * images / elapsed / ranks / self.peak
+        scalars |= self._times(busy, waited, elapsed) | self._ranks(busy)
         scalars.update(_memory(self.job, self.device))
         self._restart()
         return scalars
+
+    def _of_all_ranks(self) -> tuple[list[float], list[dict[str, float]], float]:
+        """Sums over ranks; each rank's busy seconds by phase; mean seconds of waiting. One all-reduce."""
+        busy, waited = self._phases.take()
+        rows = torch.zeros(comm.world_size(), 4 + len(busy), dtype=torch.float64, device=self.device)
+        rows[comm.rank(), :2] = self.sums
+        rows[comm.rank(), 2:] = torch.tensor([waited, self.wish(), *busy.values()], device=self.device)
+        found = comm.all_reduce(rows).cpu()
+        self.wished = self.wished or bool(found[:, 3].any())
+        each = [dict(zip(busy, row, strict=True)) for row in found[:, 4:].tolist()]
+        return found[:, :2].sum(0).tolist(), each, found[:, 2].mean().item()
+
+    def _times(self, busy: list[dict[str, float]], waited: float, elapsed: float) -> dict[str, float]:
+        """Means over ranks in percent of the time."""
+        seconds = {phase: fmean(row[phase] for row in busy) for phase in PHASES}
+        self.spent.reports += 1
+        self.spent.steps += self.timed_steps
+        self.spent.images += self.images * len(busy)
+        for what, value in (seconds | {"waiting": waited}).items():
+            self.spent.seconds[what] += value
+        shares = {f"time/{phase}_pct": 100 * value / elapsed for phase, value in seconds.items()}
+        return shares | {"time/exposed_comm_pct": 100 * waited / elapsed}
+
+    def _ranks(self, busy: list[dict[str, float]]) -> dict[str, float]:
+        """Each rank's own time of a step, and how far the slowest lies behind the others."""
+        a_step = [{phase: value / self.timed_steps for phase, value in row.items()} for row in busy]
+        found = slowest(a_step)
+        if found is None:
+            return {}
+        self.slow = found if found.beyond_margin else None
+        if self.slow:
+            self.spent.slow[found.rank, found.phase] += 1
+        each = {f"ranks/busy_s_{rank}": sum(row.values()) for rank, row in enumerate(a_step[:MOST_RANKS])}
+        return each | {"ranks/slowest": float(found.rank), "ranks/slowest_excess_pct": found.excess_pct}
+
+
+def _none() -> bool:
+    return False
 
 
 def _memory(job: Job, device: torch.device) -> dict[str, float]:
@@ -163,6 +220,13 @@ def _peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _peak_flops(device: torch.device) -> float | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from shardtrain.comm.meter import waiting
 from shardtrain.engine import engine_of
 
 
@@ -34,12 +35,9 @@ def clip_grad_norm_(
     sharded = {param for unit in engine.units for segment in unit.segments for param in segment.params}
     cut = _power([p.grad for p in params if p in sharded], norm_type, engine.device)
     whole = _power([p.grad for p in params if p not in sharded], norm_type, engine.device)
-    if norm_type == math.inf:
-        engine.transport.all_reduce(cut, "max")
-        norm = torch.maximum(cut, whole)
-    else:
-        engine.transport.all_reduce(cut, "sum")
-        norm = (cut + whole) ** (1.0 / norm_type)
+    with waiting("all_reduce", "the gradient's norm", engine.device):
+        engine.transport.all_reduce(cut, "max" if norm_type == math.inf else "sum")
+    norm = torch.maximum(cut, whole) if norm_type == math.inf else (cut + whole) ** (1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the gradient's norm of order {norm_type} is {norm.item()}, so nothing was clipped"

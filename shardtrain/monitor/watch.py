@@ -1,0 +1,108 @@
+"""What is looked at between steps: ranks that fall behind, norms, and steps that somebody wants to see.
+
+A few steps are traced if `monitor.profile_at` says when, or when somebody touches the file `profile` in the
+run directory. Rank 0 looks for it with each report, and tells the others in what they exchange then anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+from shardtrain import comm
+from shardtrain.build import Job
+from shardtrain.comm import trace
+from shardtrain.config import Config
+from shardtrain.launch import Context
+from shardtrain.monitor import Monitor, pictures, timeline
+from shardtrain.monitor.norms import Norms
+from shardtrain.monitor.window import Window
+
+TRACED = 3  # steps
+REQUEST, FOLDER = "profile", "timeline"
+
+
+class Watch:
+    """Called after every step, on every rank."""
+
+    def __init__(self, config: Config, context: Context, job: Job, window: Window, monitor: Monitor) -> None:
+        self._job, self._window, self._monitor = job, window, monitor
+        ranks = context.place.world_size
+        self._title = f"{config.model.get('name', 'model')}, {ranks} rank{'s'[: ranks > 1]}"
+        self._run_dir, self._speaks = context.run_dir, context.place.rank == 0
+        self._profile_at = config.monitor.profile_at
+        self._named: tuple[int, str] | None = None  # the slow rank that was told of last
+        self._trace: trace.Trace | None = None
+        self._first_step = 0  # that is traced
+        self._norms = Norms(job, config.train.log_every) if config.monitor.norms else None
+        self._open = contextlib.ExitStack()
+        window.wish = self._requested
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def step_done(self, step: int) -> None:
+        """After an update, before gradients are cleared. Collective after steps reported or traced."""
+        self._name_the_slow(step)
+        if self._norms is not None:
+            self._monitor.details(step, self._norms.take())
+        last = step == self._job.steps
+        if self._trace is not None and (last or step == self._first_step + TRACED - 1):
+            with self._window.paused("pictures"):
+                self._tell(self._trace)
+                comm.barrier()  # or the others would wait for rank 0 in the next step
+        if self._trace is None and not last and self._due(step):
+            self._first_step = step + 1
+            self._trace = self._open.enter_context(trace.record(self._window.device))
+
+    def _name_the_slow(self, step: int) -> None:
+        slow = self._window.slow
+        found = (slow.rank, slow.phase) if slow else None
+        if found != self._named:
+            if slow:
+                self._monitor.say(f"step {step}: {slow}")
+            elif self._named:
+                self._monitor.say(f"step {step}: rank {self._named[0]} keeps up again")
+            self._named = found
+
+    def _requested(self) -> bool:
+        """Whether somebody has touched the file; it is gone then."""
+        if not self._speaks:
+            return False
+        try:
+            (self._run_dir / REQUEST).unlink()
+        except OSError:
+            return False
+        return True
+
+    def _due(self, step: int) -> bool:
+        """Whether the next step is to be traced."""
+        planned = self._profile_at is not None and step + 1 >= self._profile_at
+        if planned:
+            self._profile_at = None
+        asked, self._window.wished = self._window.wished, False
+        return planned or asked
+
+    def _tell(self, taken: trace.Trace) -> None:
+        self._open.close()
+        self._trace = None
+        lanes = timeline.collect(taken.spans(), self._first_step)
+        if not self._speaks:
+            return
+        first, last = lanes.steps[0], lanes.steps[-1]
+        folder = self._run_dir / FOLDER
+        folder.mkdir(exist_ok=True)
+        path = folder / f"steps-{first}-{last}.json"
+        path.write_text(json.dumps(timeline.chrome(lanes)))
+        picture = timeline.picture(lanes, last, self._title)
+        if isinstance(picture, str):
+            drawn = picture
+        else:
+            pictures.save(folder / f"step-{last}.png", picture)
+            self._monitor.picture("timeline/step", picture)
+            drawn = f"step-{last}.png shows the last"
+        self._monitor.say(f"steps {first} to {last} are in {path} (for ui.perfetto.dev), {drawn}")
+        self._monitor.say(timeline.in_words(lanes, last))

@@ -1,0 +1,110 @@
+"""What monitoring costs: the same steps with and without it, in turns.
+
+    torchrun --nproc-per-node 2 tests/monitor_cost.py [key=value ...]
+
+With it is everything of the training program at its default settings: phases, traffic and memory measured,
+ranks compared and curves written every `train.log_every` steps. Without it is the loop of a script. A round
+is `train.log_every` steps of each; what counts is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from shardtrain import clip_grad_norm_, launch
+from shardtrain.bench.interleave import Track, interleave
+from shardtrain.bench.statistics import ratios
+from shardtrain.build import Job, build
+from shardtrain.compose import compose
+from shardtrain.config import Config, from_hydra
+from shardtrain.launch import Context, Place
+from shardtrain.monitor import Monitor, Window, open_monitor
+from shardtrain.monitor.watch import Watch
+
+ROUNDS, WARMUP = 40, 3
+DEFAULTS = (
+    "+recipe=resnet",
+    "data=fake",
+    "data.image_size=32",
+    "train.batch_size=64",
+    "monitor.progress=lines",
+    "monitor.plan=false",
+)
+
+
+def bare(job: Job, steps: int) -> torch.Tensor:
+    images, labels, _ = next(iter(job.train))
+    for _ in range(steps):
+        loss = job.loss(job.model(images), labels)
+        loss.backward()
+        float(clip_grad_norm_(job.model, math.inf))
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return loss.detach()
+
+
+def monitored(job: Job, steps: int, window: Window, monitor: Monitor, watch: Watch) -> torch.Tensor:
+    images, labels, _ = next(iter(job.train))
+    for step in range(1, steps + 1):
+        with window.step():
+            with window.phase("data"):
+                pass
+            with window.phase("forward"):
+                logits = job.model(images)
+                loss = job.loss(logits, labels)
+            with window.phase("backward"):
+                loss.backward()
+            window.add(loss, logits, labels)
+            norm = clip_grad_norm_(job.model, math.inf)
+            float(norm)
+            job.optimizer.step()
+        monitor.step(step)
+        if step == steps:
+            monitor.log(step, window.close(step, norm))
+        watch.step_done(step)
+        job.optimizer.zero_grad()
+    return loss.detach()
+
+
+def measure(config: Config, place: Place, device: torch.device, folder: Path) -> None:
+    job, config = build(config, place.rank, place.world_size, device)
+    window, context, steps = Window(job), Context(place, device, folder), config.train.log_every
+    tracks = {"without": Track(), "with": Track()}
+    with contextlib.redirect_stdout(io.StringIO()), open_monitor(config, context, job, window) as monitor:
+        watch = Watch(config, context, job, window, monitor)
+        runners = {
+            "without": lambda _: bare(job, steps),
+            "with": lambda _: monitored(job, steps, window, monitor, watch),
+        }
+        interleave(runners, tracks, range(WARMUP), device, timed=False)
+        interleave(runners, tracks, range(WARMUP, WARMUP + ROUNDS), device, timed=True)
+    found = ratios(tracks["with"].seconds, tracks["without"].seconds)
+    if place.rank == 0:
+        without = sorted(tracks["without"].seconds)[ROUNDS // 2] / steps
+        print(
+            f"with over without: {found.median:.4f} (quartiles {found.low:.4f} to {found.high:.4f}), "
+            f"{ROUNDS} rounds of {steps} steps of {1e3 * without:.1f} ms, {place.world_size} ranks "
+            f"on {device}"
+        )
+
+
+def main() -> None:
+    raw = compose([*DEFAULTS, *sys.argv[1:]])
+    assert raw is not None
+    config, place = from_hydra(raw), Place.from_environment(os.environ)
+    device = launch.choose_device(config.device, place)
+    torch.set_num_threads(config.threads or launch.cpu_threads(place, os.environ))
+    with tempfile.TemporaryDirectory() as folder, launch.process_group(place, device):
+        measure(config, place, device, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The end of a run in words, and ranks that are slower than the others."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from shardtrain import comm
+from shardtrain.compose import compose
+from shardtrain.config import Config, from_hydra
+from shardtrain.data import Prepare
+from shardtrain.launch import Context, Place
+from shardtrain.monitor.phases import PHASES
+from shardtrain.monitor.stragglers import slowest
+from shardtrain.monitor.tables import end_table
+from shardtrain.monitor.verdict import Run, judge, verdict
+from shardtrain.monitor.window import Spent
+from shardtrain.train import train
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def configure(*arguments: str) -> Config:
+    raw = compose(["+recipe=resnet", "train.batch_size=96", *arguments])
+    assert raw is not None
+    return from_hydra(raw)
+
+
+def advice(
+    shares: dict[str, float], *arguments: str, device: str = "cpu", ranks: int = 2, **spent: Any
+) -> str:
+    found = Spent(**{"steps": 100, "reports": 10, **spent})
+    return verdict(Run(shares, found, configure(*arguments), ranks, device))
+
+
+WAIT = "40 % of the time is waiting for other ranks and their shards: "
+SAVE = "9 % of the time is saving checkpoints: "
+ADVICE: list[tuple[dict[str, float], str, str, str]] = [
+    (
+        {"data": 68},
+        "data.workers=2",
+        "cpu",
+        "68 % of the time is waiting for images: raise data.workers (now 2)",
+    ),
+    ({"data": 30}, "", "cpu", "let processes of their own load them, data.workers=2 (now 0)"),
+    (
+        {"waiting": 40},
+        "parallel.transport=process_group",
+        "cpu",
+        f"{WAIT}parallel.transport=auto lets the ranks of one host share memory",
+    ),
+    ({"waiting": 40}, "", "cuda", f"{WAIT}parallel.precision=bf16 moves half the bytes"),
+    (
+        {"waiting": 40},
+        "",
+        "cpu",
+        f"{WAIT}parallel.reshard_after_forward=false spares backward's gathers, if the memory is there",
+    ),
+    (
+        {"waiting": 40},
+        "parallel.reshard_after_forward=false",
+        "cpu",
+        f"{WAIT}give each rank more to compute, train.batch_size (now 48 images a rank)",
+    ),
+    (
+        {"checkpoint": 9},
+        "checkpoint.asynchronous=false",
+        "cpu",
+        f"{SAVE}checkpoint.asynchronous=true writes them while training goes on",
+    ),
+    ({"checkpoint": 9}, "checkpoint.every_steps=5", "cpu", f"{SAVE}raise checkpoint.every_steps (now 5)"),
+    ({"checkpoint": 9}, "", "cpu", f"{SAVE}raise checkpoint.every_steps (now once an epoch)"),
+    ({"evaluation": 33}, "", "cpu", "33 % of the time is evaluation: raise train.eval_every (now 3 epochs)"),
+    (
+        {"optimizer": 25},
+        "",
+        "cpu",
+        "the optimizer: one update could serve more images, train.batch_size (now 96)",
+    ),
+    (
+        {"the rest": 50},
+        "",
+        "cpu",
+        "neither steps nor evaluation: start-up and reports, train.log_every (now 10)",
+    ),
+    (
+        {"forward": 30, "backward": 60, "data": 4},
+        "",
+        "cpu",
+        "90 % of the time is computing: more ranks would share it; nothing else stands out",
+    ),
+    ({"forward": 90}, "", "cuda", "90 % of the time is computing: parallel.precision=bf16 computes faster"),
+    ({"data": 12, "waiting": 30}, "", "cpu", "30 % of the time is waiting for other ranks"),
+]
+
+
+@pytest.mark.parametrize(("shares", "argument", "device", "expected"), ADVICE)
+def test_the_advice_is_about_what_stands_out_most(
+    shares: dict[str, float], argument: str, device: str, expected: str
+) -> None:
+    assert expected in advice(shares, *argument.split(), device=device)
+
+
+def test_waiting_for_a_slow_rank_is_told_as_such() -> None:
+    slow = Counter({(1, "data"): 5})
+    expected = "waiting for other ranks: rank 1 is slower than the others in data, look there first"
+    assert expected in advice({"waiting": 40.0}, slow=slow)
+    assert "look there" not in advice({"waiting": 40.0}, slow=Counter({(1, "data"): 4}))
+
+
+def test_few_steps_are_not_judged() -> None:
+    assert advice({"data": 90.0}, steps=19) == "19 steps are too few to judge by; from 20 on there is advice"
+
+
+def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
+    config = configure()
+    spent = Spent(since=time.perf_counter() - 10, steps=50, images=600)
+    spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
+    found = judge(spent, config, 2, "cpu")
+    assert found["run_img_per_s"] == pytest.approx(60, rel=0.1)
+    assert sum(found["spent_s"].values()) == pytest.approx(10, rel=0.1)
+    assert found["time"] == "data 60 %, forward 10 %, exposed communication 10 %, the rest 20 %"
+    table = end_table({"status": "finished", "step": 50, "seconds": 10.0, "run_dir": "there", **found})
+    assert "speed     60 img/s over all" in table
+    assert "time      data 60 %, forward 10 %" in table
+    assert "verdict   60 % of the time is waiting for images" in table
+
+
+def rows(*busy_ms: dict[str, float]) -> list[dict[str, float]]:
+    return [{phase: row.get(phase, 0.0) / 1e3 for phase in PHASES} for row in busy_ms]
+
+
+def test_the_slowest_rank_is_compared_with_the_median_of_the_others() -> None:
+    base = {"data": 1.0, "forward": 30.0, "backward": 60.0, "optimizer": 3.0}
+    found = slowest(rows(base, base | {"data": 41.0, "backward": 61.0}, base | {"forward": 31.0}))
+    assert found is not None
+    assert found.beyond_margin
+    assert str(found) == (
+        "rank 1 is slow: busy 135.0 ms a step, the others 94.5 ms (+43 %), most of it in data (+40.0 ms); "
+        "look at its disk, its loader's workers, its share of the cores"
+    )
+
+
+def test_small_differences_and_single_ranks_are_let_pass() -> None:
+    assert slowest(rows({"forward": 10.0})) is None
+    for fast, slow in ((10.0, 14.9), (100.0, 119.0)):
+        found = slowest(rows({"forward": fast}, {"forward": slow}))
+        assert found is not None
+        assert found.rank == 1
+        assert not found.beyond_margin
+
+
+def with_a_slow_rank(folder: str, last_slow_step: int) -> None:
+    """Rank 1 takes long to prepare its batches, up to a step."""
+    prepare, calls = Prepare.__call__, 0
+
+    def slowly(self: Prepare, images: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if comm.rank() == 1 and calls <= last_slow_step:
+            time.sleep(0.25)
+        return prepare(self, images)
+
+    tiny = ("data=fake", "data.train_images=96", "data.val_images=11", "data.channels=1", "data.image_size=8")
+    steps = (
+        "train.batch_size=12",
+        "train.epochs=1",
+        "train.log_every=2",
+        "checkpoint.keep=0",
+        "monitor.plan=false",
+    )
+    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    with patch.object(Prepare, "__call__", slowly):
+        config = configure(*tiny, *steps, "monitor.tensorboard=false", "monitor.progress=none")
+        train(config, Context(place, CPU, Path(folder)))
+    comm.barrier()
+
+
+def test_a_planted_slow_rank_is_named_with_its_phase(on_ranks: Any, tmp_path: Path) -> None:
+    on_ranks(2, with_a_slow_rank, str(tmp_path), 5)
+    log = (tmp_path / "log.txt").read_text()
+    assert "step 2: rank 1 is slow: busy " in log
+    assert "most of it in data (+" in log
+    assert log.count("is slow") == 1
+    assert "step 8: rank 1 keeps up again" in log
+    assert "ranks/slowest 1 " in log
