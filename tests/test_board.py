@@ -160,7 +160,7 @@ class Page(Sink):
 def job_of(first_step: int = 0) -> Any:
     """What a glance needs of a job."""
     data = DataSet(Arrays(torch.full((5, 1, 8, 8), 9), torch.arange(5)), None, "", 5, 1, (8.0,), (4.0,))  # type: ignore[arg-type]
-    feed = SimpleNamespace(prepare=Prepare(data, 8, CPU), loader=SimpleNamespace(dataset=data.train))
+    feed = SimpleNamespace(prepare=Prepare(data, 8, CPU), images=data.train)
     return SimpleNamespace(val=feed, first_step=first_step)
 
 
