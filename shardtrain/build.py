@@ -64,19 +64,13 @@ def build(
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
-    torch.manual_seed(config.seed)  # the same initial parameters on every rank
-    model = plain_model(config.model)
-    if config.model.get("weights") is not None:
-        load_weights(model, Path(config.model["weights"]).expanduser())
+    model = initial_model(config)
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
     for side in data.sides(config.data) - {config.data.image_size}:
         forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
-    if config.parallel.sync_batchnorm:
-        model = synchronised(model, device)
-    if config.train.channels_last:
-        model.to(memory_format=torch.channels_last)
-    optimizer = shard_with_optimizer(model.to(device), config)
+    model = placed(model, config, device)
+    optimizer = shard_with_optimizer(model, config)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     train, val = _feeds(config, images, share, device, range(first_step, steps))
@@ -85,7 +79,7 @@ def build(
         loss=loss_of(config.train.loss, config.train.label_smoothing),
         optimizer=optimizer,
         schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
-        ema=_ema(model, config, steps_per_epoch),
+        ema=ema_of(model, config, steps_per_epoch),
         train=train,
         val=val,
         share=share,
@@ -106,11 +100,29 @@ def seed_process(*key: int | str) -> None:
     np.random.seed(seed % (1 << 32))
 
 
+def initial_model(config: Config) -> nn.Module:
+    """The unsharded model before the first step, the same on every rank."""
+    torch.manual_seed(config.seed)
+    model = plain_model(config.model)
+    if config.model.get("weights") is not None:
+        load_weights(model, Path(config.model["weights"]).expanduser())
+    return model
+
+
 def plain_model(model: Mapping[str, Any]) -> nn.Module:
     """The unsharded model that the config group names, with values of its own initialisation."""
     built = targets.build({key: value for key, value in model.items() if key != "weights"}, "model")
     assert isinstance(built, nn.Module)
     return built
+
+
+def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """``model`` on ``device``, with the BatchNorm and the memory format that the configuration asks for."""
+    if config.parallel.sync_batchnorm:
+        model = synchronised(model, device)
+    if config.train.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return model.to(device)
 
 
 def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
@@ -176,6 +188,12 @@ def shard_with_optimizer(
     return _optimizer(config.optim, groups)
 
 
+def plain_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """The optimizer of ``model`` as it is, unsharded."""
+    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
+    return _optimizer(config.optim, groups)
+
+
 def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if isinstance(optim, Sgd):
         return torch.optim.SGD(
@@ -184,7 +202,8 @@ def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def _ema(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
+def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
+    """The moving average of a sharded ``model``'s weights, if the configuration asks for one."""
     if config.ema.decay is None:
         return None
     after = round(config.ema.after_epochs * steps_per_epoch)

@@ -12,7 +12,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -73,6 +73,19 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         value = before in VALUED_FLAGS or (before in ("--info", "-i") and "=" not in text)
         (flags if value or text.startswith("-") else overrides).append(text)
     return flags, overrides
+
+
+def compose_beside(
+    own: Collection[str], arguments: Sequence[str], *, speak: bool, folder: Path
+) -> tuple[DictConfig, DictConfig] | None:
+    """For a program that takes the training program's keys and a few of its ``own``, which `folder` holds.
+
+    Its own configuration and the training program's; None when something was to be printed instead.
+    """
+    mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
+    keys = compose(mine, speak=speak, folder=folder)
+    config = compose([text for text in arguments if text not in mine], speak=speak) if keys else None
+    return None if keys is None or config is None else (keys, config)
 
 
 def config_folder() -> Path:

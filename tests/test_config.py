@@ -27,7 +27,7 @@ def test_recipe_gives_a_frozen_typed_config() -> None:
     config = configure("+recipe=resnet", "seed=3", "train.max_steps=7")
     assert isinstance(config.data, Digits)
     assert isinstance(config.optim, Sgd)
-    assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.1)
+    assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.05)
     with pytest.raises(FrozenInstanceError):
         config.seed = 4  # type: ignore[misc]
 

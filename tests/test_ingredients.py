@@ -20,7 +20,6 @@ from shardtrain.data import Batch, Prepare, Share, TrainFeed
 from shardtrain.data.mixing import Draws, Mix, Mixed, kept_pixels
 from shardtrain.data.sampler import generator
 from shardtrain.data.sets import Arrays, DataSet
-from shardtrain.errors import UserError
 from shardtrain.evaluate import evaluate
 from shardtrain.losses import loss_of
 from shardtrain.optim import Ema
@@ -204,11 +203,13 @@ def test_mixed_batches_do_not_depend_on_how_they_are_cut() -> None:
             assert torch.equal(ours.labels, theirs.labels)
 
 
-def test_an_image_without_a_partner_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"batch_size=12 gives 2 ranks × train.accumulate=2 micro-batches of 3"
-    ):
-        Mix(0.2, 0, 5, Share(12, 2, 0, 2), 0)
+def test_an_image_without_a_partner_stays_as_it_is() -> None:
+    mix = Mix(1.0, 0, 3, Share(3, 1, 0, 1), 0)
+    images, labels = torch.randn(3, 1, 2, 2), torch.tensor([0, 1, 2])
+    mixed, soft = mix(images, labels, mix.draws(0))
+    assert torch.equal(mixed[2], images[2])
+    assert soft[2].tolist() == [0, 0, 1]
+    assert not torch.equal(mixed[0], images[0])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -32,8 +32,7 @@ SCALARS = {
 
 
 def configure(*arguments: str) -> Config:
-    quiet = ("monitor.tensorboard=false", "monitor.plan=false", "train.batch_size=96")
-    raw = compose(["+recipe=resnet", *quiet, *arguments])
+    raw = compose(["+recipe=resnet", "monitor.tensorboard=false", "monitor.plan=false", *arguments])
     assert raw is not None
     return from_hydra(raw)
 

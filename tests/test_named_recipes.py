@@ -34,9 +34,10 @@ CARDS: dict[str, tuple[float, dict[str, Any]]] = {
         {
             "model.name": "resnet18",
             "data.name": "digits",
-            "train.epochs": 12,
+            "train.epochs": 16,
             "train.batch_size": 48,
-            "train.label_smoothing": 0.1,
+            "train.label_smoothing": 0.05,
+            "train.mixup": 0.2,
             "optim.lr": 0.03,
             "optim.nesterov": True,
             "optim.weight_decay": 5e-4,

@@ -64,14 +64,13 @@ def allocated(step: Any) -> int:
 def measured(*arguments: str) -> dict[str, Any]:
     """The second step of a real run: memory by the tracker and by the allocator, traffic by the meter."""
     job, config = build(configure(*arguments), comm.rank(), comm.world_size(), CPU)
-    step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm)
+    step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm, job.ema)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     step(batches)
+    present = [*sum(batches, ()), *(job.ema.held() if job.ema is not None else [])]
     engine_of(job.model).take_gathered_peak()
     with comm.meter() as traffic:
-        timeline = memory_of_step(
-            engine_of(job.model), job.optimizer, sum(batches, ()), lambda: step(batches)
-        )
+        timeline = memory_of_step(engine_of(job.model), job.optimizer, present, lambda: step(batches))
     gathered = engine_of(job.model).take_gathered_peak().bytes
     growth = allocated(lambda: step(batches))
     params = list(job.model.parameters())
@@ -111,12 +110,13 @@ def test_a_plan_is_kept(on_ranks: Any, world: int, model: str, transport: str) -
 
 
 def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
-    """Micro-batches, bf16, another optimizer, units kept whole: each alone is seen, all together are kept."""
+    """Micro-batches, bf16, optimizer, units kept whole, EMA: each alone is seen, all together are kept."""
     changes = [
         ("train.accumulate=2", lambda plan: plan.calls["all_gather"]),
         ("parallel.precision=bf16", lambda plan: plan.sent["all_gather"]),
         ("optim=adamw", lambda plan: plan.optimizer),
         ("parallel.reshard_after_forward=false", lambda plan: plan.gathered),
+        ("ema.decay=0.9", lambda plan: plan.averages),
     ]
     common = ["model=squeezenet1_1", "parallel.transport=process_group"]
     plain = planned(*common, "world_size=2")

@@ -19,7 +19,7 @@ from shardtrain.config import Config, Constant, Cosine, from_hydra
 from shardtrain.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.data.sets import Arrays, DataSet
 from shardtrain.errors import UserError
-from shardtrain.evaluate import Scores, evaluate
+from shardtrain.evaluate import Evaluation, Scores, evaluate
 from shardtrain.launch import Context, Place
 from shardtrain.schedules import lr_factor
 from shardtrain.train import train
@@ -153,7 +153,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
             "does not take images of shape 12×1×32×32: Wrong image height",
         ),
         ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs CUDA, found cpu: torch's"),
-        ("train.mixup=0.2 train.batch_size=9", "gives 1 ranks × train.accumulate=1 micro-batches of 9"),
         ("augment._target_=print", "augment._target_=print: only callables of"),
     ],
 )
@@ -212,7 +211,7 @@ def test_warm_up_takes_at_most_half_the_run() -> None:
     assert [factor(step) for step in range(8)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])
 
 
-def _scores() -> Scores:
+def _evaluation(flip: bool) -> Evaluation:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
@@ -223,27 +222,60 @@ def _scores() -> Scores:
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2  # type: ignore[operator]
     share = Share(1, 1, comm.rank(), comm.world_size())
     feed = EvalFeed(small, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
-    scores = evaluate(model, feed).scores
+    found = evaluate(model, feed, flip=flip)
     assert model.training
-    return scores
+    return found
 
 
-def test_scores_do_not_depend_on_the_number_of_ranks(ranks: Any) -> None:
-    alone = ranks(1, _scores)[0]
+@pytest.mark.parametrize("flip", [False, True])
+def test_an_evaluation_does_not_depend_on_the_number_of_ranks(ranks: Any, flip: bool) -> None:
+    alone = ranks(1, _evaluation, flip)[0]
+    assert alone.confusion.sum() == 13
+    assert alone.confusion.diag().sum() == round(13 * alone.scores.acc1 / 100)
+    assert len(alone.mistakes) == 13 - alone.confusion.diag().sum()
     for world in (2, 3, 4):
-        for scores in ranks(world, _scores):
-            assert scores == pytest.approx(alone, rel=1e-6)
+        for found in ranks(world, _evaluation, flip):
+            assert found.scores == pytest.approx(alone.scores, rel=1e-6)
+            assert torch.equal(found.confusion, alone.confusion)
+            for ours, theirs in zip(found.mistakes, alone.mistakes, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_same_seed_trains_alike_on_any_number_of_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    """With everything that is drawn. (BatchNorm sees a rank's own images only, so with it losses differ.)"""
+    model = "model=vit_cifar model.layers=1 model.width=24 model.heads=2 model.mlp_width=16 data.channels=3"
+    drawn = "augment=cifar10 augment.policy=trivial augment.erase=0.5 train.mixup=0.2 train.cutmix=1"
+    length = "ema.decay=0.5 train.batch_size=8 train.max_steps=3 monitor.progress=none"
+    given = f"{model} {drawn} {length}".split()
+    results = [on_ranks(world, run, str(tmp_path / str(world)), *given)[0] for world in (1, 2, 4)]
+    for tag in ("train/loss", "grad_norm", "val/loss", "val/ema_loss"):
+        assert [result[tag] for result in results] == pytest.approx([results[0][tag]] * 3, rel=1e-5)
+
+
+def test_the_worst_mistakes_are_named() -> None:
+    logits = torch.eye(5)[torch.tensor([0, 1, 2, 2, 1])] * torch.tensor([1.0, 5, 1, 9, 1])[:, None]
+    batch = Batch(logits, torch.tensor([0, 2, 2, 1, 3]), valid=5)
+    found = evaluate(shard(Lookup()), [batch])
+    assert [mistake[:3] for mistake in found.mistakes] == [(3, 1, 2), (1, 2, 1), (4, 3, 1)]
+    assert found.mistakes[0].loss == pytest.approx(9 + math.log(1 + 4 * math.exp(-9)))
+    assert found.confusion is not None
+    assert found.confusion.nonzero().tolist() == [[0, 0], [1, 2], [2, 1], [2, 2], [3, 1]]
+    many = Batch(torch.zeros(1, 201), torch.tensor([7]), valid=1)
+    assert evaluate(shard(Lookup()), [many]).confusion is None
+
+
+class Lookup(nn.Module):
+    """Images are logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * self.scale
 
 
 def test_scores_of_known_logits() -> None:
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, logits: torch.Tensor) -> torch.Tensor:
-            return logits * self.scale
-
     logits = torch.tensor([[3.0, 2, 1, 0, -1, -2], [3.0, 2, 1, 0, -1, -2], [9.0, 9, 9, 9, 9, 9]])
     batch = Batch(logits, torch.tensor([0, 5, 3]), valid=2)
     scores = evaluate(shard(Lookup()), [batch]).scores

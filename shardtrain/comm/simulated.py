@@ -29,6 +29,8 @@ class Simulated:
         self._inbox = inbox
         self._largest = 0  # bytes of the largest gradient
         self._arena: torch.Tensor | None = None
+        self._unread: list[int] = []  # bytes in the arena, by reduction, that others have yet to read
+        self._collecting = 0  # bytes in the arena that have yet to be reduced
 
     @property
     def reserved(self) -> int:
@@ -43,11 +45,19 @@ class Simulated:
         return full, local if self.in_place else torch.empty_like(local)
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        if not self.in_place:
+        """Over shared memory: from the arena while there is room, as `HostMemory.gradient` does."""
+        size = layout.padded * like.element_size()
+        used = self._collecting + sum(self._unread)
+        if not self.in_place or used + size > 2 * self._largest:
             return like.new_empty(layout.padded)
         if self._arena is None:
             self._arena = like.new_empty(self._largest, dtype=torch.uint8)
-        return self._arena[: layout.padded * like.element_size()].view(like.dtype)
+        self._collecting += size
+        return self._arena[:size].view(like.dtype)
+
+    def _is_in_arena(self, full: torch.Tensor) -> bool:
+        arena = self._arena
+        return arena is not None and full.untyped_storage()._cdata == arena.untyped_storage()._cdata
 
     def discard(self, gradient: torch.Tensor) -> None:
         pass
@@ -59,7 +69,15 @@ class Simulated:
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
         held = [room for gradient in gradients for room in self._room(gradient)]
-        return Pending(held.clear)
+        sizes = [gradient.full.nbytes for gradient in gradients if self._is_in_arena(gradient.full)]
+        self._unread.append(sum(sizes))
+        self._collecting -= sum(sizes)
+
+        def finish() -> None:
+            held.clear()
+            del self._unread[:-1]  # other ranks may be one reduction behind
+
+        return Pending(finish)
 
     def _room(self, gradient: Gradient) -> list[torch.Tensor]:
         """The memory that a reduction takes until it is done, some of which becomes the gradient."""
@@ -70,7 +88,7 @@ class Simulated:
         return [interval, *([open_inbox(gradient.full, self.world, spans)] if self._inbox else [])]
 
     def fence(self, what: str) -> None:
-        pass
+        self._unread.clear()
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         pass

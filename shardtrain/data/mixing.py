@@ -2,8 +2,9 @@
 
 An image's partner is its neighbour in the global batch, 0 and 1, 2 and 3, …; how they are mixed is drawn for
 each image of the global batch from the seed and the step. So neither depends on how many ranks and
-micro-batches the batch is cut into, as long as each has an even number of images. (torchvision and timm draw
-once a batch of one rank, so that every number of ranks trains on other images.)
+micro-batches the batch is cut into, as long as each has an even number of images. Of an odd number the last
+stays as it is, and the others pair up within their micro-batch. (torchvision and timm draw once a batch of
+one rank, so that every number of ranks trains on other images.)
 
 Mixup with 0.7 turns images a, b of classes 3, 5 into 0.7 a + 0.3 b, labelled 0.7 of class 3 and 0.3 of 5.
 Cutmix puts a box of b into a; a box that covers 30 % gives the same label.
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from shardtrain.data.feed import Batch, TrainFeed
 from shardtrain.data.sampler import Share, generator
-from shardtrain.errors import UserError
 
 
 class Draws(NamedTuple):
@@ -34,17 +34,7 @@ class Mix:
     """How the images of every step are mixed: a pure function of (seed, step)."""
 
     def __init__(self, mixup: float, cutmix: float, classes: int, share: Share, seed: int) -> None:
-        """mixup, cutmix: alpha of Beta(alpha, alpha); 0: off. With both, each image is given one of them.
-
-        Raises:
-            UserError: a micro-batch has an odd number of images, so one would have no partner.
-        """
-        if share.micro_batch % 2:
-            raise UserError(
-                f"train.mixup and train.cutmix mix pairs of images, but train.batch_size={share.batch_size} "
-                f"gives {share.world_size} ranks × train.accumulate={share.accumulate} micro-batches of "
-                f"{share.micro_batch}; choose an even number"
-            )
+        """mixup, cutmix: alpha of Beta(alpha, alpha); 0: off. With both, each image is given one of them."""
         self.mixup, self.cutmix, self.classes = mixup, cutmix, classes
         self.share, self.seed = share, seed
 
@@ -64,7 +54,7 @@ class Mix:
         """images: float32 [batch, channels, height, width]; labels: int64 [batch]; returns soft labels."""
         here = Draws(*(each.to(images.device, non_blocking=True) for each in draws))
         weight = kept_pixels(here, images.shape[2], images.shape[3])
-        partner = torch.arange(len(images), device=images.device) ^ 1
+        partner = (torch.arange(len(images), device=images.device) ^ 1).clamp(max=len(images) - 1)
         mixed = torch.lerp(images[partner], images, weight[:, None].to(images.dtype))
         one_hot = F.one_hot(labels, self.classes).float()
         return mixed, torch.lerp(one_hot[partner], one_hot, weight.mean((1, 2))[:, None])

@@ -80,6 +80,10 @@ class Ema:
         for average, value in zip(self._buffer_averages, values, strict=True):
             average.copy_(value)
 
+    def held(self) -> list[Tensor]:
+        """Every average that this rank holds."""
+        return [average for average, _ in self._pairs()]
+
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each average with what it is of, as it is now."""
         found = [(average, param.data) for param, average in self.averages.items()]

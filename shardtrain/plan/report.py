@@ -70,6 +70,7 @@ def sizes(plan: Plan) -> dict[str, int]:
         "parameters": plan.parameters,
         "optimizer": plan.optimizer,
         "buffers": plan.buffers,
+        "moving average": plan.averages,
         "gradients": plan.gradients,
         "gradients on their way, at most": most("gradients"),
         "gathered, at most": most("gathered"),

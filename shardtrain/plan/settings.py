@@ -11,7 +11,7 @@ import torch
 
 from shardtrain import data
 from shardtrain.build import completed
-from shardtrain.compose import compose
+from shardtrain.compose import compose_beside
 from shardtrain.config import Config, Data, above, at_least, checked, from_hydra
 from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
@@ -53,12 +53,10 @@ class Settings:
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
     names = [field.name for field in dataclasses.fields(Keys)]
-    own = [text for text in arguments if text.split("=")[0] in names or text in ("--help", "-h")]
-    raw_keys = compose(own, speak=speak, folder=CONFIGS)
-    raw = compose([text for text in arguments if text not in own], speak=speak) if raw_keys else None
-    if raw_keys is None or raw is None:
+    raw = compose_beside(names, arguments, speak=speak, folder=CONFIGS)
+    if raw is None:
         return None
-    keys, config = checked(raw_keys, Keys), from_hydra(raw)
+    keys, config = checked(raw[0], Keys), from_hydra(raw[1])
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     outline = _outline(config.data, config.model.get("num_classes"))

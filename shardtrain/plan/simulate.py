@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm, describe
-from shardtrain.build import plain_model, shard_with_optimizer
+from shardtrain.build import ema_of, plain_model, shard_with_optimizer
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
+from shardtrain.losses import loss_of
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.step import Step
 from shardtrain.wrap import UnitInfo
@@ -48,6 +49,7 @@ class Plan:
     gradients: int
     optimizer: int
     buffers: int
+    averages: int  # of parameters and buffers, over time
     gathered: int  # at most at once, whoever holds it
     timeline: MemoryTimeline
     sent: dict[str, int]  # by kind of movement
@@ -65,8 +67,9 @@ class Plan:
 
 def simulate(config: Config, question: Question) -> Plan:
     """Plan for ``config``, whose model's keys are complete."""
+    model = _on_meta(config)
     with _without_data():
-        model = _model(config)
+        _give_storages(model)
         alone = question.world_size == 1
         transport = (
             comm.Alone()
@@ -74,13 +77,15 @@ def simulate(config: Config, question: Question) -> Plan:
             else comm.Simulated(0, question.world_size, in_place=question.in_place, inbox=question.inbox)
         )
         optimizer = shard_with_optimizer(model, config, transport)
-        loss = nn.CrossEntropyLoss(label_smoothing=config.train.label_smoothing)
-        step = Step(model, loss, optimizer, config.train.clip_grad_norm)
+        ema = ema_of(model, config, steps_per_epoch=1)
+        loss = loss_of(config.train.loss, config.train.label_smoothing)
+        step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         batches = [_batch(config, question) for _ in range(config.train.accumulate)]
         step(batches)
         engine = engine_of(model)
         engine.take_gathered_peak()
-        present = [tensor for batch in batches for tensor in batch]
+        averages = ema.held() if ema is not None else []
+        present = [tensor for batch in batches for tensor in batch] + averages
         with comm.meter() as traffic, FlopCounterMode(display=False) as flops:
             timeline = memory_of_step(engine, optimizer, present, lambda: step(batches))
         state = [value for entry in optimizer.state.values() for value in entry.values()]
@@ -93,6 +98,7 @@ def simulate(config: Config, question: Question) -> Plan:
             gradients=_bytes(param for param in model.parameters() if param.requires_grad),
             optimizer=_bytes(value for value in state if isinstance(value, Tensor)),
             buffers=_bytes(model.buffers()),
+            averages=_bytes(averages),
             gathered=engine.take_gathered_peak().bytes,
             timeline=timeline,
             sent=dict(traffic.bytes),
@@ -110,10 +116,17 @@ def _without_data() -> Iterator[None]:
         yield
 
 
-def _model(config: Config) -> nn.Module:
-    """The unsharded model in training, its initialisation left out: on the meta device that costs nothing."""
+def _on_meta(config: Config) -> nn.Module:
+    """The unsharded model in training. On the meta device its initialisation costs nothing."""
     with torch.device("meta"):
         model = plain_model(config.model)
+    if config.train.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return model
+
+
+def _give_storages(model: nn.Module) -> None:
+    """Put parameters and buffers of the CPU in the place of those on the meta device."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -121,7 +134,6 @@ def _model(config: Config) -> nn.Module:
                 if tensor is not None and tensor not in made:
                     made[tensor] = _on_cpu(tensor)
                 held[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
-    return model
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -1,0 +1,100 @@
+"""``-m shardtrain.doctor +recipe=resnet``, alone or under torchrun: one line a check, exit code 0 or 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardtrain import describe, launch
+from shardtrain.build import Job, build
+from shardtrain.compose import compose_beside
+from shardtrain.config import AdamW, Config, at_least, checked, from_hydra
+from shardtrain.doctor import installation, memory
+from shardtrain.doctor.finding import FAILED, Finding, shared
+from shardtrain.doctor.twin import Twins
+from shardtrain.launch import Place
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """`config.yaml` explains every key."""
+
+    out: str | None
+    steps: int = at_least(1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    keys: Keys
+    config: Config
+
+    @property
+    def device(self) -> str:
+        return self.config.device
+
+    @property
+    def threads(self) -> int | None:
+        return self.config.threads
+
+
+def read(arguments: Sequence[str], speak: bool) -> Settings | None:
+    """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    names = [field.name for field in dataclasses.fields(Keys)]
+    raw = compose_beside(names, arguments, speak=speak, folder=CONFIGS)
+    if raw is None:
+        return None
+    return Settings(checked(raw[0], Keys), from_hydra(raw[1]))
+
+
+def findings(settings: Settings, place: Place, device: torch.device) -> Iterator[Finding]:
+    """Each check's finding, on every rank. Collective."""
+    job, config = build(settings.config, place.rank, place.world_size, device)
+    run_dir = Path(config.run.dir or "outputs").expanduser()
+    kept = config.checkpoint.keep and config.checkpoint.keep + 2  # the best one, and the one being written
+    checks: list[Callable[[], Finding]] = [
+        installation.versions,
+        lambda: installation.backend(place, device),
+        installation.shared_memory,
+        lambda: installation.clocks(place, device),
+        lambda: installation.cores(place, device),
+        installation.pictures,
+    ]
+    for check in checks:
+        yield from shared([check()])
+    first_here = place.local_rank == 0  # one rank of a host looks at its disk
+    needed = _checkpoint_bytes(config, job)
+    yield from shared([installation.disk(run_dir, needed, kept)] if first_here else [])
+    yield Twins(job, config).examine(settings.keys.steps)
+    yield from shared(memory.watch(job, config, settings.keys.out))
+
+
+def _checkpoint_bytes(config: Config, job: Job) -> int:
+    """Parameters and moments of all ranks."""
+    moments = 2 if isinstance(config.optim, AdamW) else int(config.optim.momentum > 0)
+    return sum(unit.bytes for unit in describe(job.model)) * (1 + moments)
+
+
+def examine(settings: Settings, place: Place, device: torch.device) -> None:
+    """Print what is found; leave with code 1 if anything has failed."""
+    failed = False
+    for finding in findings(settings, place, device):
+        failed = failed or finding.verdict == FAILED
+        if place.rank == 0:
+            print(finding, flush=True)
+    if failed:
+        sys.exit(1)
+
+
+def main() -> None:
+    launch.start(read, examine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""One step watched: is what this rank holds and sends what the plan says?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from shardtrain import comm
+from shardtrain.bench.chart import MISSING
+from shardtrain.build import Job
+from shardtrain.config import Config
+from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
+from shardtrain.engine import engine_of
+from shardtrain.errors import UserError
+from shardtrain.plan.memory import MIB, MemoryTimeline, memory_of_step
+from shardtrain.plan.run import plan_of
+from shardtrain.plan.simulate import Plan
+from shardtrain.plan.step import Step
+
+MARGIN = 0.1  # between the planned peak and the measured one
+
+
+def watch(job: Job, config: Config, out: str | None) -> list[Finding]:
+    """Take two steps, the second one watched; with ``out``, draw this rank's memory there. Collective."""
+    step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm, job.ema)
+    batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
+    present = [tensor for batch in batches for tensor in batch]
+    present += job.ema.held() if job.ema is not None else []
+    step(batches)
+    with comm.meter() as traffic:
+        timeline = memory_of_step(engine_of(job.model), job.optimizer, present, lambda: step(batches))
+    found = [_draw(timeline, Path(out))] if out is not None else []
+    if comm.rank() == 0:  # plans are rank 0's
+        found.append(compare(plan_of(config, job), held(job), traffic.bytes, timeline.peak.total))
+    return found
+
+
+def held(job: Job) -> dict[str, int]:
+    """Bytes of this rank's parameters and optimizer state."""
+    state = [value for entry in job.optimizer.state.values() for value in entry.values()]
+    return {
+        "parameters": sum(param.nbytes for param in job.model.parameters()),
+        "optimizer": sum(value.nbytes for value in state if isinstance(value, Tensor)),
+    }
+
+
+def compare(plan: Plan, held: Mapping[str, int], sent: Mapping[str, int], peak: int) -> Finding:
+    """State and traffic exactly, the peak to a margin."""
+    planned = {name: getattr(plan, name) for name in held} | {kind: plan.sent.get(kind, 0) for kind in sent}
+    found = {**held, **sent}
+    wrong = [
+        f"{name} {found[name]:,} for {planned[name]:,}" for name in found if found[name] != planned[name]
+    ]
+    if wrong:
+        return Finding(FAILED, f"other bytes than planned: {'; '.join(wrong)}", "is every rank alike?")
+    apart = peak / plan.peak - 1
+    sizes = f"peak {peak / MIB:.1f} MiB, planned {plan.peak / MIB:.1f} ({100 * apart:+.1f} %)"
+    text = f"state and traffic are as planned; {sizes}"
+    if abs(apart) > MARGIN:
+        return Finding(WARNING, text, "leave room for the difference")
+    return Finding(OK, text)
+
+
+def _draw(timeline: MemoryTimeline, folder: Path) -> Finding:
+    path = folder / f"memory-rank{comm.rank()}.png"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        timeline.save(path)
+    except ImportError:
+        return Finding(WARNING, MISSING)
+    except OSError as error:
+        raise UserError(
+            f"out={folder}: cannot write there ({error.strerror}); choose another out=DIR"
+        ) from error
+    return Finding(OK, f"{path}: {timeline.words()}")

@@ -1,0 +1,268 @@
+"""The doctor: sharded beside unsharded, planted faults named, and what it says of an installation."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtrain import comm
+from shardtrain.build import Job, build
+from shardtrain.compose import compose
+from shardtrain.config import from_hydra
+from shardtrain.doctor import __main__ as program
+from shardtrain.doctor import installation, memory
+from shardtrain.doctor.difference import difference, ordered
+from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding, shared
+from shardtrain.doctor.twin import Twins
+from shardtrain.launch import Place
+from shardtrain.plan.settings import read
+from shardtrain.plan.simulate import simulate
+
+CPU = torch.device("cpu")
+HERE = Place(0, 1, 0, 1)
+TINY = ["+recipe=resnet", "data=fake", "data.train_images=48", "data.image_size=8", "train.batch_size=12"]
+
+
+def examined(steps: int, plant: str, *arguments: str) -> str:
+    """What the doctor says of ``steps`` steps, with a fault of the kind ``plant`` on rank 1."""
+    raw = compose([*TINY, *arguments])
+    assert raw is not None
+    job, config = build(from_hydra(raw), comm.rank(), comm.world_size(), CPU)
+    if comm.rank() == 1 and plant:
+        FAULTS[plant](job)
+    return str(Twins(job, config).examine(steps))
+
+
+def _in_gradient(job: Job) -> None:
+    def change(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[3, 0, 1, 2] += 0.001
+        return gradient
+
+    job.model.get_parameter("layer2.0.conv1.weight").register_hook(change)
+
+
+def _in_update(job: Job) -> None:
+    def change(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        job.model.get_parameter("layer4.1.conv2.weight").data[-1] += 1.0
+
+    job.optimizer.register_step_post_hook(change)
+
+
+def _in_forward(job: Job) -> None:
+    job.model.get_submodule("layer3.1.bn2").register_forward_hook(lambda *found: found[2] * 1.0001)
+
+
+def _at_start(job: Job) -> None:
+    job.model.get_parameter("layer4.0.conv2.weight").data[5] = 0.25
+
+
+FAULTS = {"gradient": _in_gradient, "update": _in_update, "forward": _in_forward, "start": _at_start}
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments"),
+    [
+        (1, ["train.accumulate=2", "optim=adamw"]),
+        (2, ["parallel.transport=shared_memory", "optim=adamw"]),
+        (3, ["parallel.transport=process_group", "train.accumulate=2"]),
+    ],
+)
+def test_sharding_changes_nothing(on_ranks: Any, world: int, arguments: list[str]) -> None:
+    """Dropout and BatchNorm included: squeezenet has the one, resnet18 the other."""
+    model = "model=squeezenet1_1" if world == 2 else "model=resnet18"
+    size = "data.image_size=32" if world == 2 else "data.image_size=8"
+    said = on_ranks(world, examined, 2, "", model, size, *arguments)
+    assert all(text == said[0] for text in said)
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    assert said[0].startswith(
+        f"ok       2 steps sharded over {ranks} equal unsharded ones (outputs and gradients bit for bit, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "how"),
+    [
+        (["parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, updates to 1e-06"),
+        (["parallel.precision=bf16", "train.accumulate=2"], "to 0.05, updates to 0.05"),
+    ],
+)
+def test_what_is_promised_is_stated(on_ranks: Any, arguments: list[str], how: str) -> None:
+    said = on_ranks(2, examined, 1, "", "model=squeezenet1_1", "data.image_size=32", *arguments)
+    assert f"1 steps sharded over 2 ranks equal unsharded ones (outputs and gradients {how}); " in said[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [
+        (
+            "gradient",
+            r"rank 1: step 1, own gradient of layer2\.0\.conv1\.weight in unit layer2\.0: "
+            r"1 of 73,728 elements differ, most of all \[3, 0, 1, 2\]: \S+, expected \S+, [\d,]+ ulps apart: "
+            "something on that rank changed it",
+        ),
+        (
+            "update",
+            r"step 1, parameter of layer4\.1\.conv2\.weight in unit layer4\.1: 1 of 2,359,296 .*optimizer",
+        ),
+        (
+            "forward",
+            r"rank 1: step 1, output of layer3\.1 in unit layer3\.1: .* the unit computed with other",
+        ),
+        ("start", r"step 0, initial value of layer4\.0\.conv2\.weight in unit layer4\.0: 1 of 2,359,296 "),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(on_ranks: Any, fault: str, place: str) -> None:
+    """One element of one gradient changed on one rank, and others."""
+    said = on_ranks(2, examined, 2, fault, "model=resnet18", "parallel.transport=process_group")
+    assert said[0] == said[1]
+    assert re.match(f"failed   {place}", said[0]), said[0]
+
+
+def test_distances_in_ulps() -> None:
+    one = torch.tensor([1.0, -1.0, 0.0, 3.0])
+    other = torch.tensor([1.0, -1.0, -0.0, 3.0])
+    assert difference(one, other) is None
+    above = torch.nextafter(one, torch.tensor(torch.inf))
+    found = difference(above[:1], one[:1])
+    assert found is not None
+    assert (found.ulps, found.differing, found.at) == (1, 1, (0,))
+    assert int(ordered(torch.tensor(1.001)) - ordered(torch.tensor(1.0))) == 8389
+    assert int(ordered(torch.tensor(1.0)) - ordered(torch.tensor(-1.0))) == 2130706432
+    around = torch.tensor([-1e-45, 0.0, 1e-45])
+    assert ordered(around).tolist() == [-1, 0, 1]
+    assert ordered(torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)).diff().item() == 1
+
+
+def test_no_number_equals_no_number_and_nothing_else() -> None:
+    some, none = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0])
+    assert difference(some, some.clone()) is None
+    found = difference(some, none)
+    assert found is not None
+    assert (found.at, found.relative) == ((1,), torch.inf)
+
+
+def _findings() -> list[Finding]:
+    own = Finding(WARNING, "clock is late", "wind it") if comm.rank() else Finding(OK, "clock is right")
+    return shared([Finding(OK, "same everywhere"), own])
+
+
+def test_what_all_ranks_find_is_said_once(on_ranks: Any) -> None:
+    said = on_ranks(3, lambda_free_findings)
+    assert (
+        said[0]
+        == said[2]
+        == [
+            "ok       same everywhere",
+            "ok       rank 0: clock is right",
+            "warning  ranks 1, 2: clock is late: wind it",
+        ]
+    )
+
+
+def lambda_free_findings() -> list[str]:
+    return [str(finding) for finding in _findings()]
+
+
+def test_a_disk_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "outputs" / "run"
+    good = installation.disk(run_dir, 2**20, 3)
+    assert good.verdict in (OK, WARNING)
+    assert f"{tmp_path} has" in good.text
+    assert "MiB free for 3 checkpoints of 1" in good.text
+    full = installation.disk(run_dir, 2**60, 3)
+    assert (full.verdict, full.advice) == (
+        FAILED,
+        "free some, lower checkpoint.keep, or choose another run.dir",
+    )
+
+    def refuse(handle: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert str(installation.disk(run_dir, 1, 1)) == (
+        f"failed   {tmp_path} cannot be written (Read-only file system): choose another run.dir"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_many_threads_and_old_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = installation.cores(Place(0, 999, 0, 999), CPU)
+    assert (crowded.verdict, crowded.advice) == (WARNING, "they compete; lower threads, or start fewer ranks")
+    assert installation.versions().verdict == OK
+    monkeypatch.setattr(installation, "version", lambda name: "2.9.1")
+    old = installation.versions()
+    assert (old.verdict, old.advice) == (FAILED, 'pip install "torch>=2.11"')
+
+
+def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "SMALLEST_SHM", 1 << 60)
+    small = installation.shared_memory()
+    assert small.verdict == WARNING
+    assert "give it more with --shm-size" in small.advice
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert "ranks cannot share memory here" in installation.shared_memory().text
+
+
+def test_the_program_says_a_line_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    own = ["steps=1", f"out={tmp_path}/pictures"]
+    settings = program.read([*TINY, "model=squeezenet1_1", "data.image_size=32", *own], False)
+    assert settings is not None
+    program.examine(settings, HERE, CPU)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert all(line.split()[0] in (OK, WARNING) for line in lines)
+    assert lines[7].startswith("ok       1 steps sharded over 1 rank")
+    assert lines[8].startswith(f"ok       {tmp_path}/pictures/memory-rank0.png: The peak of ")
+    assert re.match(
+        r"ok +state and traffic are as planned; peak [\d.]+ MiB, planned [\d.]+ \([-+]0\.\d %\)", lines[9]
+    )
+    assert (tmp_path / "pictures/memory-rank0.png").stat().st_size > 10_000
+
+
+def watched() -> list[str]:
+    raw = compose([*TINY, "model=squeezenet1_1", "data.image_size=32", "ema.decay=0.9"])
+    assert raw is not None
+    job, config = build(from_hydra(raw), comm.rank(), comm.world_size(), CPU)
+    return [str(finding) for finding in shared(memory.watch(job, config, None))]
+
+
+def test_ranks_hold_what_is_planned(on_ranks: Any) -> None:
+    said = on_ranks(2, watched)
+    assert said[0] == said[1]
+    assert re.match(r"ok +rank 0: state and traffic are as planned; peak .* \([-+]\d\.\d %\)", said[0][0])
+
+
+def test_what_is_not_as_planned_is_said() -> None:
+    found = read([*TINY, "model=squeezenet1_1", "data.image_size=32", "world_size=2"], False)
+    assert found is not None
+    plan = simulate(found.config, found.question)
+    as_planned = {"parameters": plan.parameters, "optimizer": plan.optimizer}
+    more = memory.compare(plan, as_planned, plan.sent, 2 * plan.peak)
+    assert (more.verdict, more.text[-10:]) == (WARNING, "(+100.0 %)")
+    other = memory.compare(plan, as_planned | {"optimizer": 7}, {"all_gather": 8}, plan.peak)
+    assert other.verdict == FAILED
+    assert other.text == (
+        f"other bytes than planned: optimizer 7 for {plan.optimizer:,}; "
+        f"all_gather 8 for {plan.sent['all_gather']:,}"
+    )
+
+
+def test_a_failure_ends_with_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([Finding(FAILED, "it is broken", "mend it"), Finding(OK, "that is not")])
+    monkeypatch.setattr(program, "findings", lambda *_: found)
+    settings = program.read(TINY, False)
+    assert settings is not None
+    with pytest.raises(SystemExit) as leaving:
+        program.examine(settings, HERE, CPU)
+    assert leaving.value.code == 1
+    assert capsys.readouterr().out == "failed   it is broken: mend it\nok       that is not\n"
