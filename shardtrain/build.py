@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
-from shardtrain import data, targets
+from shardtrain import comm, data, targets
 from shardtrain.comm import Transport
 from shardtrain.config import Config, Optim, Sgd, micro_batch
 from shardtrain.data.mixing import Mix, Mixed
@@ -250,6 +250,7 @@ def _feeds(
         augment = targets.build(config.augment, "augment")
     workers = config.data.workers
     image = getattr(augment, "image", None)
+    scatter = comm.host_scatter() if config.data.read == "one_per_host" else None
     train = data.TrainFeed(
         images._replace(train=data.Augmented(images.train, image)) if image else images,
         share,
@@ -261,9 +262,10 @@ def _feeds(
         last_step=steps.stop,
         repeats=config.data.repeats,
         side=partial(data.side_in, grow=config.data.grow, full=config.data.image_size),
+        scatter=scatter,
     )
     prepare = data.Prepare(images, data.eval_size(config.data), device)
-    val = data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers)
+    val = data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers, scatter=scatter)
     mixup, cutmix = config.train.mixup, config.train.cutmix
     if not (mixup or cutmix):
         return train, val

@@ -119,6 +119,8 @@ class Images:
     """Times that an epoch shows an image, each time augmented anew; it shows as many fewer images."""
     limit: int | None = at_least(1)
     """Images of each part that are used."""
+    read: str = one_of("each", "one_per_host")
+    """Which ranks read images from storage."""
     workers: int = at_least(0)
 
 

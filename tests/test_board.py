@@ -160,8 +160,7 @@ class Page(Sink):
 def job_of(first_step: int = 0) -> Any:
     """What a glance needs of a job."""
     data = DataSet(Arrays(torch.full((5, 1, 8, 8), 9), torch.arange(5)), None, "", 5, 1, (8.0,), (4.0,))  # type: ignore[arg-type]
-    loader = SimpleNamespace(dataset=data.train)
-    feed = SimpleNamespace(prepare=Prepare(data, 8, CPU), loader=loader, images=data.train)
+    feed = SimpleNamespace(prepare=Prepare(data, 8, CPU), images=data.train)
     return SimpleNamespace(val=feed, first_step=first_step)
 
 
@@ -277,6 +276,7 @@ def _measured() -> dict[str, Any]:
 
     step()
     window.close(1, torch.ones(()))
+    comm.barrier()
     start = time.perf_counter()
     with comm.meter() as meter:
         for _ in range(4):

@@ -35,7 +35,14 @@ from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
 
 CPU = torch.device("cpu")
-PLAIN: dict[str, Any] = {"eval_size": None, "grow": None, "repeats": 1, "limit": None, "workers": 0}
+PLAIN: dict[str, Any] = {
+    "eval_size": None,
+    "grow": None,
+    "repeats": 1,
+    "limit": None,
+    "workers": 0,
+    "read": "each",
+}
 DIGITS = Digits(name="digits", image_size=8, **PLAIN)
 
 

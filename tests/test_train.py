@@ -97,6 +97,17 @@ def test_ranks_train_one_model_and_rank_0_reports(ranks: Any, tmp_path: Path, wo
     )
 
 
+def read_both_ways(folder: str) -> list[list[float]]:
+    keys = ("train/loss", "val/loss", "grad_norm")
+    results = [run(f"{folder}/{how}", f"data.read={how}") for how in ("each", "one_per_host")]
+    return [[result[key] for key in keys] for result in results]
+
+
+def test_one_reader_for_all_ranks_of_a_host(on_ranks: Any, tmp_path: Path) -> None:
+    each, one = on_ranks(2, read_both_ways, str(tmp_path))[0]
+    assert each == one
+
+
 def test_accumulation_gives_the_same_first_loss(tmp_path: Path) -> None:
     def losses(accumulate: int) -> list[float]:
         # eval_every keeps BatchNorm's batch out of it: the ViT has none

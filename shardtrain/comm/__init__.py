@@ -40,9 +40,10 @@ from shardtrain.comm.collectives import (
     reduce_scatter_tensor,
 )
 from shardtrain.comm.guard import Diverged, PeerLost
-from shardtrain.comm.hosts import HostsTransport, open_shared_memory
+from shardtrain.comm.hosts import HostsTransport, host_key, open_shared_memory
 from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded
+from shardtrain.comm.scatter import HostScatter
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Tag, Transport
@@ -57,6 +58,7 @@ __all__ = [
     "Diverged",
     "Flat",
     "Gradient",
+    "HostScatter",
     "HostsTransport",
     "Meter",
     "PeerLost",
@@ -82,6 +84,7 @@ __all__ = [
     "gather_texts",
     "get_rank",
     "get_world_size",
+    "host_scatter",
     "init_process_group",
     "is_initialized",
     "meter",
@@ -185,6 +188,13 @@ def gather_texts(text: str, transport: Transport, device: torch.device) -> list[
     if joined.numel():
         transport.all_reduce(joined)
     return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
+
+
+def host_scatter() -> HostScatter | None:
+    """Between the ranks of each host; None for a single rank. Collective."""
+    if world_size() == 1:
+        return None
+    return HostScatter(gather_texts(host_key(), plain_transport(), control_device()))
 
 
 def control_device(group: dist.ProcessGroup | None = None) -> torch.device:

@@ -124,7 +124,7 @@ def _hosts(inner: ProcessGroupTransport) -> list[list[int]]:
     """
     able = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
     keys = torch.zeros(inner.world, dtype=torch.int64)
-    digest = hashlib.sha256(_host_key().encode()).digest()
+    digest = hashlib.sha256(host_key().encode()).digest()
     keys[inner.rank] = int.from_bytes(digest[:7], "big") if able else -1
     inner.all_reduce(keys)
     if keys.min() < 0:
@@ -140,7 +140,7 @@ def _hosts(inner: ProcessGroupTransport) -> list[list[int]]:
     return list(hosts.values())
 
 
-def _host_key() -> str:
+def host_key() -> str:
     """Equal on ranks that can share memory. ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     default = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"

@@ -6,13 +6,14 @@ Images travel as uint8; resizing, normalisation and augmentation are done on the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from shardtrain.comm import HostScatter
+from shardtrain.data.readers import reader
 from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, generator, uniform_draws
 from shardtrain.data.sets import Batches, DataSet
 
@@ -100,7 +101,7 @@ class TrainFeed:
     """This rank's micro-batches of the steps from `first_step` to `last_step`, exclusive.
 
     `repeats`: see `epoch_order`. `side`: from an epoch to its images' pixels of a side; None: always as
-    `prepare` says.
+    `prepare` says. `scatter`: see `readers.py`; None: every rank reads.
     """
 
     def __init__(
@@ -116,12 +117,29 @@ class TrainFeed:
         last_step: int,
         repeats: int = 1,
         side: Callable[[int], int] | None = None,
+        scatter: HostScatter | None = None,
     ) -> None:
         self.share, self.prepare, self.augment, self.seed = share, prepare, augment, seed
-        self.sampler = TrainSampler(len(data.train), share, seed, first_step, last_step, repeats)
-        self.placed = Placed(self.sampler, side or (lambda epoch: prepare.side))
-        images = Seeded(data.train, seed)
-        self.loader = _loader(images, self.placed, workers, prepare.device, seed, share.rank)
+        lists = [
+            Placed(
+                TrainSampler(
+                    len(data.train), share._replace(rank=rank), seed, first_step, last_step, repeats
+                ),
+                side or (lambda epoch: prepare.side),
+            )
+            for rank in range(share.world_size)
+        ]
+        self.placed = lists[share.rank]
+        self.sampler = self.placed.sampler
+        self.loader = reader(
+            Seeded(data.train, seed),
+            lists,
+            scatter,
+            rank=share.rank,
+            workers=workers,
+            device=prepare.device,
+            seed=seed,
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         uniform: tuple[Tensor, ...] = ()
@@ -144,32 +162,24 @@ class EvalFeed:
     """This rank's part of the held-out images; as many batches on every rank."""
 
     def __init__(
-        self, data: DataSet, share: Share, prepare: Prepare, *, batch_size: int, workers: int
+        self,
+        data: DataSet,
+        share: Share,
+        prepare: Prepare,
+        *,
+        batch_size: int,
+        workers: int,
+        scatter: HostScatter | None = None,
     ) -> None:
-        self.prepare = prepare
-        self.sampler = EvalSampler(len(data.val), batch_size, share.rank, share.world_size)
-        self.loader = _loader(data.val, self.sampler, workers, prepare.device, 0, share.rank)
+        self.images, self.prepare = data.val, prepare
+        ranks = share.world_size
+        lists = [EvalSampler(len(data.val), batch_size, rank, ranks) for rank in range(ranks)]
+        self.sampler = lists[share.rank]
+        self.loader = reader(
+            data.val, lists, scatter, rank=share.rank, workers=workers, device=prepare.device, seed=0
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         for index, (images, labels) in enumerate(self.loader):
             labels = labels.to(self.prepare.device, non_blocking=True)
             yield Batch(self.prepare(images), labels, self.sampler.valid(index))
-
-
-def _loader(
-    batches: Batches | Seeded,
-    sampler: Placed | EvalSampler,
-    workers: int,
-    device: torch.device,
-    seed: int,
-    rank: int,
-) -> DataLoader[Any]:
-    """Whole index lists are the loader's samples, so that a data set sees a batch at once."""
-    return DataLoader(
-        batches,  # type: ignore[arg-type]
-        sampler=sampler,  # type: ignore[arg-type]
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        generator=generator("workers", seed, rank),
-    )

@@ -94,7 +94,7 @@ class Glance(Sink):
             assert not isinstance(matrix, str)  # there is Matplotlib
             self.board.picture("val/confusion", matrix)
         if found.mistakes:
-            prepare, data = self.held_out.prepare, self.held_out.loader.dataset
+            prepare, data = self.held_out.prepare, self.held_out.images
             images = torch.cat([prepare(data[[mistake.image]][0]) for mistake in found.mistakes])
             captions = [f"{mistake.label} as {mistake.predicted}" for mistake in found.mistakes]
             page = pictures.grid(images, captions, prepare.mean, prepare.std)
