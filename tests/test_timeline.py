@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_a_step_in_words_and_as_a_picture(monkeypatch: pytest.MonkeyPatch) -> No
 
 def profiled(folder: str, *arguments: str) -> None:
     tiny = ("data=fake", "data.train_images=96", "data.val_images=11", "data.channels=1", "data.image_size=8")
-    steps = ("train.batch_size=12", "train.max_steps=7", "train.log_every=1")
+    steps = ("train.batch_size=12", "train.max_steps=8", "train.log_every=1")
     quiet = ("monitor.tensorboard=false", "monitor.plan=false", "monitor.progress=none")
     raw = compose(["+recipe=resnet", *arguments, *tiny, *steps, *quiet])
     assert raw is not None
@@ -152,7 +153,7 @@ def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_pa
     on_ranks(2, profiled, str(tmp_path), "debug=profile", "monitor.profile_at=5")
     assert not (tmp_path / "profile").exists()
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == [
-        *("step-4.png", "step-7.png", "steps-2-4.json", "steps-5-7.json"),
+        *("memory-8.png", "step-4.png", "step-7.png", "steps-2-4.json", "steps-5-7.json"),
     ]
     events = json.loads((tmp_path / "timeline/steps-5-7.json").read_text())["traceEvents"]
     found = {(event["pid"], event["name"]) for event in events}
@@ -162,5 +163,10 @@ def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_pa
     log = (tmp_path / "log.txt").read_text()
     assert f"steps 5 to 7 are in {tmp_path}/timeline/steps-5-7.json (for ui.perfetto.dev), step-7.png" in log
     assert "step 7: " in log
+    words = (
+        r"step 8: The peak of ([\d.]+) MiB, in \w+.*? activations.* The ranks' peaks: ([\d.]+), [\d.]+ MiB\."
+    )
+    (peaks,) = re.findall(words, log)
+    assert peaks[0] == peaks[1]
     with Image.open(tmp_path / "timeline/step-7.png") as drawn:
         assert drawn.width > 1000

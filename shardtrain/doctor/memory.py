@@ -9,12 +9,12 @@ from pathlib import Path
 from torch import Tensor
 
 from shardtrain import comm
-from shardtrain.bench.chart import MISSING
 from shardtrain.build import Job
 from shardtrain.config import Config
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
+from shardtrain.monitor import pictures
 from shardtrain.plan.memory import MIB, MemoryTimeline, memory_of_step
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan
@@ -65,12 +65,11 @@ def compare(plan: Plan, held: Mapping[str, int], sent: Mapping[str, int], peak: 
 
 
 def _draw(timeline: MemoryTimeline, folder: Path) -> Finding:
-    path = folder / f"memory-rank{comm.rank()}.png"
+    path, picture = folder / f"memory-rank{comm.rank()}.png", timeline.picture()
+    if isinstance(picture, str):
+        return Finding(WARNING, picture)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        timeline.save(path)
-    except ImportError:
-        return Finding(WARNING, MISSING)
+        pictures.save(path, picture)
     except OSError as error:
         raise UserError(
             f"out={folder}: cannot write there ({error.strerror}); choose another out=DIR"

@@ -2,6 +2,7 @@
 
 A few steps are traced if `monitor.profile_at` says when, or when somebody touches the file `profile` in the
 run directory. Rank 0 looks for it with each report, and tells the others in what they exchange then anyway.
+In the step after these, every rank's memory is watched instead: that slows a step down, and a trace must not.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import contextlib
 import json
 
+import torch
+
 from shardtrain import comm
 from shardtrain.build import Job
 from shardtrain.comm import trace
 from shardtrain.config import Config
+from shardtrain.engine import engine_of
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, pictures, timeline
 from shardtrain.monitor.norms import Norms
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.window import MIB, Window
+from shardtrain.plan.live import LiveTensors
+from shardtrain.plan.memory import timeline_of
 
 TRACED = 3  # steps
 REQUEST, FOLDER = "profile", "timeline"
@@ -34,6 +40,9 @@ class Watch:
         self._named: tuple[int, str] | None = None  # the slow rank that was told of last
         self._trace: trace.Trace | None = None
         self._first_step = 0  # that is traced
+        self._live: LiveTensors | None = None
+        self._memory_due = False
+        self._epoch = config.train.eval_every * job.steps_per_epoch
         self._norms = Norms(job, config.train.log_every) if config.monitor.norms else None
         self._open = contextlib.ExitStack()
         window.wish = self._requested
@@ -50,13 +59,44 @@ class Watch:
         if self._norms is not None:
             self._monitor.details(step, self._norms.take())
         last = step == self._job.steps
+        if self._live is not None:
+            with self._window.paused("pictures"):
+                self._tell_memory(self._live, step)
+                comm.barrier()
         if self._trace is not None and (last or step == self._first_step + TRACED - 1):
             with self._window.paused("pictures"):
                 self._tell(self._trace)
                 comm.barrier()  # or the others would wait for rank 0 in the next step
-        if self._trace is None and not last and self._due(step):
+        if self._trace is not None or last:
+            return
+        if self._due(step):
             self._first_step = step + 1
             self._trace = self._open.enter_context(trace.record(self._window.device))
+        elif self._memory_due and step % self._epoch:  # no evaluation comes between
+            self._watch_memory()
+
+    def _watch_memory(self) -> None:
+        present = self._job.ema.held() if self._job.ema is not None else []
+        self._live = LiveTensors(engine_of(self._job.model), self._job.optimizer, present)
+        self._memory_due = False
+        self._open.enter_context(self._live)
+
+    def _tell_memory(self, live: LiveTensors, step: int) -> None:
+        """Collective: the ranks' peaks; the picture and the words are rank 0's."""
+        self._open.close()
+        self._live = None
+        seen = timeline_of(live)
+        peaks = torch.zeros(comm.world_size(), dtype=torch.float64, device=self._window.device)
+        peaks[comm.rank()] = seen.peak.total / MIB
+        comm.all_reduce(peaks)
+        if not self._speaks:
+            return
+        picture = seen.picture()
+        if not isinstance(picture, str):
+            pictures.save(self._run_dir / FOLDER / f"memory-{step}.png", picture)
+            self._monitor.picture("timeline/memory", picture)
+        ranks = ", ".join(f"{peak:.1f}" for peak in peaks.tolist())
+        self._monitor.say(f"step {step}: {seen.words()} The ranks' peaks: {ranks} MiB.")
 
     def _name_the_slow(self, step: int) -> None:
         slow = self._window.slow
@@ -88,7 +128,7 @@ class Watch:
 
     def _tell(self, taken: trace.Trace) -> None:
         self._open.close()
-        self._trace = None
+        self._trace, self._memory_due = None, True
         lanes = timeline.collect(taken.spans(), self._first_step)
         if not self._speaks:
             return

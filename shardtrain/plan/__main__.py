@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from shardtrain import launch
-from shardtrain.bench import chart
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
+from shardtrain.monitor import pictures
 from shardtrain.plan import report
 from shardtrain.plan.fit import largest_batch
 from shardtrain.plan.report import GIB, Largest, Rates
@@ -90,12 +90,13 @@ def _folder(settings: Settings) -> Path:
 
 def _draw(folder: Path, title: str, found: Plan, plans: list[Plan]) -> str:
     """Returns why there is no picture, if there is none."""
-    try:
-        found.timeline.save(folder / "memory.png")
-        if len(plans) > 1:
-            report.draw_curve(folder / "plan.png", title, plans)
-    except ImportError:
-        return chart.MISSING
+    drawn = {"memory.png": found.timeline.picture()}
+    if len(plans) > 1:
+        drawn["plan.png"] = report.curve(title, plans)
+    for name, picture in drawn.items():
+        if isinstance(picture, str):
+            return picture
+        pictures.save(folder / name, picture)
     return ""
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardtrain.engine import Engine
+from shardtrain.monitor.pictures import Picture, plot
 from shardtrain.plan.live import KINDS, LiveTensors
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MIB = 2**20
 COLORS = ("tab:blue", "tab:cyan", "tab:purple", "tab:orange", "tab:green", "0.7")  # of KINDS
@@ -64,13 +61,11 @@ class MemoryTimeline(NamedTuple):
             found.append((phase, unit, next(run)[0]))
         return found
 
-    def figure(self, title: str = "") -> Figure:
-        """Stacked areas over the step, the units along the axis. Needs matplotlib."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+    def picture(self) -> Picture | str:
+        """Stacked areas over the step, the units along the axis; or why there is no picture."""
+        return plot(self._draw, inches=(11, 5))
 
-        figure = Figure(figsize=(11, 5), layout="constrained")
-        FigureCanvasAgg(figure)
+    def _draw(self, figure: Any) -> None:
         axes = figure.subplots()
         rows = [[point.bytes[index] / MIB for point in self.points] for index in range(len(KINDS))]
         axes.stackplot(range(len(self.points)), rows, labels=KINDS, colors=COLORS, linewidth=0)
@@ -82,10 +77,9 @@ class MemoryTimeline(NamedTuple):
         axes.set_ylim(0, 1.12 * top)
         axes.set_ylabel("MiB")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, reverse=True)
-        figure.suptitle(title or self.words(), fontsize=9, wrap=True)
-        return figure
+        figure.suptitle(self.words(), fontsize=9, wrap=True)
 
-    def _mark_units(self, axes) -> None:  # type: ignore[no-untyped-def]
+    def _mark_units(self, axes: Any) -> None:
         phases = [
             (phase, next(run)[2]) for phase, run in groupby(self.stretches(), key=lambda found: found[0])
         ]
@@ -99,10 +93,6 @@ class MemoryTimeline(NamedTuple):
         axes.set_xticks([first for _, first in named])
         axes.set_xticklabels([unit for unit, _ in named], rotation=90, fontsize=7)
 
-    def save(self, path: Path, title: str = "") -> None:
-        """Write the figure as a PNG."""
-        self.figure(title).savefig(path, dpi=130)
-
 
 def memory_of_step(
     engine: Engine, optimizer: torch.optim.Optimizer, present: Sequence[Tensor], step: Callable[[], object]
@@ -114,6 +104,11 @@ def memory_of_step(
     """
     with LiveTensors(engine, optimizer, present) as live:
         step()
+    return timeline_of(live)
+
+
+def timeline_of(live: LiveTensors) -> MemoryTimeline:
+    """What has been seen while ``live`` was entered."""
     return MemoryTimeline(tuple(_points(live)))
 
 

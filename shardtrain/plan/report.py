@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardtrain.columns import aligned
 from shardtrain.config import Config
+from shardtrain.monitor.pictures import Picture, plot
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import COLORS, MIB
 from shardtrain.plan.simulate import Plan
@@ -131,13 +131,12 @@ def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
     return found
 
 
-def draw_curve(path: Path, title: str, plans: Sequence[Plan]) -> None:
-    """The peak over world sizes, by what it consists of, and what a step sends. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def curve(title: str, plans: Sequence[Plan]) -> Picture | str:
+    """The peak over world sizes, by what it consists of, and what a step sends; or why there is none."""
+    return plot(lambda figure: _draw_curve(figure, title, plans), inches=(9, 4.5))
 
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+
+def _draw_curve(figure: Any, title: str, plans: Sequence[Plan]) -> None:
     memory, traffic = figure.subplots(1, 2, width_ratios=(3, 2))
     names = [f"{plan.question.world_size:,}" for plan in plans]
     base = [0.0] * len(plans)
@@ -156,7 +155,6 @@ def draw_curve(path: Path, title: str, plans: Sequence[Plan]) -> None:
         axes.set_xlabel("ranks")
         axes.tick_params(labelsize=8)
     figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=130)
 
 
 def _mib(size: int) -> str:
