@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 
 import torch
 
@@ -94,8 +95,9 @@ class Watch:
             return
         picture = seen.picture()
         if not isinstance(picture, str):
-            pictures.save(self._run_dir / FOLDER / f"memory-{step}.png", picture)
             self._monitor.picture("timeline/memory", picture)
+            with self._writing():
+                pictures.save(self._folder / f"memory-{step}.png", picture)
         ranks = ", ".join(f"{peak:.1f}" for peak in peaks.tolist())
         self._monitor.say(f"step {step}: {seen.words()} The ranks' peaks: {ranks} MiB.")
 
@@ -133,16 +135,22 @@ class Watch:
         lanes = timeline.collect(taken.spans(), self._first_step)
         if not self._speaks:
             return
-        try:
+        with self._writing():
             self._monitor.say(self._write(lanes))
-        except OSError as error:  # whoever asked for a look did not ask for the run to end
-            self._monitor.say(f"warning: no timeline: cannot write to {self._folder} ({error.strerror})")
         self._monitor.say(timeline.in_words(lanes, lanes.steps[-1]))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Whoever asked for a look did not ask for the run to end where the disk is full."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            yield
+        except OSError as error:
+            self._monitor.say(f"warning: no timeline: cannot write to {self._folder} ({error.strerror})")
 
     def _write(self, lanes: timeline.Lanes) -> str:
         """The trace and the picture of its last step; where they are."""
         first, last = lanes.steps[0], lanes.steps[-1]
-        self._folder.mkdir(exist_ok=True)
         path = self._folder / f"steps-{first}-{last}.json"
         path.write_text(json.dumps(timeline.chrome(lanes)))
         picture = timeline.picture(lanes, last, self._title)
