@@ -1,8 +1,8 @@
 """When things happen on this rank: spans of time with a kind and a name, noted while a trace is open.
 
 A rank computes units, asks for movements, waits for them; each says so here by `begin` and `end`. With no
-trace open that is a look at an empty list, 60 ns. Times are those of ``time.perf_counter``. On CUDA a moment
-is an event in the compute stream, so a span lasts from when the device came there, and not the host.
+trace open that is a look at an empty list. Times are those of ``time.perf_counter``. On CUDA a moment is an
+event in the compute stream, so a span lasts from when the device came there, and not the host.
 """
 
 from __future__ import annotations
