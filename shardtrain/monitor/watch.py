@@ -97,6 +97,7 @@ class Watch:
         if not isinstance(picture, str):
             self._monitor.picture("timeline/memory", picture)
             with self._writing():
+                self._folder.mkdir(exist_ok=True)
                 pictures.save(self._folder / f"memory-{step}.png", picture)
         ranks = ", ".join(f"{peak:.1f}" for peak in peaks.tolist())
         self._monitor.say(f"step {step}: {seen.words()} The ranks' peaks: {ranks} MiB.")
@@ -143,7 +144,6 @@ class Watch:
     def _writing(self) -> Iterator[None]:
         """Whoever asked for a look did not ask for the run to end where the disk is full."""
         try:
-            self._folder.mkdir(exist_ok=True)
             yield
         except OSError as error:
             self._monitor.say(f"warning: no timeline: cannot write to {self._folder} ({error.strerror})")
@@ -151,6 +151,7 @@ class Watch:
     def _write(self, lanes: timeline.Lanes) -> str:
         """The trace and the picture of its last step; where they are."""
         first, last = lanes.steps[0], lanes.steps[-1]
+        self._folder.mkdir(exist_ok=True)
         path = self._folder / f"steps-{first}-{last}.json"
         path.write_text(json.dumps(timeline.chrome(lanes)))
         picture = timeline.picture(lanes, last, self._title)
