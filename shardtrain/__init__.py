@@ -7,7 +7,7 @@ bytes move), ``shard`` (what a rank owns), ``gather`` and ``reduce`` (the two mo
 """
 
 from shardtrain import checkpoint, comm
-from shardtrain.optim import clip_grad_norm_
+from shardtrain.optim import GradScaler, clip_grad_norm_
 from shardtrain.precision import Precision
 from shardtrain.state import (
     average_buffers,
@@ -19,6 +19,7 @@ from shardtrain.state import (
 from shardtrain.wrap import UnitInfo, describe, shard
 
 __all__ = [
+    "GradScaler",
     "Precision",
     "UnitInfo",
     "average_buffers",

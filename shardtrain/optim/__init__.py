@@ -2,5 +2,6 @@
 
 from shardtrain.optim.clip import clip_grad_norm_
 from shardtrain.optim.ema import Ema
+from shardtrain.optim.scaler import GradScaler
 
-__all__ = ["Ema", "clip_grad_norm_"]
+__all__ = ["Ema", "GradScaler", "clip_grad_norm_"]
