@@ -165,7 +165,7 @@ def test_a_slow_rank_is_named_once_until_it_keeps_up(tmp_path: Path) -> None:
     window: Any = SimpleNamespace(slow=None, wished=False)
     monitor: Any = SimpleNamespace(say=said.append)
     context = Context(Place(0, 2, 0, 2), CPU, tmp_path)
-    watch = Watch(configure(), context, SimpleNamespace(steps=9), window, monitor)  # type: ignore[arg-type]
+    watch = Watch(configure(), context, SimpleNamespace(steps=9, steps_per_epoch=3), window, monitor)  # type: ignore[arg-type]
     found = {
         "slow": Slow(1, 0.2, 0.1, "data", 0.09),
         "slower": Slow(1, 0.3, 0.1, "data", 0.19),
