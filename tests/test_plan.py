@@ -144,6 +144,8 @@ def test_large_worlds_have_the_layouts_of_their_ranks(world: int) -> None:
 def test_the_batch_is_a_whole_one() -> None:
     """96 images leave 1.5 for each of 64 ranks: planned with 2."""
     assert settings("train.batch_size=96", "world_size=64").question.micro_batch == 2
+    assert settings("train.batch_size=36", "world_size=64").question.micro_batch == 2
+    assert settings("train.batch_size=64", "world_size=64").question.micro_batch == 1
     assert settings("micro_batch=5", "world_size=64").question.micro_batch == 5
 
 
@@ -193,6 +195,12 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     fixed = [text for text in FAKE if not text.startswith("data")]
     with pytest.raises(UserError, match=re.escape(message)):
         read([*fixed, *arguments], speak=False)
+
+
+def test_a_batch_that_the_model_refuses() -> None:
+    message = r"does not take images of shape 1×3×8×8: Expected more than 1 value per channel .*\(micro_batch"
+    with pytest.raises(UserError, match=message):
+        planned("model=resnet18", "data.image_size=8", "micro_batch=1")
 
 
 def test_without_the_data_set() -> None:

@@ -66,11 +66,13 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
 
 def _question(keys: Keys, config: Config, channels: int) -> Question:
     parts = keys.world_size * config.train.accumulate
+    whole, left = divmod(config.train.batch_size, parts)
+    share = max(2, whole + 1) if left else whole  # BatchNorm does not train on a single pixel of one image
     in_place = config.parallel.transport == "shared_memory" and keys.world_size > 1
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     return Question(
         world_size=keys.world_size,
-        micro_batch=keys.micro_batch or -(-config.train.batch_size // parts),
+        micro_batch=keys.micro_batch or share,
         channels=channels,
         in_place=in_place,
         inbox=on_cpu and not in_place,

@@ -21,6 +21,7 @@ from shardtrain import comm, describe
 from shardtrain.build import ema_of, plain_model, shard_with_optimizer
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
+from shardtrain.errors import UserError
 from shardtrain.losses import loss_of
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.step import Step
@@ -81,7 +82,14 @@ def simulate(config: Config, question: Question) -> Plan:
         loss = loss_of(config.train.loss, config.train.label_smoothing)
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         batches = [_batch(config, question) for _ in range(config.train.accumulate)]
-        step(batches)
+        try:
+            step(batches)
+        except ValueError as error:
+            shape = "×".join(map(str, batches[0][0].shape))
+            raise UserError(
+                f"the model does not take images of shape {shape}: {error} "
+                "(micro_batch and data.image_size decide the shape)"
+            ) from error
         engine = engine_of(model)
         engine.take_gathered_peak()
         averages = ema.held() if ema is not None else []
