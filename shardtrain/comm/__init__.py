@@ -40,10 +40,10 @@ from shardtrain.comm.collectives import (
     reduce_scatter_tensor,
 )
 from shardtrain.comm.guard import Diverged, PeerLost
+from shardtrain.comm.host_scatter import HostScatter
 from shardtrain.comm.hosts import HostsTransport, host_key, open_shared_memory
 from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded
-from shardtrain.comm.scatter import HostScatter
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Tag, Transport
