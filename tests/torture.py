@@ -453,7 +453,11 @@ def finished(folder: Path) -> tuple[Any, Any]:
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in ("perf", "time", "memory", "ranks")]
+    tags = [
+        tag
+        for tag in events.Tags()["scalars"]
+        if tag.split("/")[0] not in ("perf", "time", "memory", "ranks")
+    ]
     points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
     tensors = {
         f"{file.name} {name}": hashlib.sha256(value.numpy().tobytes()).hexdigest()
