@@ -1,42 +1,17 @@
-"""The typed configuration, and the one function that makes it from Hydra's.
+"""The typed configuration of the training program.
 
-Everything behind this file works on frozen dataclasses whose values have been checked. Each message names the
-key as the user would write it on the command line.
+Everything behind this file works on frozen dataclasses whose values `checked.py` has checked.
 """
 
 from __future__ import annotations
 
-import math
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from shardtrain.errors import UserError, nearest
-
-
-def at_least(bound: float) -> Any:
-    """A field whose value may not be below `bound`."""
-    return field(metadata={"at_least": bound})
-
-
-def above(bound: float) -> Any:
-    """A field whose value must be greater than `bound`."""
-    return field(metadata={"above": bound})
-
-
-def fraction() -> Any:
-    """A field in [0, 1)."""
-    return field(metadata={"at_least": 0, "below": 1})
-
-
-def one_of(*choices: str) -> Any:
-    """A field that takes one of the given words."""
-    return field(metadata={"choices": choices})
+from shardtrain.checked import above, at_least, checked, fraction, one_of, variants
+from shardtrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -268,7 +243,17 @@ class Sweep:
     """None: every combination."""
 
 
-Frozen = TypeVar("Frozen")
+DATA = variants(
+    digits=Digits,
+    cifar10=Cifar,
+    cifar100=Cifar,
+    imagefolder=ImageFolder,
+    webdataset=WebDataset,
+    huggingface=HuggingFace,
+    fake=Fake,
+)
+OPTIM = variants(sgd=Sgd, adamw=AdamW)
+SCHED = variants(cosine=Cosine, linear=Linear, step=Step, constant=Constant)
 Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 Optim = Sgd | AdamW
 Sched = Cosine | Linear | Step | Constant
@@ -276,13 +261,13 @@ Sched = Cosine | Linear | Step | Constant
 
 @dataclass(frozen=True)
 class Config:
+    # Groups whose files set keys of other sections and have none of their own.
+    KEYLESS_GROUPS: ClassVar = ("recipe", "debug")
+
     dry_run: bool
     run: Run
     train: Train
     model: dict[str, Any]
-    data: Data
-    optim: Optim
-    sched: Sched
     ema: Ema
     augment: dict[str, Any]
     parallel: Parallel
@@ -292,55 +277,17 @@ class Config:
     resume: str
     eval_only: bool
     reference: Reference | None
+    data: Data = field(metadata=DATA)
+    optim: Optim = field(metadata=OPTIM)
+    sched: Sched = field(metadata=SCHED)
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", "cuda")
     threads: int | None = at_least(1)
 
 
-# Groups whose files set keys of other sections and have none of their own.
-KEYLESS_GROUPS = ("recipe", "debug")
-
-# Sections whose dataclass depends on their `name`.
-VARIANTS: dict[str, dict[str, type]] = {
-    "data": {
-        "digits": Digits,
-        "cifar10": Cifar,
-        "cifar100": Cifar,
-        "imagefolder": ImageFolder,
-        "webdataset": WebDataset,
-        "huggingface": HuggingFace,
-        "fake": Fake,
-    },
-    "optim": {"sgd": Sgd, "adamw": AdamW},
-    "sched": {"cosine": Cosine, "linear": Linear, "step": Step, "constant": Constant},
-}
-
-
 def from_hydra(raw: DictConfig) -> Config:
     """Checks names, types and ranges, and returns the frozen configuration."""
     return checked(raw, Config)
-
-
-def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
-    """`raw` as the frozen dataclass `cls`, its names, types and ranges checked."""
-    try:
-        plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    assert isinstance(plain, dict)
-    config = _section(cls, plain, "")
-    assert isinstance(config, cls)
-    return config
-
-
-def plain(config: Config) -> dict[str, Any]:
-    """`config` as nested dicts, with the keys that users write."""
-    return asdict(config, dict_factory=lambda pairs: {_key(name): value for name, value in pairs})
-
-
-def _key(name: str) -> str:
-    """A field's key: where Python has taken the word (`from`), the field is `from_`."""
-    return name.rstrip("_")
 
 
 def micro_batch(train: Train, world_size: int) -> int:
@@ -354,92 +301,3 @@ def micro_batch(train: Train, world_size: int) -> int:
             f"train.accumulate={train.accumulate}; {' or '.join(fitting)} would fit"
         )
     return train.batch_size // parts
-
-
-def _section(cls: type, raw: Mapping[Any, Any], path: str) -> Any:
-    """One dataclass from one mapping. `path` is `""` for the whole, `"train."` for a part."""
-    names = [_key(entry.name) for entry in fields(cls)]
-    for key in raw:
-        if key not in names:
-            valid = [*names, *KEYLESS_GROUPS] if cls is Config else names
-            raise UserError(f"unknown key {path}{key}{nearest(str(key), valid)} (valid: {', '.join(valid)})")
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for entry, name in zip(fields(cls), names, strict=True):
-        if name not in raw and entry.default is MISSING:
-            raise UserError(f"{path}{name} is missing")
-        key = path + name
-        values[entry.name] = _value(hints[entry.name], raw.get(name, entry.default), key)
-        _check_range(values[entry.name], entry.metadata, key)
-    return cls(**values)
-
-
-def _value(hint: Any, value: Any, key: str) -> Any:
-    """`value` as the type `hint` asks for, or a UserError."""
-    if key in VARIANTS:
-        return _variant(value, key)
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is tuple:
-        return _tuple(hint, value, key)
-    if typing.get_origin(hint) is dict and isinstance(value, dict):
-        return value
-    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__") and isinstance(value, dict):
-        return _section(hint, value, key + ".")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is str and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if type(value) is not hint:
-        raise UserError(f"{key}={_show(value)}: expected {_describe(hint)}")
-    return value
-
-
-def _variant(value: Any, key: str) -> Any:
-    variants = VARIANTS[key]
-    if not isinstance(value, dict) or "name" not in value:
-        raise UserError(f"{key}={_show(value)}: expected one of {', '.join(variants)}")
-    name = value["name"]
-    if name not in variants:
-        raise UserError(
-            f"{key}.name={_show(name)}{nearest(str(name), variants)} (valid: {', '.join(variants)})"
-        )
-    return _section(variants[name], value, key + ".")
-
-
-def _tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
-    parts = typing.get_args(hint)
-    if parts[-1] is Ellipsis:
-        if not isinstance(value, list):
-            raise UserError(f"{key}={_show(value)}: expected a list, as in {key}=[a,b]")
-        return tuple(_value(parts[0], item, key) for item in value)
-    if not isinstance(value, list) or len(value) != len(parts):
-        raise UserError(f"{key}={_show(value)}: expected a list of {len(parts)} numbers")
-    return tuple(_value(part, item, key) for part, item in zip(parts, value, strict=True))
-
-
-def _check_range(value: Any, limits: Mapping[str, Any], key: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{key}={value}: expected a finite number")
-    if "at_least" in limits and value < limits["at_least"]:
-        raise UserError(f"{key}={value}: expected at least {limits['at_least']}")
-    if "above" in limits and value <= limits["above"]:
-        raise UserError(f"{key}={value}: expected more than {limits['above']}")
-    if "below" in limits and value >= limits["below"]:
-        raise UserError(f"{key}={value}: expected less than {limits['below']}")
-    if "choices" in limits and value not in limits["choices"]:
-        choices = limits["choices"]
-        raise UserError(f"{key}={value}{nearest(value, choices)} (valid: {', '.join(choices)})")
-
-
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
-def _describe(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(hint, "a group of keys")

@@ -20,12 +20,13 @@ import torch
 
 from shardtrain import comm
 from shardtrain.build import Job, seed_process
+from shardtrain.checked import plain
 from shardtrain.checkpoint import Damaged, SaveFailed
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Found, Store, newest
 from shardtrain.comm.transport import Transport
-from shardtrain.config import Config, plain
+from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation

@@ -12,8 +12,9 @@ import pytest
 
 import shardtrain
 from shardtrain import compose as compose_module
+from shardtrain.checked import plain
 from shardtrain.compose import compose
-from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, micro_batch, plain
+from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, micro_batch
 from shardtrain.errors import UserError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shardtrain.bench.cases import CASES
 from shardtrain.bench.contenders import OPTIMIZERS, PRECISIONS, TITLES
+from shardtrain.checked import above, at_least, checked, one_of
 from shardtrain.compose import compose
-from shardtrain.config import above, at_least, checked, one_of
 from shardtrain.errors import UserError, nearest
 from shardtrain.launch import Place
 

@@ -12,8 +12,9 @@ import torch
 
 from shardtrain import describe, launch
 from shardtrain.build import Job, build
+from shardtrain.checked import at_least, checked
 from shardtrain.compose import compose_beside
-from shardtrain.config import AdamW, Config, at_least, checked, from_hydra
+from shardtrain.config import AdamW, Config, from_hydra
 from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 import shardtrain
 from shardtrain import comm, data, launch
 from shardtrain.build import EVAL_BATCH, plain_model
+from shardtrain.checked import checked, one_of
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
 from shardtrain.compose import compose, config_folder
-from shardtrain.config import Config, checked, one_of
+from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.launch import Place

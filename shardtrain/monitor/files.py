@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from shardtrain.config import Config, plain
+from shardtrain.checked import plain
+from shardtrain.config import Config
 from shardtrain.errors import UserError
 from shardtrain.monitor.sink import Sink
 

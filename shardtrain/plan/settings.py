@@ -11,8 +11,9 @@ import torch
 
 from shardtrain import data
 from shardtrain.build import completed
+from shardtrain.checked import above, at_least, checked
 from shardtrain.compose import compose_beside
-from shardtrain.config import Config, Data, above, at_least, checked, from_hydra
+from shardtrain.config import Config, Data, from_hydra
 from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
 from shardtrain.plan.simulate import Question
