@@ -36,7 +36,9 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     `folder` holds the program's `config.yaml` and its groups; the training program's is the default.
     None when they asked for something to be printed instead, which is done where `speak` is true.
     """
-    folder = folder or config_folder()
+    if folder is None:
+        with program_configs() as own:
+            return compose(arguments, speak=speak, folder=own)
     flags, overrides = split(arguments)
     if "--experimental-rerun" in flags:
         raise UserError("--experimental-rerun is not supported: the same command with run.name goes on")
@@ -88,13 +90,20 @@ def compose_beside(
     return None if keys is None or config is None else (keys, config)
 
 
+@contextlib.contextmanager
+def program_configs() -> Iterator[Path]:
+    """Inside, Hydra knows the models that the training program's folder of configurations leaves out."""
+    folder = config_folder()
+    with importlib.import_module("shardtrain.configs").registered():
+        yield folder
+
+
 def config_folder() -> Path:
     """Where the config groups are: in the installed package, or beside the package in a checkout."""
     if importlib.util.find_spec("shardtrain.configs") is None:
         # Not installed, run from a checkout: `configs` and `recipes` are the package's neighbours.
         shardtrain.__path__.append(str(Path(__file__).resolve().parents[1]))
     configs = importlib.import_module("shardtrain.configs")
-    configs.register()
     assert configs.__file__ is not None
     return Path(configs.__file__).resolve().parent
 

@@ -29,7 +29,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, OverrideParseException
 
 from shardtrain import launch
-from shardtrain.compose import compose, config_folder, split, unreadable
+from shardtrain.compose import compose, program_configs, split, unreadable
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
 from shardtrain.launch import Context, Place
@@ -160,7 +160,7 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
     """What all jobs have, as written, and the keys with several values."""
     fixed, overrides = split(arguments)
     swept: list[Override] = []
-    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+    with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # which knows groups: glob(…)
         for text in overrides:
             override = _parsed(parser, text)

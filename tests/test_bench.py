@@ -23,6 +23,7 @@ from shardtrain.bench.interleave import Track, interleave, rotated
 from shardtrain.bench.report import suite_means
 from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference, losses_agree, ratios, spread
 from shardtrain.bench.steps import Measurement
+from shardtrain.compose import compose
 from shardtrain.errors import UserError
 
 CPU = torch.device("cpu")
@@ -165,6 +166,7 @@ def test_a_failure_on_one_rank_takes_the_contender_out_on_all(ranks: Any) -> Non
     ],
 )
 def test_mistakes_are_named(arguments: str, message: str) -> None:
+    compose(["model=resnet18"])  # another program's models leave nothing behind in Hydra's store
     with pytest.raises(UserError, match=message):
         settings.read(arguments.split(), speak=False)
 
