@@ -7,12 +7,13 @@ logging and starts no job. What it prints for `--help` or `--cfg job` appears on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
+from shardtrain.checked import Frozen, checked
+from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError, nearest
 from shardtrain.help import COMPLETION, recipe_table
 
@@ -77,17 +80,18 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def compose_beside(
-    own: Collection[str], arguments: Sequence[str], *, speak: bool, folder: Path
-) -> tuple[DictConfig, DictConfig] | None:
-    """For a program that takes the training program's keys and a few of its ``own``, which `folder` holds.
+def read_beside(
+    cls: type[Frozen], arguments: Sequence[str], *, speak: bool, folder: Path
+) -> tuple[Frozen, Config] | None:
+    """For a program that takes the training program's keys and a few of its own, a ``cls``, in `folder`.
 
     Its own configuration and the training program's; None when something was to be printed instead.
     """
+    own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
     keys = compose(mine, speak=speak, folder=folder)
     config = compose([text for text in arguments if text not in mine], speak=speak) if keys else None
-    return None if keys is None or config is None else (keys, config)
+    return None if keys is None or config is None else (checked(keys, cls), from_hydra(config))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from PIL import Image
+from test_data import PLAIN as EVERY
 
 from shardtrain import comm, data
 from shardtrain.config import Grow, HuggingFace, ImageFolder, WebDataset
@@ -24,12 +25,7 @@ from test_hosts import hosts
 
 CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {
-    "eval_size": None,
-    "grow": None,
-    "repeats": 1,
-    "limit": None,
-    "workers": 0,
-    "read": "each",
+    **EVERY,
     "image_size": 8,
     "resize": 10,
     "crop_area": 0.5,

@@ -17,6 +17,7 @@ from PIL import Image
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import clocks, trace
+from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import Span
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
@@ -181,3 +182,12 @@ def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_pa
     assert peaks[0] == peaks[1]
     with Image.open(tmp_path / "timeline/step-7.png") as drawn:
         assert drawn.width > 1000
+
+
+def test_a_meter_that_is_open_for_long_stays_small() -> None:
+    with comm.meter() as meter:
+        for _ in range(500):
+            with waiting("all_gather", "the unit", CPU):
+                pass
+    assert list(meter.exposed()) == [comm.Wait("all_gather", "the unit")]
+    assert len(meter._seconds) + len(meter._on_device) == 1

@@ -42,15 +42,29 @@ class Meter:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.during = ""
-        self._waits: list[tuple[str, Wait, Moment, Moment]] = []
+        self._seconds: defaultdict[tuple[str, Wait], float] = defaultdict(float)
+        self._on_device: list[tuple[str, Wait, Moment, Moment]] = []
 
     def exposed(self) -> dict[Wait, float]:
         """Seconds of exposed communication by kind and unit. On CUDA the host waits for the device here."""
-        return _sums((what, seconds(start, end)) for _, what, start, end in self._waits)
+        return _sums((what, value) for (_, what), value in self._waits().items())
 
     def exposed_during(self) -> dict[str, float]:
         """The same by what the owner was doing."""
-        return _sums((during, seconds(start, end)) for during, _, start, end in self._waits)
+        return _sums((during, value) for (during, _), value in self._waits().items())
+
+    def add_wait(self, what: Wait, start: Moment, end: Moment) -> None:
+        """On the CPU it is added up at once: a meter may be open for as long as a run."""
+        if isinstance(start, float):
+            self._seconds[self.during, what] += seconds(start, end)
+        else:
+            self._on_device.append((self.during, what, start, end))
+
+    def _waits(self) -> dict[tuple[str, Wait], float]:
+        for during, what, start, end in self._on_device:
+            self._seconds[during, what] += seconds(start, end)
+        self._on_device.clear()
+        return self._seconds
 
 
 Key = TypeVar("Key")
@@ -96,5 +110,5 @@ def waiting(kind: str, unit: str, device: torch.device) -> Iterator[None]:
     yield
     end = moment(device)
     for current in _open:
-        current._waits.append((current.during, Wait(kind, unit), start, end))
+        current.add_wait(Wait(kind, unit), start, end)
     trace.note("wait", f"{kind} of {unit}", start, end)

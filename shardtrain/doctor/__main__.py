@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ import torch
 
 from shardtrain import describe, launch
 from shardtrain.build import Job, build
-from shardtrain.checked import at_least, checked
-from shardtrain.compose import compose_beside
-from shardtrain.config import AdamW, Config, from_hydra
+from shardtrain.checked import at_least
+from shardtrain.compose import read_beside
+from shardtrain.config import AdamW, Config
 from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
@@ -47,11 +46,8 @@ class Settings:
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
-    names = [field.name for field in dataclasses.fields(Keys)]
-    raw = compose_beside(names, arguments, speak=speak, folder=CONFIGS)
-    if raw is None:
-        return None
-    return Settings(checked(raw[0], Keys), from_hydra(raw[1]))
+    found = read_beside(Keys, arguments, speak=speak, folder=CONFIGS)
+    return None if found is None else Settings(*found)
 
 
 def findings(settings: Settings, place: Place, device: torch.device) -> Iterator[Finding]:

@@ -11,9 +11,9 @@ import torch
 
 from shardtrain import data
 from shardtrain.build import completed
-from shardtrain.checked import above, at_least, checked
-from shardtrain.compose import compose_beside
-from shardtrain.config import Config, Data, from_hydra
+from shardtrain.checked import above, at_least
+from shardtrain.compose import read_beside
+from shardtrain.config import Config, Data
 from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
 from shardtrain.plan.simulate import Question
@@ -53,11 +53,10 @@ class Settings:
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
-    names = [field.name for field in dataclasses.fields(Keys)]
-    raw = compose_beside(names, arguments, speak=speak, folder=CONFIGS)
-    if raw is None:
+    found = read_beside(Keys, arguments, speak=speak, folder=CONFIGS)
+    if found is None:
         return None
-    keys, config = checked(raw[0], Keys), from_hydra(raw[1])
+    keys, config = found
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     outline = _outline(config.data, config.model.get("num_classes"))
