@@ -13,13 +13,11 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import hydra
 import torch
@@ -33,42 +31,13 @@ from shardtrain.compose import compose, program_configs, split, unreadable
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
 from shardtrain.launch import Context, Place
+from shardtrain.search import Combinations, Outcome, Search, Suggestions, written
 
 Job = Callable[[Config, Context], float | None]
 
 FLAGS = ("-m", "--multirun")
 # One process group, on one device, in one directory: of all jobs together.
 SHARED = ("device", "threads", "run.name", "run.dir", "sweep.trials")
-
-
-class Outcome(NamedTuple):
-    """What became of a job."""
-
-    overrides: list[str]  # those in which jobs differ
-    objective: float | None
-    problem: str  # "": none
-
-
-class Search(Protocol):
-    def next(self, done: Sequence[Outcome]) -> list[str] | None:
-        """The overrides of the job after those that are done; None: there is none. Collective."""
-        ...
-
-
-class Combinations:
-    """Every value with every other, the last key's fastest."""
-
-    def __init__(self, swept: Sequence[Override]) -> None:
-        random.seed(0)  # what shuffle(…) draws from: alike on all ranks
-        try:
-            choices = [[(o, value) for value in o.sweep_string_iterator()] for o in swept]
-        except HydraException:
-            intervals = ", ".join(o.input_line or "" for o in swept if o.is_interval_sweep())
-            raise UserError(f"{intervals}: an interval is searched; say how long: sweep.trials=20") from None
-        self.jobs = [[written(o, value) for o, value in job] for job in itertools.product(*choices)]
-
-    def next(self, done: Sequence[Outcome]) -> list[str] | None:
-        return self.jobs[len(done)] if len(done) < len(self.jobs) else None
 
 
 @dataclass(frozen=True)
@@ -88,11 +57,6 @@ class Sweep:
         return self.first.threads
 
 
-def written(override: Override, value: object) -> str:
-    """One value of a swept key, as on the command line."""
-    return f"{override.get_key_element()}={value}"
-
-
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     """The sweep that `arguments` ask for; None if they ask for something to be printed."""
     fixed, swept = split_sweep([text for text in arguments if text not in FLAGS])
@@ -105,8 +69,6 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
             raise UserError(f"{override.input_line}: all jobs of a sweep have one {override.key_or_group}")
     if first.sweep.trials is None:
         return Sweep(fixed, Combinations(swept), first)
-    from shardtrain.suggest import Suggestions  # Optuna is an extra
-
     return Sweep(fixed, Suggestions(swept, first.sweep.trials, first.seed), first)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardtrain import comm
+from shardtrain import comm, pictures
 from shardtrain.bench import chart, settings, table
 from shardtrain.bench.cases import CASES
 from shardtrain.bench.contenders import TITLES
@@ -175,7 +175,7 @@ def test_no_matplotlib_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_
     for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     said = chart.draw(tmp_path / "bench.png", "", "", {"case": {"a": Spread(1.0, 1.0, 1.0, 1)}})
-    assert said == chart.MISSING
+    assert said == pictures.MISSING
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,7 +200,7 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     assert (tmp_path / "bench.txt").read_text().rstrip() in said
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     assert (tmp_path / "bench.png").exists() == has_matplotlib
-    assert (chart.MISSING in said) != has_matplotlib
+    assert (pictures.MISSING in said) != has_matplotlib
 
 
 def test_steps_in_bf16(tmp_path: Path) -> None:

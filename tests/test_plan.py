@@ -20,11 +20,11 @@ from shardtrain.config import Config, from_hydra
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.launch import Context, Place
+from shardtrain.monitor.comparison import STATE, TRAFFIC, compare
 from shardtrain.plan.__main__ import plan
 from shardtrain.plan.fit import MOST, largest_batch
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import MemoryTimeline, Point, memory_of_step
-from shardtrain.plan.run import STATE, TRAFFIC, compare
 from shardtrain.plan.settings import Settings, read
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.step import Step

@@ -18,7 +18,8 @@ from shardtrain import comm, sweep
 from shardtrain.config import Config
 from shardtrain.errors import UserError
 from shardtrain.launch import Context, Place
-from shardtrain.sweep import Combinations, Outcome, Sweep
+from shardtrain.search import Combinations, Outcome
+from shardtrain.sweep import Sweep
 from shardtrain.train import train
 
 CPU = torch.device("cpu")

@@ -1,13 +1,13 @@
-"""A bar chart of ratios, with quartiles as whiskers. Matplotlib is optional and imported only here."""
+"""A bar chart of ratios, with quartiles as whiskers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from shardtrain import pictures
 from shardtrain.bench.statistics import Spread
-
-MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[bench]")'
 
 
 def draw(path: Path, title: str, label: str, groups: Mapping[str, Mapping[str, Spread]]) -> str | None:
@@ -15,28 +15,26 @@ def draw(path: Path, title: str, label: str, groups: Mapping[str, Mapping[str, S
 
     Returns why there is no picture, if there is none.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return MISSING
     groups = {name: bars for name, bars in groups.items() if bars}
     if not groups:
         return "no picture: there is nothing to compare"
-    height = 1.2 + sum(0.6 + 0.32 * len(bars) for bars in groups.values())
-    figure = Figure(figsize=(8, height), layout="constrained")
-    FigureCanvasAgg(figure)
     heights = [0.6 + 0.32 * len(bars) for bars in groups.values()]
-    panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=heights)
-    for axes, (name, bars) in zip(panels[:, 0], groups.items(), strict=True):
-        _panel(axes, name, bars)
-    panels[-1, 0].set_xlabel(label)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=150)
+
+    def panels(figure: Any) -> None:
+        found = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=heights)
+        for axes, (name, bars) in zip(found[:, 0], groups.items(), strict=True):
+            _panel(axes, name, bars)
+        found[-1, 0].set_xlabel(label)
+        figure.suptitle(title, fontsize=9)
+
+    picture = pictures.plot(panels, (8, 1.2 + sum(heights)), dpi=150)
+    if isinstance(picture, str):
+        return picture
+    pictures.save(path, picture)
     return None
 
 
-def _panel(axes, name: str, bars: Mapping[str, Spread]) -> None:  # type: ignore[no-untyped-def]
+def _panel(axes: Any, name: str, bars: Mapping[str, Spread]) -> None:
     names = list(bars)[::-1]  # matplotlib counts from the bottom
     values = [bars[bar].median for bar in names]
     below = [bars[bar].median - bars[bar].low for bar in names]

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardtrain import comm
+from shardtrain import comm, pictures
 from shardtrain.build import Job
 from shardtrain.config import Config
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.monitor import pictures
 from shardtrain.plan.memory import MIB, MemoryTimeline, memory_of_step
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan

@@ -22,6 +22,7 @@ from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
 from shardtrain.monitor.board import TensorBoard
+from shardtrain.monitor.comparison import Comparison
 from shardtrain.monitor.console import Bar, Lines, Tables
 from shardtrain.monitor.files import LogFile, ResultFile, make_run_dir
 from shardtrain.monitor.glance import Glance
@@ -137,8 +138,6 @@ def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) 
     result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
     sinks: list[Sink] = [result, Ending(result, [console, log]), console, log]
     if config.monitor.plan:
-        from shardtrain.plan.run import Comparison  # which imports sinks
-
         sinks.insert(1, Comparison(config, job, [console, log]))
     if config.monitor.tensorboard:
         board = TensorBoard(context.run_dir, config, facts, job.first_step)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardtrain import pictures
 from shardtrain.build import Job
 from shardtrain.data import Batch
 from shardtrain.evaluate import Evaluation
-from shardtrain.monitor import pictures
 from shardtrain.monitor.phases import PHASES
 from shardtrain.monitor.sink import Sink
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardtrain import comm
 from shardtrain.comm import clocks
 from shardtrain.comm.trace import Span
-from shardtrain.monitor.pictures import Picture, plot
+from shardtrain.pictures import Picture, plot
 
 MOST_TRACED = 64  # ranks whose spans are collected
 MOST_DRAWN = 16  # ranks in a picture

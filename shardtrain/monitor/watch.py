@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import torch
 
-from shardtrain import comm
+from shardtrain import comm, pictures
 from shardtrain.build import Job
 from shardtrain.comm import trace
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.launch import Context
-from shardtrain.monitor import Monitor, pictures, timeline
+from shardtrain.monitor import Monitor, timeline
 from shardtrain.monitor.norms import Norms
 from shardtrain.monitor.window import MIB, Window
 from shardtrain.plan.live import LiveTensors

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import launch
+from shardtrain import launch, pictures
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
-from shardtrain.monitor import pictures
 from shardtrain.plan import report
 from shardtrain.plan.fit import largest_batch
 from shardtrain.plan.report import GIB, Largest, Rates

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.engine import Engine
-from shardtrain.monitor.pictures import Picture, plot
+from shardtrain.pictures import Picture, plot
 from shardtrain.plan.live import KINDS, LiveTensors
 
 MIB = 2**20

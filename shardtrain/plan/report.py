@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardtrain.columns import aligned
 from shardtrain.config import Config
-from shardtrain.monitor.pictures import Picture, plot
+from shardtrain.pictures import Picture, plot
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import COLORS, MIB
 from shardtrain.plan.simulate import Plan

@@ -1,16 +1,10 @@
-"""Plans inside the training program: before a run that is only looked at, and beside what a run measured."""
+"""The plan of a training run that has been built."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
 from shardtrain.build import Job
-from shardtrain.columns import aligned
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
-from shardtrain.monitor.sink import Sink
-from shardtrain.plan.memory import MIB
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import Plan, Question, simulate
 
@@ -32,72 +26,3 @@ def plan_of(config: Config, job: Job) -> Plan:
 def foretold(config: Config, job: Job) -> str:
     """What `dry_run` adds to the start table."""
     return "\n" + rank_table(plan_of(config, job))
-
-
-class Row(NamedTuple):
-    """One line of the comparison. ``exact``: the plan promises every byte."""
-
-    name: str
-    planned: int
-    measured: float
-    exact: bool
-
-    @property
-    def verdict(self) -> str:
-        if self.measured == self.planned:
-            return "exact"
-        difference = f"{100 * (self.measured - self.planned) / max(self.planned, 1):+.1f} %"
-        return f"{difference}, which should be exact" if self.exact else difference
-
-
-# What the last report of a run holds in MiB, and what the plan says of it in bytes.
-STATE = {
-    "parameters": "memory/params_mib",
-    "gradients": "memory/grads_mib",
-    "optimizer": "memory/optimizer_mib",
-}
-TRAFFIC = {"all_gather": "comm/all_gather_mib_per_step", "reduce_scatter": "comm/reduce_scatter_mib_per_step"}
-
-
-def compare(plan: Plan, scalars: Mapping[str, float], *, on_cuda: bool) -> list[Row]:
-    """Plan and measurement of rank 0. On CUDA the allocator knows the peak; on the CPU nobody does."""
-    rows = [Row(name, getattr(plan, name), scalars[tag] * MIB, True) for name, tag in STATE.items()]
-    rows.append(Row("gathered at once", plan.gathered, scalars["memory/gathered_peak_mib"] * MIB, True))
-    names = ("gathers send", "reductions send")
-    for name, (kind, tag) in zip(names, TRAFFIC.items(), strict=True):
-        rows.append(Row(name, plan.sent.get(kind, 0), scalars[tag] * MIB, True))
-    if on_cuda:
-        rows.append(Row("peak", plan.peak, scalars["memory/peak_mib"] * MIB, False))
-    return rows
-
-
-def comparison(rows: Sequence[Row]) -> str:
-    """The rows as text."""
-    cells = [["MiB, rank 0", "planned", "measured", ""]]
-    for row in rows:
-        cells.append([row.name, f"{row.planned / MIB:,.2f}", f"{row.measured / MIB:,.2f}", row.verdict])
-    return "\n".join(aligned(cells))
-
-
-class Comparison(Sink):
-    """Tells at the end of a run how far plan and measurement are apart. To plan takes a second or two."""
-
-    def __init__(self, config: Config, job: Job, listeners: Sequence[Sink]) -> None:
-        self.config, self.job, self.listeners = config, job, listeners
-        self.scalars: dict[str, float] = {}
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.scalars.update(scalars)
-
-    def close(self, status: str) -> None:
-        if status != "finished" or "memory/params_mib" not in self.scalars:
-            return
-        on_cuda = self.job.val.prepare.device.type == "cuda"
-        try:
-            rows = compare(plan_of(self.config, self.job), self.scalars, on_cuda=on_cuda)
-        except RuntimeError as error:  # the model needs values, say; the run has done well all the same
-            text = f"no plan to compare with: {error}".split("\n", 1)[0]
-        else:
-            text = comparison(rows)
-        for listener in self.listeners:
-            listener.say(text)

@@ -15,9 +15,9 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from shardtrain.bench.chart import MISSING
-
 Picture = np.ndarray[Any, Any]
+
+MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[bench]")'
 
 TILE = 64  # pixels that an image is enlarged to, at least
 LINE = 12  # pixels of a caption

@@ -1,16 +1,56 @@
-"""What Optuna suggests for the jobs of a sweep; an extra: pip install 'shardtrain[sweep]'."""
+"""What a sweep tries next: every combination of values, or what Optuna suggests.
+
+Optuna is an extra: pip install 'shardtrain[sweep]'.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
 
 from shardtrain import comm
 from shardtrain.errors import UserError
-from shardtrain.sweep import Outcome, written
+
+
+class Outcome(NamedTuple):
+    """What became of a job."""
+
+    overrides: list[str]  # those in which jobs differ
+    objective: float | None
+    problem: str  # "": none
+
+
+class Search(Protocol):
+    def next(self, done: Sequence[Outcome]) -> list[str] | None:
+        """The overrides of the job after those that are done; None: there is none. Collective."""
+        ...
+
+
+class Combinations:
+    """Every value with every other, the last key's fastest."""
+
+    def __init__(self, swept: Sequence[Override]) -> None:
+        random.seed(0)  # what shuffle(…) draws from: alike on all ranks
+        try:
+            choices = [[(o, value) for value in o.sweep_string_iterator()] for o in swept]
+        except HydraException:
+            intervals = ", ".join(o.input_line or "" for o in swept if o.is_interval_sweep())
+            raise UserError(f"{intervals}: an interval is searched; say how long: sweep.trials=20") from None
+        self.jobs = [[written(o, value) for o, value in job] for job in itertools.product(*choices)]
+
+    def next(self, done: Sequence[Outcome]) -> list[str] | None:
+        return self.jobs[len(done)] if len(done) < len(self.jobs) else None
+
+
+def written(override: Override, value: object) -> str:
+    """One value of a swept key, as on the command line."""
+    return f"{override.get_key_element()}={value}"
 
 
 class Suggestions:

@@ -1,0 +1,124 @@
+"""The structure that the README promises: imports point one way, and each thing is done in one place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "shardtrain"
+
+# The order in which to read. A room is a file or folder of `shardtrain`, and imports from those before it.
+CORE = [
+    "layout",
+    "precision",
+    "comm",
+    "shard",
+    "gather",
+    "reduce",
+    "schedule",
+    "units",
+    "elementwise",
+    "engine",
+    "wrap",
+    "state",
+    "optim",
+    "checkpoint",
+]
+PUBLIC = "shardtrain"  # the package itself, which exports what the core has
+PROGRAM = [
+    "errors",
+    "columns",
+    "pictures",
+    "targets",
+    "checked",
+    "help",
+    "config",
+    "compose",
+    "stop",
+    "launch",
+    "losses",
+    "schedules",
+    "weights",
+    "data",
+    "build",
+    "evaluate",
+    "plan",
+    "monitor",
+    "nonfinite",
+    "resume",
+    "search",
+    "sweep",
+    "train",
+    "export",
+    "bench",
+    "doctor",
+]
+ORDER = [*CORE, PUBLIC, *PROGRAM]
+
+
+def rooms_imported(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, *inside = name.split(".")
+            if package == PUBLIC:
+                yield inside[0] if inside and inside[0] in ORDER else PUBLIC
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every file of the package with its room."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        yield PUBLIC if room == "__init__" else room, file
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    assert {room for room, _ in sources()} == set(ORDER)
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_imports_point_one_way(room: str) -> None:
+    before = {*ORDER[: ORDER.index(room)], room}
+    for owner, file in sources():
+        if owner == room:
+            later = set(rooms_imported(file)) - before
+            assert not later, f"{file.relative_to(ROOT)} imports {', '.join(sorted(later))}, which come later"
+
+
+def places_of(pattern: str) -> set[str]:
+    found = re.compile(pattern)
+    return {room for room, file in sources() if found.search(file.read_text())}
+
+
+def test_the_core_knows_no_configuration() -> None:
+    assert not places_of(r"import (hydra|omegaconf)|from (hydra|omegaconf)") & set(CORE)
+
+
+def test_only_comm_calls_collectives() -> None:
+    calls = (
+        r"\bdist\.(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast|isend|irecv|barrier)\("
+    )
+    assert places_of(calls) <= {"comm", "bench"}  # the benchmark times its peers'
+
+
+def test_only_the_engine_hooks_modules_and_parameters() -> None:
+    hooks = r"\.register_(forward|full_backward|module|state_dict|load_state|post_accumulate)\w*hook\("
+    assert places_of(hooks) == {"engine", "doctor"}  # the doctor looks on
+
+
+def test_recipes_and_package_meet_in_hydra_alone() -> None:
+    for file in (ROOT / "recipes").glob("*.py"):
+        allowed = {PUBLIC, "data", "train"}
+        assert set(rooms_imported(file)) <= allowed | {"recipes"}, file
+    imports = r"(from|import) (shardtrain\.)?recipes"
+    assert not places_of(imports)
