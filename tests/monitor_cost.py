@@ -1,10 +1,11 @@
 """What monitoring costs: the same steps with and without it, in turns.
 
-    torchrun --nproc-per-node 2 tests/monitor_cost.py [key=value ...]
+    torchrun --nproc-per-node 2 tests/monitor_cost.py [rounds=40] [key=value ...]
 
 With it is everything of the training program at its default settings: phases, traffic and memory measured,
 ranks compared and curves written every `train.log_every` steps. Without it is the loop of a script. A round
-is `train.log_every` steps of each; what counts is the median of the rounds' ratios.
+is `train.log_every` steps of each; what counts is the median of the rounds' ratios. With the digits it takes
+about a minute on two cores; noise of a few percent needs tens of rounds.
 """
 
 from __future__ import annotations
@@ -29,15 +30,8 @@ from shardtrain.launch import Context, Place
 from shardtrain.monitor import Monitor, Window, open_monitor
 from shardtrain.monitor.watch import Watch
 
-ROUNDS, WARMUP = 40, 3
-DEFAULTS = (
-    "+recipe=resnet",
-    "data=fake",
-    "data.image_size=32",
-    "train.batch_size=64",
-    "monitor.progress=lines",
-    "monitor.plan=false",
-)
+WARMUP = 2
+DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
 
 
 def bare(job: Job, steps: int) -> torch.Tensor:
@@ -74,7 +68,7 @@ def monitored(job: Job, steps: int, window: Window, monitor: Monitor, watch: Wat
     return loss.detach()
 
 
-def measure(config: Config, place: Place, device: torch.device, folder: Path) -> None:
+def measure(config: Config, place: Place, device: torch.device, folder: Path, rounds: int) -> None:
     job, config = build(config, place.rank, place.world_size, device)
     window, context, steps = Window(job), Context(place, device, folder), config.train.log_every
     tracks = {"without": Track(), "with": Track()}
@@ -85,25 +79,27 @@ def measure(config: Config, place: Place, device: torch.device, folder: Path) ->
             "with": lambda _: monitored(job, steps, window, monitor, watch),
         }
         interleave(runners, tracks, range(WARMUP), device, timed=False)
-        interleave(runners, tracks, range(WARMUP, WARMUP + ROUNDS), device, timed=True)
+        interleave(runners, tracks, range(WARMUP, WARMUP + rounds), device, timed=True)
     found = ratios(tracks["with"].seconds, tracks["without"].seconds)
     if place.rank == 0:
-        without = sorted(tracks["without"].seconds)[ROUNDS // 2] / steps
+        without = sorted(tracks["without"].seconds)[rounds // 2] / steps
         print(
             f"with over without: {found.median:.4f} (quartiles {found.low:.4f} to {found.high:.4f}), "
-            f"{ROUNDS} rounds of {steps} steps of {1e3 * without:.1f} ms, {place.world_size} ranks "
+            f"{rounds} rounds of {steps} steps of {1e3 * without:.1f} ms, {place.world_size} ranks "
             f"on {device}"
         )
 
 
 def main() -> None:
-    raw = compose([*DEFAULTS, *sys.argv[1:]])
+    own = [text for text in sys.argv[1:] if text.startswith("rounds=")]
+    rounds = int(own[-1].removeprefix("rounds=")) if own else 40
+    raw = compose([*DEFAULTS, *(text for text in sys.argv[1:] if text not in own)])
     assert raw is not None
     config, place = from_hydra(raw), Place.from_environment(os.environ)
     device = launch.choose_device(config.device, place)
     torch.set_num_threads(config.threads or launch.cpu_threads(place, os.environ))
     with tempfile.TemporaryDirectory() as folder, launch.process_group(place, device):
-        measure(config, place, device, Path(folder))
+        measure(config, place, device, Path(folder), rounds)
 
 
 if __name__ == "__main__":

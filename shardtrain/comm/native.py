@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+# Its functions have the default group of the moment of their import as a default argument. Dynamo imports
+# them, so the first step of any torch optimizer: a group opened before would live to the interpreter's end,
+# and gloo's threads with it, which now and then abort the process there. Now there is no group yet.
+import torch.distributed.nn
+
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,108 @@
+"""A sharded step, told while it happens: what every rank holds at each point.
+
+    torchrun --nproc-per-node 2 -m shardtrain.recipes.walk
+
+The model is a hidden layer and an output layer without biases, all numbers small enough to check by hand.
+Nothing here is special: it is the loop of a script, with forward hooks that look at what parameters show.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import shardtrain
+from shardtrain import comm
+
+
+def small_model() -> nn.Sequential:
+    """Two layers of 2×3 and 1×2 weights, all of them 1."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False))
+    for param in model.parameters():
+        nn.init.ones_(param)
+    return model
+
+
+def tell(what: str, *lines: str) -> None:
+    """Every rank's lines, printed by rank 0 in rank order. Collective."""
+    texts = comm.gather_texts("\n".join(lines), comm.plain_transport(), comm.control_device())
+    if comm.rank() == 0:
+        print(f"\n{what}")
+        for rank, text in enumerate(texts):
+            for line in text.split("\n"):
+                print(f"  rank {rank}  {line}")
+
+
+def numbers(tensor: torch.Tensor | None) -> str:
+    """``[1 1.5 2]``; nested for more dimensions."""
+    if tensor is None:
+        return "none"
+    values = tensor.tolist()
+
+    def text(value: list[object] | object) -> str:
+        return f"[{' '.join(map(text, value))}]" if isinstance(value, list) else f"{value:g}"
+
+    return text(values)
+
+
+def held(model: nn.Module) -> list[str]:
+    """What this rank's parameters show, with their gradients if they have any."""
+    lines = []
+    for name, param in model.named_parameters():
+        grad = "" if param.grad is None else f"  gradient {numbers(param.grad)}"
+        lines.append(f"{name} {numbers(param)}{grad}")
+    return lines
+
+
+def look_inside(model: nn.Sequential) -> list[str]:
+    """Lines that the coming forward fills: what each layer's weight shows while the layer computes."""
+    seen: list[str] = []
+    for name, layer in model.named_children():
+
+        def look(layer: nn.Module, _: object, name: str = name) -> None:
+            seen.append(f"inside {name}: " + ", ".join(held(model)))
+
+        layer.register_forward_pre_hook(look)
+    return seen
+
+
+def walk() -> None:
+    model = shardtrain.shard(small_model(), units=lambda name, module: isinstance(module, nn.Linear))
+    assert isinstance(model, nn.Sequential)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = look_inside(model)
+    tell("At rest every parameter shows the piece that this rank owns: 1-D, perhaps empty.", *held(model))
+
+    images = torch.full((1, 3), float(comm.rank() + 1))
+    with comm.meter() as meter:
+        loss = model(images).square().mean()
+        tell("In forward a unit is gathered just before it computes, and released after.", *seen)
+        loss.backward()
+    tell(
+        "Backward gathers again, and each owner gets the mean of all ranks' gradients.",
+        *held(model),
+        f"this rank's own loss {loss.item():g}",
+        f"sent {dict(meter.bytes)} bytes in {dict(meter.calls)} movements",
+    )
+    optimizer.step()
+    tell("The optimizer updates the pieces; nothing is communicated.", *held(model))
+    whole = shardtrain.full_state_dict(model)
+    tell("Put together again:", *(f"{name} {numbers(value)}" for name, value in whole.items()))
+
+
+@record
+def main() -> None:
+    if not dist.is_torchelastic_launched():
+        walk()
+        return
+    dist.init_process_group("gloo")
+    try:
+        walk()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
