@@ -78,8 +78,8 @@ def walk() -> None:
     images = torch.full((1, 3), float(comm.rank() + 1))
     with comm.meter() as meter:
         loss = model(images).square().mean()
-        tell("In forward a unit is gathered just before it computes, and released after.", *seen)
         loss.backward()
+    tell("In forward a unit is gathered just before it computes, and released after.", *seen)
     tell(
         "Backward gathers again, and each owner gets the mean of all ranks' gradients.",
         *held(model),

@@ -1,0 +1,142 @@
+"""The documents' commands, examples and links: every one is tried, or its test is named here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardtrain import sweep
+from shardtrain.bench import settings as bench_settings
+from shardtrain.compose import compose
+from shardtrain.config import from_hydra
+from shardtrain.doctor import __main__ as doctor
+from shardtrain.plan import settings as plan_settings
+
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+# Commands that are tried elsewhere: what tries them.
+ELSEWHERE = {
+    "python3 -m venv .venv && . .venv/bin/activate": ".ci/run",
+    'pip install -e ".[dev]"': ".ci/run",
+    "bash .ci/check": ".ci/run",
+    "python -m pytest": ".ci/run",
+    "python -m pytest tests/test_layout.py": ".ci/run",
+    "tensorboard --logdir outputs": "tests/test_board.py",
+    "sbatch --nodes 4 configs/slurm/train.sbatch +recipe=resnet50_imagenet_v1 data.root=/data/imagenet": (
+        "tests/test_slurm.py"
+    ),
+    'python -m shardtrain.train -m +recipe=resnet "optim.lr=tag(log,interval(0.005,0.1))" sweep.trials=20': (
+        "tests/test_sweep.py"
+    ),
+    "python -m shardtrain.export run=outputs/digits out=digits.safetensors": "tests/test_export.py",
+}
+
+
+def blocks(language: str) -> list[tuple[Path, str]]:
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [(file, found) for file in DOCUMENTS for found in pattern.findall(file.read_text())]
+
+
+COMMANDS = sorted({line for _, block in blocks("bash") for line in block.splitlines() if line})
+
+
+def module_of(words: list[str]) -> tuple[str, list[str]]:
+    """The module or file that a command starts, and its arguments; without torchrun's options."""
+    at = words.index("-m") + 1 if "-m" in words else next(i for i, w in enumerate(words) if w.endswith(".py"))
+    return words[at], words[at + 1 :]
+
+
+def read(module: str, arguments: list[str]) -> object:
+    """What ``module`` makes of its arguments; a mistake in them raises `UserError`."""
+    if module == "shardtrain.train" and "-m" in arguments:
+        return sweep.read(arguments, speak=False)
+    if module == "shardtrain.train":
+        raw = compose(arguments, speak=False)
+        return raw and from_hydra(raw)
+    return READERS[module](arguments, False)
+
+
+READERS: dict[str, Callable[[list[str], bool], object]] = {
+    "shardtrain.plan": plan_settings.read,
+    "shardtrain.bench": bench_settings.read,
+    "shardtrain.doctor": doctor.read,
+}
+PROGRAMS = ["tests/torture.py", "tests/behaviours.py"]  # their parts are tests of their own
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "shardtrain." in c and c not in ELSEWHERE])
+def test_a_command_of_the_documents_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(ROOT)
+    module, arguments = module_of(shlex.split(os.path.expandvars(command)))
+    if module in ("shardtrain.recipes.walk", "shardtrain.recipes.digits"):
+        pytest.skip("run below, or in tests/test_recipes.py")
+    assert read(module, [text for text in arguments if text not in ("-sc", "install=bash")])
+
+
+def test_every_command_is_tried_somewhere() -> None:
+    known = [c for c in COMMANDS if "shardtrain." in c or c in ELSEWHERE]
+    rest = [c for c in COMMANDS if c not in known and module_of(shlex.split(c))[0] not in PROGRAMS]
+    assert rest == []
+    assert set(ELSEWHERE) <= set(COMMANDS)
+
+
+def torchrun(*command: str, folder: Path) -> str:
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command]
+    done = subprocess.run(
+        program,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
+    (example,) = [text for file, text in blocks("python") if file.name == "README.md" and "import " in text]
+    (tmp_path / "mine.py").write_text(example + "\nassert state['fc.weight'].shape == (10, 512)\n")
+    torchrun("mine.py", folder=tmp_path)
+
+
+def test_the_walk_tells_what_the_document_says(tmp_path: Path) -> None:
+    said = torchrun("-m", "shardtrain.recipes.walk", folder=tmp_path)
+    for line in (
+        "rank 0  1.weight [1 1]",
+        "rank 1  1.weight []",
+        "rank 0  inside 1: 0.weight [1 1 1 1], 1.weight [[1 1]]",
+        "rank 1  inside 1: 0.weight [1 1], 1.weight [[1 1]]",
+        "rank 0  0.weight [1 1 1 1]  gradient [30 30 30 30]",  # means of 12 and 48
+        "rank 1  1.weight []  gradient []",
+        "rank 1  0.weight [[-2 -2 -2] [-2 -2 -2]]",
+    ):
+        assert line in said, said
+    sent = "sent {'all_gather': 64, 'reduce_scatter': 32} bytes in {'all_gather': 4, 'reduce_scatter': 2}"
+    assert said.count(sent) == 2, said
+
+
+def test_the_recipe_shown_is_the_one_that_is_tried() -> None:
+    (shown,) = [text for file, text in blocks("yaml") if file.name == "extending.md"]
+    assert (ROOT / "docs/example/recipe/mine.yaml").read_text() == shown
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_no_link_is_dead(file: Path) -> None:
+    text = file.read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    quoted = re.findall(r"`((?:shardtrain|tests|configs|recipes|docs)/[a-z\d_./-]*)`", text)
+    missing = [
+        link for link in [*links, *quoted] if not (file.parent / link).exists() and not (ROOT / link).exists()
+    ]
+    assert missing == []
