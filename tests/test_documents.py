@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -108,6 +109,15 @@ def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
     (example,) = [text for file, text in blocks("python") if file.name == "README.md" and "import " in text]
     (tmp_path / "mine.py").write_text(example + "\nassert state['fc.weight'].shape == (10, 512)\n")
     torchrun("mine.py", folder=tmp_path)
+
+
+@pytest.mark.parametrize("package", ["accelerate", "lightning_fabric"])
+def test_a_sharded_model_trains_in_another_loop(package: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    (example,) = [text for _, text in blocks("python") if f"import {package}" in text]
+    (tmp_path / "theirs.py").write_text(example)
+    torchrun("theirs.py", folder=tmp_path)
 
 
 def test_the_walk_tells_what_the_document_says(tmp_path: Path) -> None:
