@@ -20,7 +20,7 @@ from shardtrain.checkpoint.store import Store
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.data import Batch, Prepare
-from shardtrain.data.sets import Arrays, DataSet
+from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.evaluate import Evaluation, Mistake, Scores
 from shardtrain.launch import Context, Place
 from shardtrain.monitor import glance, pictures

@@ -21,6 +21,7 @@ from torchvision.datasets import CIFAR10
 
 from shardtrain import data
 from shardtrain.config import Cifar, Digits, Fake, Grow, ImageFolder
+from shardtrain.data.batches import Arrays
 from shardtrain.data.sampler import (
     EvalSampler,
     Share,
@@ -31,7 +32,6 @@ from shardtrain.data.sampler import (
     side_in,
     uniform_draws,
 )
-from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.config import Constant, Cosine, Linear, Step
 from shardtrain.data import Batch, Prepare, Share, TrainFeed
+from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.data.mixing import Draws, Mix, Mixed, kept_pixels
 from shardtrain.data.sampler import generator
-from shardtrain.data.sets import Arrays, DataSet
 from shardtrain.evaluate import evaluate
 from shardtrain.losses import loss_of
 from shardtrain.optim import Ema

@@ -10,8 +10,8 @@ from torchvision.models import ResNet, resnet18
 
 from shardtrain import targets
 from shardtrain.data import Augmented, DataSet, Prepare, Share, TrainFeed
+from shardtrain.data.batches import Arrays
 from shardtrain.data.sampler import generator
-from shardtrain.data.sets import Arrays
 from shardtrain.errors import UserError
 from shardtrain.recipes.augment import Affine, Photo
 from shardtrain.recipes.models import classifier, vit

@@ -17,7 +17,7 @@ from shardtrain.build import build, forward_flops, parameter_groups
 from shardtrain.compose import compose
 from shardtrain.config import Config, Constant, Cosine, from_hydra
 from shardtrain.data import Batch, EvalFeed, Prepare, Share
-from shardtrain.data.sets import Arrays, DataSet
+from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores, evaluate
 from shardtrain.launch import Context, Place

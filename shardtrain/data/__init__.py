@@ -1,8 +1,9 @@
 """Data sets, the order in which ranks see them, and batches on the device."""
 
+from shardtrain.data.batches import Augmented, DataSet, eval_size, sides
 from shardtrain.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
 from shardtrain.data.sampler import Share, side_in
-from shardtrain.data.sets import Augmented, DataSet, eval_size, load, sides
+from shardtrain.data.sets import load
 
 __all__ = [
     "Augment",

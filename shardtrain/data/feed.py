@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardtrain.comm import HostScatter
+from shardtrain.data.batches import Batches, DataSet
 from shardtrain.data.readers import reader
 from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, generator, uniform_draws
-from shardtrain.data.sets import Batches, DataSet
 
 Augment = Callable[[Tensor, Tensor], Tensor]
 

@@ -8,8 +8,8 @@ from torchvision import datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from shardtrain.config import ImageFolder
+from shardtrain.data.batches import DataSet
 from shardtrain.data.photos import crops, pictures
-from shardtrain.data.sets import DataSet
 from shardtrain.errors import UserError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config import HuggingFace
+from shardtrain.data.batches import DataSet
 from shardtrain.data.photos import pictures
-from shardtrain.data.sets import DataSet
 from shardtrain.errors import UserError, nearest
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from shardtrain.config import Photos
-from shardtrain.data.sets import Batches, DataSet, eval_size
+from shardtrain.data.batches import Batches, DataSet, eval_size
 from shardtrain.errors import UserError
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)

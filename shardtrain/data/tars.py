@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from shardtrain.config import WebDataset
+from shardtrain.data.batches import DataSet
 from shardtrain.data.photos import pictures
-from shardtrain.data.sets import DataSet
 from shardtrain.errors import UserError
 
 Index = NDArray[np.int64]  # [images, 3]: first byte, bytes, label

@@ -14,7 +14,7 @@ from shardtrain.build import completed
 from shardtrain.checked import above, at_least
 from shardtrain.compose import read_beside
 from shardtrain.config import Config, Data
-from shardtrain.data.sets import Arrays
+from shardtrain.data.batches import Arrays
 from shardtrain.errors import UserError
 from shardtrain.plan.simulate import Question
 
