@@ -160,7 +160,7 @@ class FlatGradient:
 
     def unsure(self) -> list[int]:
         """Indices of trainable parameters without a gradient on this rank: another may have one."""
-        if self._transport.world == 1:
+        if self._transport.silent:
             return []
         return [i for i, p in enumerate(self.segment.params) if p.requires_grad and i not in self.filled]
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
@@ -48,3 +50,22 @@ def test_resnet50_wastes_less_than_one_alignment_unit_per_unit(world: int) -> No
     for info in infos:
         assert info.bytes / world <= info.local_bytes < info.bytes / world + ALIGN_BYTES
     assert sum(i.local_bytes for i in infos) * world < 1.01 * sum(i.bytes for i in infos)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_parameter_that_gets_no_gradient_can_be_planned() -> None:
+    """Nobody can be asked whether another rank has one, and what is lacking here has no values to look at."""
+    with FakeTensorMode():
+        model = shardtrain.shard(HalfUsed(), units=(), transport=comm.Simulated(2, 3))
+        model(torch.randn(2, 7)).sum().backward()
+        got = {name for name, param in model.named_parameters() if param.grad is not None}
+    assert got == {"used.weight", "used.bias"}  # an empty piece has an empty gradient

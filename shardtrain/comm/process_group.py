@@ -45,6 +45,7 @@ class ProcessGroupTransport:
     """Movements between the ranks of ``group``."""
 
     in_place = False
+    silent = False
     reserved = 0
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:

@@ -27,6 +27,7 @@ class SharedMemoryTransport:
     """Movements between ranks that share memory; what is not shared goes through ``inner``."""
 
     in_place = True
+    silent = False
 
     def __init__(self, inner: ProcessGroupTransport, memory: HostMemory) -> None:
         self.inner = inner

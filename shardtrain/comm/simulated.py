@@ -24,6 +24,8 @@ class Simulated:
     `ProcessGroupTransport` does, over gloo with ``inbox`` and over NCCL without.
     """
 
+    silent = True
+
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
         self.rank, self.world, self.in_place = rank, world, in_place
         self._inbox = inbox

@@ -76,13 +76,15 @@ class Transport(Protocol):
     """Moves bytes between the ranks of one shard group.
 
     ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a gather
-    copies nothing and a release can give nothing back. ``reserved``: bytes of this rank's memory that are
-    set aside for gradients under way.
+    copies nothing and a release can give nothing back. ``silent``: nothing comes from other ranks, because
+    there are none, so what this rank lacks is not to be had. ``reserved``: bytes of this rank's memory that
+    are set aside for gradients under way.
     """
 
     rank: int
     world: int
     in_place: bool
+    silent: bool
 
     @property
     def reserved(self) -> int: ...
@@ -124,6 +126,7 @@ class Alone:
     rank = 0
     world = 1
     in_place = True
+    silent = True
     reserved = 0
 
     def allocate(
