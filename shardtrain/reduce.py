@@ -178,7 +178,7 @@ class FlatGradient:
                 for part in self._elsewhere[index]:
                     self._into(index, part).fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
-        gradient = Gradient(full, own, segment.layout, segment.pieces)
+        gradient = Gradient(full, own, segment.layout, segment.pieces, segment.quantised.reduce)
         self._clear()
         return gradient
 

@@ -24,7 +24,7 @@ from shardtrain.comm.digests import Digests
 from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.reports import Reports, meeting_tag, open_reports, tag_of
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by, staged
 from shardtrain.layout import Layout
 
 
@@ -107,6 +107,36 @@ class ProcessGroupTransport:
         self._digests.add("reducing", tag)
         native_ones = [self._whole(gradient) for gradient in gradients]
         return self._start(self._reduce_natively, native_ones, gradients[0].full.device)
+
+    def exchange(
+        self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
+    ) -> Pending:
+        """Start sending ``sizes[r]`` elements of ``outgoing`` to rank r, and filling ``incoming`` from all.
+
+        Both are 1-D, in rank order; from every rank come equally many. This carries a reduction: whoever
+        asks for that counts it.
+        """
+        if self._by_messages([outgoing, incoming]):
+            parts, into = outgoing.split([*sizes]), incoming.chunk(self.world)
+            return self._watched(
+                "reducing", tag, lambda number: start_exchange(self._mailbox, _fixed(number), parts, into)
+            )
+        self._digests.add("reducing", tag)
+        native.all_to_all(incoming, outgoing, sizes, self.group)
+        return Pending()
+
+    def staged(
+        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
+    ) -> Pending:
+        """``start`` a movement and ``finish`` it: by whoever waits, or on the communication stream."""
+        if device.type != "cuda":
+            return staged(start, finish)
+
+        def both() -> None:
+            start().wait()
+            finish()
+
+        return self._run(both, device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count("broadcast", tensor.nbytes * (self.world - 1) if self.rank == src else 0)
@@ -219,24 +249,30 @@ class ProcessGroupTransport:
         self, movement: Callable[[Moved], None], items: Sequence[Moved], device: torch.device
     ) -> Pending:
         """Run ``movement`` on each item, on the communication stream or at once where there is none."""
-        if device.type != "cuda":
+
+        def all_of_them() -> None:
             for item in items:
                 movement(item)
+
+        return self._run(all_of_them, device)
+
+    def _run(self, movements: Callable[[], None], device: torch.device) -> Pending:
+        if device.type != "cuda":
+            movements()
             return Pending()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for item in items:
-                movement(item)
+            movements()
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
 
 
 def own_interval(gradient: Gradient, rank: int) -> torch.Tensor:
     """A new interval of rank ``rank`` with the values of ``gradient.own``, which then lies in it."""
-    full, own, layout, pieces = gradient
+    full, own, layout, pieces, _ = gradient
     dtype = own[0].dtype if own else full.dtype
     interval = full.new_empty(layout.length(rank), dtype=dtype)
     for index, piece in enumerate(pieces):
