@@ -4,8 +4,10 @@ Gloo's own collectives take about twice as long as messages sent straight to the
 ``messages.py`` tells how that goes.
 
 On CUDA both movements run on a stream of their own. That stream waits for the compute stream when a
-movement starts, and the compute stream waits for an event when its result is needed. So memory is
-allocated and freed in the compute stream's order alone, and ``record_stream`` is not needed.
+movement starts, and the compute stream waits for an event when its result is needed; until then whatever
+the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
+``record_stream`` is not needed, and a host that is far ahead of the device takes no more memory than one
+that is not: what a release gives back is at once there for the next gather, which the device starts later.
 """
 
 from __future__ import annotations
@@ -257,6 +259,11 @@ class ProcessGroupTransport:
         return self._run(all_of_them, device)
 
     def _run(self, movements: Callable[[], None], device: torch.device) -> Pending:
+        """Run ``movements``; on CUDA, on the communication stream.
+
+        The result holds ``movements``, and so the memory that they use, until it is waited for: given back
+        before, the compute stream would write to it while it is still on its way.
+        """
         if device.type != "cuda":
             movements()
             return Pending()
@@ -267,7 +274,11 @@ class ProcessGroupTransport:
         with torch.cuda.stream(stream):
             movements()
             done = stream.record_event()
-        return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
+
+        def finish(held: object = movements) -> None:
+            torch.cuda.current_stream(device).wait_event(done)
+
+        return Pending(finish)
 
 
 def own_interval(gradient: Gradient, rank: int) -> torch.Tensor:
