@@ -8,6 +8,7 @@ movement starts, and the compute stream waits for an event when its result is ne
 the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
 ``record_stream`` is not needed, and a host that is far ahead of the device takes no more memory than one
 that is not: what a release gives back is at once there for the next gather, which the device starts later.
+Gathers and reductions share the stream: one communicator runs one at a time anyway, in the order of starting.
 """
 
 from __future__ import annotations
@@ -268,7 +269,8 @@ class ProcessGroupTransport:
             movements()
             return Pending()
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            # Of high priority, so that copies around a collective do not queue behind computation.
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
