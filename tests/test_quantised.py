@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +407,28 @@ def saves(path: Path) -> None:
 
 def test_checkpoints_are_exact(on_ranks: Ranks, tmp_path: Path) -> None:
     on_ranks(2, saves, tmp_path / "saved")
+
+
+def delayed() -> None:
+    """One rank starts and ends its movements late."""
+    losses = []
+    for seconds in (0.0, 0.05):
+        model, _ = twins(OddNet, units=[Block])
+        link = engine_of(model).transport
+
+        def late(original: Any, tag: Tag, items: Any, seconds: float = seconds) -> comm.Pending:
+            time.sleep(seconds * dist.get_rank())
+            pending = original(tag, items)
+            return comm.Pending(lambda: (time.sleep(seconds * dist.get_rank()), pending.wait())[1])
+
+        for name in ("gather", "reduce"):
+            setattr(link, name, partial(late, getattr(link, name)))
+        losses.append(train(model, sgd(model), 3))
+    assert losses[0] == losses[1]
+
+
+def test_slow_movements_change_nothing(on_ranks: Ranks) -> None:
+    on_ranks(2, delayed)
 
 
 def evaluates() -> None:
