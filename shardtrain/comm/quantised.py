@@ -146,15 +146,15 @@ class Quantised:
     def __init__(self, inner: Transport) -> None:
         """
         Raises:
-            ValueError: ``inner`` shares memory.
+            ValueError: ``inner`` is another transport than one of messages: where ranks share memory, say.
         """
         if not isinstance(inner, ProcessGroupTransport | Simulated) or inner.in_place:
             raise ValueError(
-                "int8 gathers and reductions need transport='process_group': ranks that share memory send "
-                "nothing that could be quantised"
+                f"int8 gathers and reductions need transport='process_group', got {type(inner).__name__}: "
+                "ranks that share memory send nothing that could be quantised"
             )
         self.inner = inner
-        self.rank, self.world = inner.rank, inner.world
+        self.rank, self.world, self.silent = inner.rank, inner.world, inner.silent
         self._known: dict[tuple[Part, ...], Parcels] = {}
 
     @property
