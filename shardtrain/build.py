@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardtrain
 from shardtrain import comm, data, targets
 from shardtrain.comm import Transport
-from shardtrain.config import Config, Optim, Sgd, micro_batch
+from shardtrain.config import Config, Optim, Parallel, Sgd, micro_batch
 from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
@@ -174,6 +174,15 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
+def precision_of(parallel: Parallel) -> Precision:
+    """The dtypes that the configuration asks for."""
+    return dataclasses.replace(
+        PRECISIONS[parallel.precision] or Precision(),
+        gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
+        reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
+    )
+
+
 def shard_with_optimizer(
     model: nn.Module, config: Config, transport: Transport | None = None
 ) -> torch.optim.Optimizer:
@@ -181,7 +190,7 @@ def shard_with_optimizer(
     groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     shardtrain.shard(
         model,
-        precision=PRECISIONS[config.parallel.precision],
+        precision=precision_of(config.parallel),
         reshard_after_forward=config.parallel.reshard_after_forward,
         transport=transport or config.parallel.transport,
     )

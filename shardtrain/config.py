@@ -211,6 +211,15 @@ class Parallel:
     """Whether BatchNorm's statistics are those of all ranks' images."""
     transport: str = one_of("auto", "process_group", "shared_memory")
     precision: str = one_of("fp32", "bf16")
+    traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
+    """What moves as int8 in blocks; None: nothing."""
+
+    def __post_init__(self) -> None:
+        if self.traffic is not None and self.transport == "shared_memory":
+            raise UserError(
+                f"parallel.traffic={self.traffic}: ranks that share memory send nothing that could be made "
+                "smaller; choose parallel.transport=process_group, or parallel.traffic=null"
+            )
 
 
 @dataclass(frozen=True)

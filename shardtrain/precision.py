@@ -7,6 +7,9 @@ With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
     compute          in bf16; inputs of every unit are cast; normalisation layers stay in fp32
     reduce           bf16 gradients move, their sum is taken in fp32
     update           fp32 shard, fp32 gradient
+
+``gather=torch.int8`` and ``reduce=torch.int8`` quantise what moves, and nothing else: `comm/quantised.py`
+tells how, and what it costs in precision.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,12 +26,22 @@ from torch.nn.modules.batchnorm import _NormBase
 NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+class Quantised(NamedTuple):
+    """Which movements of a parameter go as int8: its gathers, and the reductions of its gradient."""
+
+    gather: bool
+    reduce: bool
+
+
 @dataclass(frozen=True)
 class Precision:
     """Dtypes for `shard`. ``None`` leaves a thing as it is.
 
     ``param``: parameters while a unit computes, and on the wire. ``reduce``: gradients on the wire
     (default: the dtype they are computed in); sums are taken in fp32 or wider, on NCCL by NCCL.
+    ``gather``: ``torch.int8``, or None for ``param``. ``torch.int8``, as ``gather`` or as ``reduce``, means
+    blocks of 256 elements with a scale each, an error of at most 1/254 of a block's largest magnitude, and
+    a quarter of fp32's bytes. Vectors (biases) and what ``keep`` names travel as they are.
     ``output``: floating-point outputs of the root. ``cast_inputs``: cast floating-point inputs of every
     unit to ``param``. ``keep``: modules whose own parameters stay in their dtype, and which are given
     inputs of that dtype; normalisation layers unless said otherwise. BatchNorm takes ``param`` inputs as
@@ -43,12 +56,23 @@ class Precision:
     output: torch.dtype | None = None
     cast_inputs: bool = True
     keep: tuple[type[nn.Module], ...] = NORMS
+    gather: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "output"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"precision.{name} must be a floating-point dtype or None, got {dtype!r}")
+            if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                continue
+            if name != "reduce" or dtype is not torch.int8:
+                also = ", torch.int8" if name == "reduce" else ""
+                raise ValueError(
+                    f"precision.{name} must be a floating-point dtype{also} or None, got {dtype!r}"
+                )
+        if self.gather not in (None, torch.int8):
+            raise ValueError(
+                f"precision.gather must be torch.int8 or None, got {self.gather!r}; parameters else move in "
+                "the dtype that they compute in, precision.param"
+            )
 
     def of_parameter(self, param: torch.Tensor, owner: nn.Module) -> torch.dtype:
         """The dtype in which ``param``, held by ``owner``, computes."""
@@ -56,8 +80,20 @@ class Precision:
         return param.dtype if kept or self.param is None else self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients computed in ``compute`` move between ranks."""
-        return compute if self.reduce is None or not compute.is_floating_point else self.reduce
+        """The dtype in which gradients computed in ``compute`` come together, and move unless quantised."""
+        if self.reduce is None or self.reduce is torch.int8 or not compute.is_floating_point:
+            return compute
+        return self.reduce
+
+    @property
+    def quantises(self) -> bool:
+        """Whether anything is to move as int8."""
+        return torch.int8 in (self.gather, self.reduce)
+
+    def quantised(self, param: torch.Tensor, owner: nn.Module) -> Quantised:
+        """What of ``param``, held by ``owner``, moves as int8: of matrices and filters, not of ``keep``."""
+        may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(owner, self.keep)
+        return Quantised(may and self.gather is torch.int8, may and self.reduce is torch.int8)
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
         """Whether ``module``'s inputs are to be cast to its parameters' dtype, and its outputs back."""

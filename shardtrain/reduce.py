@@ -21,6 +21,7 @@ A gradient that is there never starts with ``-0.0``: 0.0 is added to the first e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -178,7 +179,7 @@ class FlatGradient:
                 for part in self._elsewhere[index]:
                     self._into(index, part).fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
-        gradient = Gradient(full, own, segment.layout, segment.pieces)
+        gradient = Gradient(full, own, segment.layout, segment.pieces, segment.quantised.reduce)
         self._clear()
         return gradient
 
@@ -237,7 +238,9 @@ class Reduction:
         trace.end("reduce", self.unit.title)
         given = []
         for flat, filled, unsure, taken in self._under_way:
-            for index in [*filled, *(i for i in unsure if not is_absent(taken.own[i]))]:
+            nowhere = absent([taken.own[index] for index in unsure])
+            here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
+            for index in [*filled, *here]:
                 flat.segment.give_grad(index, taken.own[index])
                 given.append(flat.segment.params[index])
         self._under_way = []
@@ -251,6 +254,8 @@ class Reduction:
             gradient.drop()
 
 
-def is_absent(mean: torch.Tensor) -> bool:
-    """Whether no rank had a gradient here: not a single element, and each -0.0."""
-    return mean.numel() > 0 and bool(((mean == 0) & torch.signbit(mean.real)).all())
+def absent(means: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of them no rank had a gradient for: not a single element but -0.0. The device is asked once."""
+    answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
+    known = iter(torch.stack(answers).tolist() if answers else [])
+    return [bool(mean.numel()) and next(known) for mean in means]

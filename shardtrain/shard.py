@@ -57,7 +57,8 @@ class Place(NamedTuple):
 class Segment:
     """The parameters of one unit that share their dtypes and ``requires_grad``, as one flat vector.
 
-    ``compute``: the dtype of ``full``. ``reduced``: the dtype in which gradients move.
+    ``compute``: the dtype of ``full``. ``reduced``: the dtype in which gradients come together.
+    ``quantised``: which movements go as int8.
     """
 
     def __init__(self, places: Sequence[Place], transport: Transport, precision: Precision) -> None:
@@ -66,6 +67,7 @@ class Segment:
         self.shapes = [param.shape for param in self.params]
         self.strides = [dense_stride(param) for param in self.params]
         self._precision = precision
+        self.quantised = precision.quantised(self.params[0], self.places[0].owners[0][0])
         narrowest = min(self.params[0].element_size(), self._compute_dtype().itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = even([param.numel() for param in self.params], transport.world, align)
@@ -112,7 +114,7 @@ class Segment:
 
     @property
     def flat(self) -> Flat:
-        return Flat(self.full, self.wire, self.layout)
+        return Flat(self.full, self.wire, self.layout, self.quantised.gather)
 
     def cast(self) -> None:
         """Bring ``wire`` up to date with ``local``, while no rank reads it."""
@@ -328,10 +330,11 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
 
 
 def segments_of(places: Sequence[Place], transport: Transport, precision: Precision) -> list[Segment]:
-    """Group a unit's parameters by dtypes, device and ``requires_grad``, keeping their order."""
+    """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order."""
     groups: dict[tuple[object, ...], list[Place]] = {}
     for place in places:
         param = place.parameter
-        compute = precision.of_parameter(param, place.owners[0][0])
-        groups.setdefault((compute, param.dtype, param.device, param.requires_grad), []).append(place)
+        owner = place.owners[0][0]
+        traffic = precision.of_parameter(param, owner), precision.quantised(param, owner)
+        groups.setdefault((traffic, param.dtype, param.device, param.requires_grad), []).append(place)
     return [Segment(group, transport, precision) for group in groups.values()]

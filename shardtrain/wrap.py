@@ -58,8 +58,8 @@ def shard(
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it, for more memory and one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
-            copy of the parameters between them; ``"auto"`` takes the latter wherever it works; a
-            `comm.Simulated`, for a rank of a world that is not there.
+            copy of the parameters between them; ``"auto"`` takes the latter wherever it works, unless int8
+            is to move, which takes messages; a `comm.Simulated`, for a rank of a world that is not there.
         ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
 
     Raises:
@@ -68,17 +68,21 @@ def shard(
 
     The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
     """
+    precision = precision or Precision()
     _check(module, transport, mesh)
     skipped = ignored_parameters(ignored)
     anchors = unit_modules(module, units)
     places = places_by_unit(module, anchors, skipped)
     on_cpu = all(param.device.type in ("cpu", "meta") for param in module.parameters())
-    kind = "process_group" if transport == "auto" and not on_cpu else transport
+    in_messages = precision.quantises or not on_cpu
+    kind = "process_group" if transport == "auto" and in_messages else transport
     group = mesh.get_group() if mesh is not None else None
     link = comm.open_transport(kind, group) if isinstance(kind, str) else kind
+    if precision.quantises and link.world > 1:
+        link = comm.Quantised(link)
     comm.require_same(_model_lines(places), "the model to shard", link, comm.control_device(group))
     built = [
-        Unit(name, index, anchors[name], segments_of(found, link, precision or Precision()))
+        Unit(name, index, anchors[name], segments_of(found, link, precision))
         for index, (name, found) in enumerate(places.items())
     ]
     _broadcast_buffers(module, link)

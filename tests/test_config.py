@@ -118,6 +118,15 @@ def test_growing_images_are_written_as_they_were_given() -> None:
         ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
         ("device=gpu", r"device=gpu.*\(valid: auto, cpu, cuda\)"),
         ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group, shared_memory\)"),
+        (
+            "parallel.traffic=int4",
+            r"parallel.traffic=int4.*\(valid: int8, int8_gathers, int8_reductions\)",
+        ),
+        (
+            "parallel.traffic=int8 parallel.transport=shared_memory",
+            r"parallel.traffic=int8: ranks that share memory send nothing that could be made smaller; choose "
+            r"parallel.transport=process_group, or parallel.traffic=null",
+        ),
         ("parallel.precision=fp16", r"parallel.precision=fp16; did you mean bf16\? \(valid: fp32, bf16\)"),
         ("checkpoint.keep=-1", r"checkpoint.keep=-1: expected at least 0"),
         ("checkpoint.every_steps=0", r"checkpoint.every_steps=0: expected at least 1"),

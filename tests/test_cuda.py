@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
-from shardtrain import comm
-from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Tag
+from shardtrain import Precision, comm
+from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Tag, native
 from shardtrain.comm.meter import waiting
 from shardtrain.layout import even
 
@@ -47,15 +51,115 @@ def test_one_rank_on_a_gpu_equals_the_plain_model() -> None:
     assert_at_rest(model)
 
 
-@one_gpu
-def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
+@contextmanager
+def nccl_of_one(folder: Path) -> Iterator[ProcessGroupTransport]:
     """A group of one rank: what is tested is the order of streams, not the exchange."""
     torch.cuda.set_device(0)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
         assert dist.group.WORLD is not None
-        transport = ProcessGroupTransport(dist.group.WORLD)
+        yield ProcessGroupTransport(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, cycles: int = 5_000_000) -> None:
+    """From now on a collective begins late on the device and ends late, while the host goes on."""
+
+    def late(original: Callable[..., Any], *args: Any) -> None:
+        torch.cuda._sleep(cycles)
+        original(*args)
+        torch.cuda._sleep(cycles)
+
+    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        monkeypatch.setattr(native, name, partial(late, getattr(native, name)))
+
+
+def linear_layers(width: int = 256, count: int = 6) -> torch.nn.Module:
+    """Equal units; their kernels give the same bits every time."""
+    layers = [torch.nn.Linear(width, width) for _ in range(count)]
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(75, width), *layers)
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16 gradients": Precision(reduce=torch.bfloat16),
+    "bf16": Precision(torch.bfloat16),
+    "int8": Precision(gather=torch.int8, reduce=torch.int8),
+}
+
+
+@one_gpu
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_slow_collectives_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Memory that a collective still uses is not given to the compute stream, which is far ahead of it."""
+    device, losses = torch.device("cuda", 0), []
+    with nccl_of_one(tmp_path) as transport:
+        link = Quantised(transport) if name == "int8" else transport
+        for slow in (False, True):
+            if slow:
+                slow_down(monkeypatch)
+            torch.manual_seed(0)
+            model = linear_layers().to(device)
+            shardtrain.shard(model, units=[torch.nn.Linear], transport=link, precision=PRECISIONS[name])
+            losses.append(steps(model, 0, device))
+            assert_at_rest(model)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@one_gpu
+def test_two_units_fit_however_far_the_host_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator's peak in forward and backward, while every collective is late."""
+    device, width = torch.device("cuda", 0), 2048
+    size = 4 * width * width
+    with nccl_of_one(tmp_path) as transport:
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
+        model = torch.nn.Sequential(*layers).to(device)
+        shardtrain.shard(model, units=[torch.nn.Linear], transport=transport)
+        x = torch.randn(4, width, device=device)
+        for _ in range(3):  # the order of units is known, and libraries have their workspaces
+            model(x).sum().backward()
+        slow_down(monkeypatch)
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()  # shards and their gradients among it
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            model(x)
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - held <= 2.1 * size
+        torch.cuda.reset_peak_memory_stats()
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+        # Two units, the gradient that autograd makes, one whole and one local gradient of each of two units.
+        assert torch.cuda.max_memory_allocated() - held <= 7.1 * size
+
+
+@one_gpu
+@pytest.mark.parametrize("alone", [True, False], ids=["one rank", "NCCL"])
+def test_a_step_never_waits_for_the_device(tmp_path: Path, alone: bool) -> None:
+    """From the third step on: before, the ranks compare what they did, and indices go to the device."""
+    device = torch.device("cuda", 0)
+    with nccl_of_one(tmp_path) as transport:
+        model = OddNet().to(device)
+        link = comm.Alone() if alone else transport
+        shardtrain.shard(model, units=[Block], transport=link, precision=Precision(torch.bfloat16))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        batches = [[tensor.to(device) for tensor in images(step, 0)] for step in range(5)]
+        try:
+            for step, (x, y) in enumerate(batches):
+                torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+                F.cross_entropy(model(x), y).backward()
+                shardtrain.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@one_gpu
+def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
+    with nccl_of_one(tmp_path) as transport:
         layout = even([1 << 20], world=1, align=4)
         for value in range(20):
             local = torch.full((1 << 20,), float(value), device="cuda")
@@ -65,8 +169,6 @@ def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
             transport.reduce(Tag(128, "unit"), [gradient]).wait()
             assert full.eq(value).all()
             assert gradient.own[0].eq(2 * value).all()
-    finally:
-        dist.destroy_process_group()
 
 
 @one_gpu
@@ -102,6 +204,11 @@ def nccl_rank(rank: int, world: int, store: str) -> None:
     replica = DistributedDataParallel(plain, device_ids=[rank])
     assert steps(model, rank, device) == pytest.approx(steps(replica, rank, device), rel=1e-4)
     assert_at_rest(model)
+    torch.manual_seed(0)
+    low = shardtrain.shard(OddNet().to(device), units=[Block], precision=PRECISIONS["int8"])
+    torch.manual_seed(0)
+    replica = DistributedDataParallel(OddNet().to(device), device_ids=[rank])
+    assert steps(low, rank, device) == pytest.approx(steps(replica, rank, device), rel=0.02)
     dist.destroy_process_group()
 
 

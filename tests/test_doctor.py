@@ -20,6 +20,7 @@ from shardtrain.doctor import installation, memory
 from shardtrain.doctor.difference import difference, ordered
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor.twin import Twins
+from shardtrain.errors import UserError
 from shardtrain.launch import Place
 from shardtrain.plan.settings import read
 from shardtrain.plan.simulate import simulate
@@ -84,6 +85,14 @@ def test_sharding_changes_nothing(on_ranks: Any, world: int, arguments: list[str
     assert said[0].startswith(
         f"ok       2 steps sharded over {ranks} equal unsharded ones (outputs and gradients bit for bit, "
     )
+
+
+def test_traffic_that_rounds_is_not_compared() -> None:
+    message = (
+        "parallel.traffic=int8: the doctor compares with an unsharded model, for which nothing is rounded"
+    )
+    with pytest.raises(UserError, match=message):
+        program.read([*TINY, "parallel.traffic=int8"], speak=False)
 
 
 @pytest.mark.parametrize(

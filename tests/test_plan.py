@@ -127,6 +127,17 @@ def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
     assert_kept(planned(*every, "world_size=2"), found[0])
 
 
+def test_a_plan_of_int8_traffic_is_kept(on_ranks: Any) -> None:
+    """`auto` means messages then. Biases are not quantised, so bytes are near a quarter."""
+    arguments = ["model=squeezenet1_1", "train.batch_size=18", "parallel.traffic=int8"]
+    found = on_ranks(3, measured, *arguments)
+    plan = planned(*arguments, "world_size=3")
+    assert_kept(plan, found[0])
+    exact = planned(*arguments, "world_size=3", "parallel.traffic=null")
+    for kind in ("all_gather", "reduce_scatter"):
+        assert plan.sent[kind] == pytest.approx(exact.sent[kind] * (1 + 4 / 256) / 4, rel=0.03)
+
+
 @pytest.mark.parametrize("world", [8, 1024])
 def test_large_worlds_have_the_layouts_of_their_ranks(world: int) -> None:
     """The whole of 1,024 ranks is the model, and one alignment unit per unit and rank at most."""

@@ -225,7 +225,7 @@ def test_a_dtype_that_cannot_compute_is_refused() -> None:
     ):
         Precision(torch.int8)
     with pytest.raises(
-        ValueError, match=r"precision.reduce must be a floating-point dtype or None, got 'bf16'"
+        ValueError, match=r"precision.reduce must be a floating-point dtype, torch.int8 or None, got 'bf16'"
     ):
         Precision(reduce="bf16")  # type: ignore[arg-type]
 

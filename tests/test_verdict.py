@@ -59,6 +59,12 @@ ADVICE: list[tuple[dict[str, float], str, str, str]] = [
         "cpu",
         f"{WAIT}parallel.transport=auto lets the ranks of one host share memory",
     ),
+    (
+        {"waiting": 40},
+        "parallel.traffic=int8",
+        "cpu",
+        f"{WAIT}parallel.traffic=null parallel.transport=auto lets the ranks of one host share memory",
+    ),
     ({"waiting": 40}, "", "cuda", f"{WAIT}parallel.precision=bf16 moves half the bytes"),
     (
         {"waiting": 40},

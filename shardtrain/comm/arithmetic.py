@@ -53,11 +53,13 @@ def merge(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object) -> None:
     their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and
     ``[3.0 5.0]`` give ``[2.0 3.5]``.
 
-    Long ones are taken in spans that stay in the cache from the first operation to the last.
+    Long ones are taken in spans that stay in the cache from the first operation to the last; on a GPU, where
+    each operation is a launch, all at once.
     """
     wide = _accumulator(out.dtype, op)
-    for start in range(0, out.numel(), SPAN):
-        span = slice(start, start + SPAN)
+    length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
+    for start in range(0, out.numel(), length):
+        span = slice(start, start + length)
         _merge_span([part[span] for part in parts], out[span], op, wide)
 
 

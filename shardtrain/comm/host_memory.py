@@ -134,7 +134,7 @@ class HostMemory:
 
         Returns the means of the intervals ``others`` too, each in new memory and of ``full``'s dtype.
         """
-        full, own, _, pieces = gradient
+        full, own, _, pieces, _ = gradient
         flats = {
             rank: self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
             for rank, offset in self.signals.wait(offer.position).items()

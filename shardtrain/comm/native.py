@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -33,6 +35,14 @@ def reduce_scatter(
     """torch's ``reduce_scatter_tensor``."""
     work: dist.Work | None = _reduce_scatter(output, input, op=op, group=group, async_op=async_op)
     return work
+
+
+def all_to_all(
+    output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """torch's ``all_to_all_single``: ``sizes[r]`` elements of ``input`` to rank r, equally many from each."""
+    equal = [output.numel() // len(sizes)] * len(sizes)
+    dist.all_to_all_single(output, input, equal, [*sizes], group=group)
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:

@@ -4,8 +4,11 @@ Gloo's own collectives take about twice as long as messages sent straight to the
 ``messages.py`` tells how that goes.
 
 On CUDA both movements run on a stream of their own. That stream waits for the compute stream when a
-movement starts, and the compute stream waits for an event when its result is needed. So memory is
-allocated and freed in the compute stream's order alone, and ``record_stream`` is not needed.
+movement starts, and the compute stream waits for an event when its result is needed; until then whatever
+the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
+``record_stream`` is not needed, and a host that is far ahead of the device takes no more memory than one
+that is not: what a release gives back is at once there for the next gather, which the device starts later.
+Gathers and reductions share the stream: one communicator runs one at a time anyway, in the order of starting.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from shardtrain.comm.digests import Digests
 from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.reports import Reports, meeting_tag, open_reports, tag_of
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by, staged
 from shardtrain.layout import Layout
 
 
@@ -107,6 +110,36 @@ class ProcessGroupTransport:
         self._digests.add("reducing", tag)
         native_ones = [self._whole(gradient) for gradient in gradients]
         return self._start(self._reduce_natively, native_ones, gradients[0].full.device)
+
+    def exchange(
+        self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
+    ) -> Pending:
+        """Start sending ``sizes[r]`` elements of ``outgoing`` to rank r, and filling ``incoming`` from all.
+
+        Both are 1-D, in rank order; from every rank come equally many. This carries a reduction: whoever
+        asks for that counts it.
+        """
+        if self._by_messages([outgoing, incoming]):
+            parts, into = outgoing.split([*sizes]), incoming.chunk(self.world)
+            return self._watched(
+                "reducing", tag, lambda number: start_exchange(self._mailbox, _fixed(number), parts, into)
+            )
+        self._digests.add("reducing", tag)
+        native.all_to_all(incoming, outgoing, sizes, self.group)
+        return Pending()
+
+    def staged(
+        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
+    ) -> Pending:
+        """``start`` a movement and ``finish`` it: by whoever waits, or on the communication stream."""
+        if device.type != "cuda":
+            return staged(start, finish)
+
+        def both() -> None:
+            start().wait()
+            finish()
+
+        return self._run(both, device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count("broadcast", tensor.nbytes * (self.world - 1) if self.rank == src else 0)
@@ -219,24 +252,40 @@ class ProcessGroupTransport:
         self, movement: Callable[[Moved], None], items: Sequence[Moved], device: torch.device
     ) -> Pending:
         """Run ``movement`` on each item, on the communication stream or at once where there is none."""
-        if device.type != "cuda":
+
+        def all_of_them() -> None:
             for item in items:
                 movement(item)
+
+        return self._run(all_of_them, device)
+
+    def _run(self, movements: Callable[[], None], device: torch.device) -> Pending:
+        """Run ``movements``; on CUDA, on the communication stream.
+
+        The result holds ``movements``, and so the memory that they use, until it is waited for: given back
+        before, the compute stream would write to it while it is still on its way.
+        """
+        if device.type != "cuda":
+            movements()
             return Pending()
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            # Of high priority, so that copies around a collective do not queue behind computation.
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for item in items:
-                movement(item)
+            movements()
             done = stream.record_event()
-        return Pending(lambda: torch.cuda.current_stream(device).wait_event(done))
+
+        def finish(held: object = movements) -> None:
+            torch.cuda.current_stream(device).wait_event(done)
+
+        return Pending(finish)
 
 
 def own_interval(gradient: Gradient, rank: int) -> torch.Tensor:
     """A new interval of rank ``rank`` with the values of ``gradient.own``, which then lies in it."""
-    full, own, layout, pieces = gradient
+    full, own, layout, pieces, _ = gradient
     dtype = own[0].dtype if own else full.dtype
     interval = full.new_empty(layout.length(rank), dtype=dtype)
     for index, piece in enumerate(pieces):

@@ -6,14 +6,14 @@ So the real engine can be asked what one rank of 1,024 would hold and send, in o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shardtrain.comm.messages import chunks, open_inbox
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import own_interval
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by, staged
 from shardtrain.layout import Layout
 
 
@@ -80,6 +80,16 @@ class Simulated:
             del self._unread[:-1]  # other ranks may be one reduction behind
 
         return Pending(finish)
+
+    def exchange(
+        self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
+    ) -> Pending:
+        return Pending()
+
+    def staged(
+        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
+    ) -> Pending:
+        return staged(start, finish)
 
     def _room(self, gradient: Gradient) -> list[torch.Tensor]:
         """The memory that a reduction takes until it is done, some of which becomes the gradient."""

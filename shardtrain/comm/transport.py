@@ -25,12 +25,13 @@ class Flat(NamedTuple):
     """One flat vector to be gathered, with this rank's interval of it.
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, same
-    dtype and device. A gather reads ``local`` and fills ``full``.
+    dtype and device. A gather reads ``local`` and fills ``full``. ``quantised``: it may travel as int8.
     """
 
     full: torch.Tensor
     local: torch.Tensor
     layout: Layout
+    quantised: bool = False
 
 
 class Gradient(NamedTuple):
@@ -40,12 +41,14 @@ class Gradient(NamedTuple):
     ranks' intervals; its own interval is the transport's to use. ``own``: this rank's gradient in its own
     interval, 1-D, one tensor for each of ``pieces``, its ``layout.pieces(rank)``, of ``full``'s dtype or a
     wider one. When the reduction is done ``own`` holds the mean over ranks, in the same tensors or in others.
+    ``quantised``: it may travel as int8.
     """
 
     full: torch.Tensor
     own: list[torch.Tensor]
     layout: Layout
     pieces: tuple[Piece, ...]
+    quantised: bool = False
 
 
 def is_in_place(flats: Sequence[Flat]) -> bool:
@@ -70,6 +73,17 @@ class Pending:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+
+def staged(start: Callable[[], Pending], finish: Callable[[], None]) -> Pending:
+    """``start`` a movement now, and ``finish`` it when it is waited for."""
+    moving = start()
+
+    def both() -> None:
+        moving.wait()
+        finish()
+
+    return Pending(both)
 
 
 class Transport(Protocol):

@@ -17,6 +17,7 @@ from shardtrain.config import AdamW, Config
 from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
+from shardtrain.errors import UserError
 from shardtrain.launch import Place
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -47,7 +48,15 @@ class Settings:
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
     found = read_beside(Keys, arguments, speak=speak, folder=CONFIGS)
-    return None if found is None else Settings(*found)
+    if found is None:
+        return None
+    settings = Settings(*found)
+    if settings.config.parallel.traffic is not None:
+        raise UserError(
+            f"parallel.traffic={settings.config.parallel.traffic}: the doctor compares with an unsharded "
+            "model, for which nothing is rounded; examine the job with parallel.traffic=null"
+        )
+    return settings
 
 
 def findings(settings: Settings, place: Place, device: torch.device) -> Iterator[Finding]:

@@ -125,6 +125,7 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
         "train.clip_grad_norm": train.clip_grad_norm or "none",
         "parallel.precision": parallel.precision,
         "parallel.transport": parallel.transport,
+        "parallel.traffic": parallel.traffic or "none",
         "parallel.reshard_after_forward": str(parallel.reshard_after_forward).lower(),
         "seed": config.seed,
     }

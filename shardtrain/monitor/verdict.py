@@ -89,8 +89,9 @@ def _waiting(run: Run) -> str:
         return f"waiting for other ranks: rank {rank} is slower than the others in {phase}, look there first"
     parallel, micro_batch = run.config.parallel, run.config.train.batch_size // run.ranks
     what = "waiting for other ranks and their shards: "
-    if parallel.transport == "process_group" and run.device == "cpu":
-        return what + "parallel.transport=auto lets the ranks of one host share memory"
+    if run.device == "cpu" and (parallel.transport == "process_group" or parallel.traffic is not None):
+        exact = "parallel.traffic=null " if parallel.traffic is not None else ""
+        return what + f"{exact}parallel.transport=auto lets the ranks of one host share memory"
     if run.device == "cuda" and parallel.precision == "fp32":
         return what + "parallel.precision=bf16 moves half the bytes"
     if parallel.reshard_after_forward:

@@ -35,6 +35,7 @@ def headline(config: Config, plan: Plan) -> str:
     parameters = sum(unit.parameters for unit in plan.units)
     side, images = config.data.image_size, question.micro_batch * plan.accumulate * question.world_size
     link = "shared memory" if question.in_place else "messages"
+    link += f" ({config.parallel.traffic})" if config.parallel.traffic else ""
     reshard = "" if config.parallel.reshard_after_forward else ", kept whole after forward"
     name = config.model.get("name", config.model["_target_"])
     return (

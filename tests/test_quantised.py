@@ -1,0 +1,483 @@
+"""Gathers and reductions as int8: the bound on the error, the bytes, and models that train all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchvision.models import ResNet, VisionTransformer
+from torchvision.models.resnet import BasicBlock
+
+import shardtrain
+from shardtrain import Precision, checkpoint, comm
+from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
+from shardtrain.comm.quantised import BLOCK, Parcels, Part, decode, encode
+from shardtrain.engine import engine_of
+from shardtrain.layout import Layout, even
+
+from small import Block, OddNet, assert_at_rest, average_gradients, images, sgd, train
+
+Ranks = Callable[..., list[Any]]
+INT8 = Precision(gather=torch.int8, reduce=torch.int8)
+ZERO = 1e-37  # what fp32 may lose below its smallest normal numbers
+
+
+def there_and_back(rows: torch.Tensor) -> torch.Tensor:
+    """What [row, element] of fp32 become on their way."""
+    layout = even([rows.numel()], world=1, align=1)
+    packed = Parcels([Part(layout, rows.dtype, True)], 1)
+    parcel = torch.empty(1, packed.sizes[0], dtype=torch.uint8)
+    encode(rows.view(1, -1), parcel, True)
+    found = torch.empty(1, rows.numel())
+    decode(parcel, found, True)
+    return found.view_as(rows)
+
+
+def by_hand(interval: torch.Tensor) -> torch.Tensor:
+    """The same, a block after another, in plain words."""
+    parts = [interval[:0]]
+    for start in range(0, len(interval), BLOCK):
+        block = interval[start : start + BLOCK]
+        scale = block.abs().max() / 127
+        parts.append(torch.round(block / scale) * scale if scale else block)
+    return torch.cat(parts)
+
+
+def bound(interval: torch.Tensor) -> torch.Tensor:
+    """What each element may be off by: 1/254 of its block's largest, and fp32's rounding."""
+    largest = interval.clone()
+    for start in range(0, len(interval), BLOCK):
+        largest[start : start + BLOCK] = interval[start : start + BLOCK].abs().max()
+    return largest / 254 * (1 + 1e-5) + ZERO
+
+
+numbers = st.floats(-(2.0**126), 2.0**126, width=32)
+
+
+@given(st.lists(numbers, min_size=1, max_size=40), st.sampled_from([1, 7, 20]))
+def test_an_element_is_off_by_half_a_scale_at_most(values: list[float], times: int) -> None:
+    interval = torch.tensor(values).repeat(times)
+    found = there_and_back(interval)
+    assert ((found - interval).abs() <= bound(interval)).all()
+    minus_zero = interval.eq(0) & interval.signbit()
+    assert torch.equal(found.eq(0) & found.signbit(), minus_zero)
+
+
+@given(st.lists(numbers, max_size=20), st.sampled_from([math.inf, -math.inf, math.nan]), st.integers(0, 20))
+def test_what_is_not_finite_does_not_vanish(values: list[float], bad: float, where: int) -> None:
+    values.insert(where, bad)
+    found = there_and_back(torch.tensor([*values, -0.0]))
+    assert not found[:-1][torch.tensor([v != 0 or math.copysign(1, v) > 0 for v in values])].isfinite().any()
+    assert found[-1] == 0
+
+
+def test_the_docstring_s_worked_numbers() -> None:
+    torch.testing.assert_close(there_and_back(torch.tensor([12.7, 3.14])), torch.tensor([12.7, 3.1]))
+    came = there_and_back(torch.tensor([-1.0, 0.3]))
+    torch.testing.assert_close(came, torch.tensor([-1.0, 38 / 127]))
+    mean = (came + torch.tensor([0.5, 0.1])) / 2
+    torch.testing.assert_close(mean, torch.tensor([-0.25, 0.1996]), rtol=1e-4, atol=0)
+
+
+# between ranks
+
+
+def open_quantised() -> Quantised:
+    link = comm.open_transport("process_group")
+    assert isinstance(link, ProcessGroupTransport)
+    return Quantised(link)
+
+
+def from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def uneven(world: int) -> Layout:
+    """Intervals of 300, 7, 0 and 520 elements."""
+    bounds = [0, 300, 307, 307, 827][: world + 1]
+    return Layout((bounds[-1],), tuple(bounds))
+
+
+def gathers(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
+    """Every rank holds the same values, also of its own interval; what is not quantised is exact."""
+    rank, world = dist.get_rank(), layout.world
+    torch.manual_seed(0)
+    exact = (torch.randn(layout.padded) * torch.logspace(-4, 4, layout.padded)).to(dtype)
+    flats = []
+    for quantised in (True, False, True):
+        local = exact[layout.interval(rank)].clone()
+        flats.append(Flat(torch.empty_like(exact), local, layout, quantised))
+    with comm.meter() as meter:
+        link.gather(Tag(0, "unit"), flats).wait()
+    expected = torch.cat([by_hand(exact[layout.interval(r)].float()) for r in range(world)]).to(dtype)
+    assert torch.equal(flats[0].full, expected)
+    assert torch.equal(flats[1].full, exact)
+    assert torch.equal(flats[2].full, expected)
+    parts = [Part(layout, dtype, flat.quantised).bytes(rank) for flat in flats]
+    assert meter.bytes == {"all_gather": sum(parts) * (world - 1)}
+
+
+def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
+    """The mean is off by at most the mean of the other ranks' bounds; so it is, bit for bit, by hand."""
+    rank, world = dist.get_rank(), layout.world
+    torch.manual_seed(rank)
+    mine, interval = torch.randn(layout.padded).to(dtype), layout.interval(rank)
+    mine[layout.numel :] = 0
+    theirs = [full[interval] for full in from_all(mine)]
+    pieces = layout.pieces(rank)
+    gradients = []
+    for quantised in (True, False):
+        own = [mine[interval].float()[p.offset : p.offset + p.numel] for p in pieces]
+        full = mine.clone()
+        full[layout.numel :] = full[interval] = math.nan  # what nobody has written
+        gradients.append(Gradient(full, own, layout, pieces, quantised))
+    with comm.meter() as meter:
+        link.reduce(Tag(128, "unit"), gradients).wait()
+    for gradient in gradients:
+        total = torch.zeros(layout.length(rank))
+        for other, part in enumerate(theirs):
+            total += part if other == rank or not gradient.quantised else by_hand(part.float())
+        assert torch.equal(
+            torch.cat([*gradient.own, total.new_empty(0)]), (total / world)[: sum(p.numel for p in pieces)]
+        )
+    mean = sum(part.float() for part in theirs) / world
+    limit = sum(bound(part.float()) for r, part in enumerate(theirs) if r != rank) / world
+    for piece, found in zip(pieces, gradients[0].own, strict=True):
+        span = slice(piece.offset, piece.offset + piece.numel)
+        assert ((found - mean[span]).abs() <= limit[span] + 1e-6).all()
+    parts = [Part(layout, dtype, True).bytes(r) + Part(layout, dtype, False).bytes(r) for r in range(world)]
+    assert meter.bytes == {"reduce_scatter": sum(parts) - parts[rank]}
+
+
+def moves() -> None:
+    world, link = dist.get_world_size(), open_quantised()
+    layouts = [even([1031], world, 4), even([5], world, 4), even([4 * BLOCK * world], world, 4)]
+    for layout in [*layouts, uneven(world)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            gathers(link, layout, dtype)
+            reduces(link, layout, dtype)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_movements_between_ranks(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, moves)
+
+
+def moved(precision: Precision) -> tuple[int, int]:
+    model = shardtrain.shard(nn.Linear(64, 64, bias=False), transport="process_group", precision=precision)
+    model(torch.ones(2, 64)).sum().backward()
+    with comm.meter() as meter:
+        model(torch.ones(2, 64)).sum().backward()
+    return meter.bytes["all_gather"], meter.bytes["reduce_scatter"]
+
+
+def a_quarter() -> None:
+    """(1 + 4 / block) / 4 of fp32's bytes where whole blocks fill the intervals; either movement alone."""
+    gathered, reduced = moved(Precision())
+    low = [int(size * (1 + 4 / BLOCK) / 4) for size in (gathered, reduced)]
+    assert moved(Precision(gather=torch.int8)) == (low[0], reduced)
+    assert moved(Precision(reduce=torch.int8)) == (gathered, low[1])
+    assert moved(INT8) == (low[0], low[1])
+    halved = Precision(torch.bfloat16, reduce=torch.int8)
+    assert moved(halved) == (gathered // 2, low[1])
+
+
+def test_int8_moves_a_quarter_of_the_bytes(on_ranks: Ranks) -> None:
+    on_ranks(4, a_quarter)
+
+
+# the engine
+
+
+def by_hand_of(unit: Any, values: dict[str, torch.Tensor], own: bool) -> dict[str, torch.Tensor]:
+    """What ``values``, whole and exact, become on their way to this rank; ``own``: its interval, too."""
+    found = {}
+    for segment in unit.segments:
+        names = [place.name for place in segment.places]
+        flat = torch.cat([values[name].flatten() for name in names])
+        flat = torch.cat([flat, flat.new_zeros(segment.layout.padded - len(flat))])
+        for rank in range(segment.layout.world):
+            span = segment.layout.interval(rank)
+            if segment.quantised.gather and (own or rank != dist.get_rank()):
+                flat[span] = by_hand(flat[span])
+        found.update(zip(names, flat[: segment.layout.numel].split(segment.layout.sizes), strict=True))
+    return {name: value.view_as(values[name]) for name, value in found.items()}
+
+
+def one_step_by_hand() -> None:
+    """All ranks compute with the same rounded weights and get means of rounded gradients, bit for bit."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(75, 37), nn.BatchNorm1d(37), nn.ReLU(), nn.Linear(37, 11))
+    model = shardtrain.shard(copy.deepcopy(plain), units=[nn.Linear], precision=INT8)
+    units = engine_of(model).units
+    exact = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    with torch.no_grad():
+        for unit in units:
+            for name, value in by_hand_of(unit, exact, own=True).items():
+                plain.get_parameter(name).copy_(value)
+    x, _ = images(0)
+    for each in (plain, model):
+        each(x.flatten(1)).square().sum().backward()
+    for unit in units:
+        for segment in unit.segments:
+            names = [place.name for place in segment.places]
+            grads = torch.cat([plain.get_parameter(name).grad.flatten() for name in names])  # type: ignore[union-attr]
+            grads = torch.cat([grads, grads.new_zeros(segment.layout.padded - len(grads))])
+            theirs = [full[segment.layout.interval(rank)] for full in from_all(grads)]
+            total = torch.zeros(segment.layout.length(rank))
+            for other, part in enumerate(theirs):
+                total += by_hand(part) if segment.quantised.reduce and other != rank else part
+            for param, piece in zip(segment.params, segment.pieces, strict=True):
+                expected = total[piece.offset : piece.offset + piece.numel] / world
+                assert param.grad is not None
+                assert torch.equal(param.grad, expected)
+    assert not any(s.quantised.gather for u in units for s in u.segments if "1.weight" in s.places[0].name)
+    whole = shardtrain.full_state_dict(model)
+    assert all(torch.equal(whole[name], value) for name, value in exact.items()), "shards stay exact"
+    with shardtrain.unsharded(model):
+        assert all(torch.equal(param, exact[name]) for name, param in model.named_parameters())
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_step_equals_one_by_hand(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, one_step_by_hand)
+
+
+def twins(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, DistributedDataParallel]:
+    torch.manual_seed(0)
+    plain = make()
+    options = {"precision": INT8, "transport": "process_group", **options}
+    return shardtrain.shard(copy.deepcopy(plain), **options), DistributedDataParallel(plain)
+
+
+def resnet10() -> nn.Module:
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
+
+
+def small_vit() -> nn.Module:
+    return VisionTransformer(32, 8, 3, 4, 48, 96, num_classes=5)
+
+
+def trains_like_ddp(
+    make: Callable[[], nn.Module], lr: float, each: float, mean: float, options: dict[str, Any]
+) -> None:
+    """20 losses, every one within ``each`` of DDP's and their mean within ``mean``."""
+    model, replica = twins(make, **options)
+    losses = []
+    for trained in (replica, model):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=lr, momentum=0.9)
+        losses.append(train(trained, optimizer, 20, lambda step: images(step, n=8, size=32)))
+    assert losses[1] == pytest.approx(losses[0], rel=each)
+    assert losses[1] != losses[0]
+    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=mean)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "lr", "each", "mean"),
+    [
+        (OddNet, 3, 0.01, 0.01, 0.002),
+        (small_vit, 2, 0.01, 0.01, 0.002),
+        (small_vit, 4, 0.01, 0.01, 0.002),
+        (resnet10, 2, 0.001, 0.25, 0.05),
+    ],
+)
+def test_losses_stay_near_ddp_s(
+    on_ranks: Ranks, make: Any, world: int, lr: float, each: float, mean: float
+) -> None:
+    """A freshly initialised ResNet at 32 pixels amplifies any rounding, its last bit included."""
+    on_ranks(world, trains_like_ddp, make, lr, each, mean, {})
+
+
+def bf16_and_micro_batches() -> None:
+    """bf16 compute, accumulation and clipping, beside the same without int8."""
+    found = []
+    for gather, reduce in ((None, None), (torch.int8, torch.int8)):
+        torch.manual_seed(0)
+        model = shardtrain.shard(
+            OddNet(),
+            units=[Block],
+            transport="process_group",
+            precision=Precision(torch.bfloat16, reduce, output=torch.float32, gather=gather),
+        )
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for step in range(6):
+            for micro in range(2):
+                x, y = images(2 * step + micro)
+                with shardtrain.no_sync(model) if micro == 0 else contextlib.nullcontext():
+                    loss = F.cross_entropy(model(x), y) / 2
+                    loss.backward()
+                losses.append(loss.item())
+            losses.append(shardtrain.clip_grad_norm_(model, 0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+    assert found[1] != found[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bf16_accumulation_and_clipping(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, bf16_and_micro_batches)
+
+
+class Choice(nn.Module):
+    """``odd`` is used on odd ranks only, ``never`` nowhere, ``frozen`` everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd, self.never, self.frozen = (nn.Linear(75, 75) for _ in range(4))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x.flatten(1))
+        return self.odd(x) if dist.get_rank() % 2 else self.even(x)
+
+
+def absent_gradients() -> None:
+    """A parameter that some rank uses gets a gradient on every rank; one that none uses gets none."""
+    torch.manual_seed(0)
+    plain = Choice()
+    model = shardtrain.shard(copy.deepcopy(plain), units=[], precision=INT8)
+    for each in (plain, model):
+        each(images(0)[0]).square().mean().backward()
+    average_gradients(plain)
+    largest = {name: p.grad.abs().max() for name, p in plain.named_parameters() if p.grad is not None}
+    with shardtrain.unsharded(model, grads=True):
+        for name, param in model.named_parameters():
+            if name not in largest:
+                assert param.grad is None, name
+                continue
+            assert param.grad is not None, name
+            off = (param.grad - plain.get_parameter(name).grad).abs().max()
+            assert off <= 1.1 * max(largest.values()) / 127, name
+    for module in (model.never, model.frozen):
+        assert all(param.grad is None or not param.numel() for param in module.parameters())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_parameters_used_on_some_ranks_only_or_frozen(on_ranks: Ranks, world: int) -> None:
+    on_ranks(world, absent_gradients)
+
+
+def overflows() -> None:
+    """An infinity on one rank reaches the owner, and everyone's norm."""
+    model, _ = twins(OddNet, units=[Block])
+    model(images(0)[0] * (math.inf if dist.get_rank() == 1 else 1)).sum().backward()
+    assert not shardtrain.clip_grad_norm_(model, 1.0).isfinite()
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_all(on_ranks: Ranks) -> None:
+    on_ranks(3, overflows)
+
+
+def saves(path: Path) -> None:
+    """A run that is saved and loaded goes on bit for bit, since shards are exact."""
+    runs = []
+    for _ in range(2):
+        model, _ = twins(OddNet, units=[Block])
+        runs.append((model, sgd(model)))
+    (model, optimizer), (again, its_optimizer) = runs
+    train(model, optimizer, 2)
+    checkpoint.save(path, model, optimizer)
+    checkpoint.load(path, again, its_optimizer)
+    assert train(model, optimizer, 2, start=2) == train(again, its_optimizer, 2, start=2)
+    whole, other = shardtrain.full_state_dict(model), shardtrain.full_state_dict(again)
+    assert all(torch.equal(whole[name], other[name]) for name in whole)
+
+
+def test_checkpoints_are_exact(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(2, saves, tmp_path / "saved")
+
+
+def delayed() -> None:
+    """One rank starts and ends its movements late."""
+    losses = []
+    for seconds in (0.0, 0.05):
+        model, _ = twins(OddNet, units=[Block])
+        link = engine_of(model).transport
+
+        def late(original: Any, tag: Tag, items: Any, seconds: float = seconds) -> comm.Pending:
+            time.sleep(seconds * dist.get_rank())
+            pending = original(tag, items)
+            return comm.Pending(lambda: (time.sleep(seconds * dist.get_rank()), pending.wait())[1])
+
+        for name in ("gather", "reduce"):
+            setattr(link, name, partial(late, getattr(link, name)))
+        losses.append(train(model, sgd(model), 3))
+    assert losses[0] == losses[1]
+
+
+def test_slow_movements_change_nothing(on_ranks: Ranks) -> None:
+    on_ranks(2, delayed)
+
+
+def evaluates() -> None:
+    """inference_mode, then training; a copy; every rank computes the same outputs of the same images."""
+    model, _ = twins(OddNet, units=[Block])
+    x, _ = images(0, rank=0)
+    with torch.inference_mode():
+        outputs = from_all(model.eval()(x).clone())
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+    twin = copy.deepcopy(model)
+    assert train(model.train(), sgd(model), 2) == train(twin.train(), sgd(twin), 2)
+
+
+def test_inference_and_copies(on_ranks: Ranks) -> None:
+    on_ranks(2, evaluates)
+
+
+def test_a_single_rank_rounds_nothing() -> None:
+    torch.manual_seed(0)
+    plain = OddNet()
+    model = shardtrain.shard(copy.deepcopy(plain), precision=INT8)
+    x, _ = images(0, rank=0)
+    assert torch.equal(model(x), plain(x))
+
+
+def refused() -> str:
+    with pytest.raises(ValueError, match="int8") as info:
+        shardtrain.shard(OddNet(), transport="shared_memory", precision=INT8)
+    return str(info.value)
+
+
+def test_what_makes_no_sense_is_refused(on_ranks: Ranks) -> None:
+    message = "int8 gathers and reductions need transport='process_group', got"
+    assert all(said.startswith(f"{message} SharedMemoryTransport: ranks") for said in on_ranks(2, refused))
+    with pytest.raises(ValueError, match=f"{message} Simulated"):
+        Quantised(Simulated(0, 2, in_place=True))
+    with pytest.raises(ValueError, match=r"precision.gather must be torch.int8 or None, got torch.bfloat16"):
+        Precision(gather=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rank_and_world", [(0, 8), (1023, 1024)], ids=str)
+def test_a_step_in_a_simulated_world(rank_and_world: tuple[int, int]) -> None:
+    rank, world = rank_and_world
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        model = shardtrain.shard(OddNet(), units=[Block], precision=INT8)
+        with comm.meter() as meter:
+            model(torch.randn(2, 3, 5, 5)).sum().backward()
+        sgd(model).step()
+    finally:
+        dist.destroy_process_group()
+    assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
