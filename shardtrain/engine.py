@@ -18,7 +18,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -267,7 +267,7 @@ class Engine:
                 if not segment.shows_full and segment.was_replaced():
                     segment.take_over()
             self._hook_parameters(unit)
-        if self._tree != _tree(self.module):
+        if any(node.has_changed() for node in self._tree):
             self._refuse_attached()
             self._tree = _tree(self.module)
         on_meta = [p.name for u in self.units for s in u.segments if s.local.is_meta for p in s.places]
@@ -324,17 +324,27 @@ class Deferred:
 
 
 def _call_user_hooks(param: nn.Parameter) -> None:
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+    hooks = param._post_accumulate_grad_hooks or {}
+    for hook in list(hooks.values()) if len(hooks) > 1 else ():  # one is the engine's own
         if isinstance(hook, Deferred):
             hook.hook(param)
 
 
-Tree = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
+class Node(NamedTuple):
+    """One module, with its children and how many parameters it holds."""
+
+    module: nn.Module
+    children: tuple[nn.Module | None, ...]
+    parameters: int
+
+    def has_changed(self) -> bool:
+        held = self.module._parameters, self.module._modules
+        return len(held[0]) != self.parameters or tuple(held[1].values()) != self.children
 
 
-def _tree(root: nn.Module) -> Tree:
-    """Every module with its children and how many parameters it holds."""
-    return [(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
+def _tree(root: nn.Module) -> list[Node]:
+    """Every module as it is now. None can join them without a change of one of them."""
+    return [Node(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

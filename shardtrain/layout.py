@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 
@@ -51,7 +51,7 @@ class Layout:
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.sizes):
             raise ValueError(f"parameter sizes must not be negative, got {self.sizes}")
-        increasing = all(a <= b for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        increasing = list(self.bounds) == sorted(self.bounds)
         if len(self.bounds) < 2 or self.bounds[0] != 0 or not increasing or self.bounds[-1] < self.numel:
             raise ValueError(f"bounds {self.bounds} do not cut a vector of {self.numel} elements")
 
@@ -59,7 +59,7 @@ class Layout:
     def world(self) -> int:
         return len(self.bounds) - 1
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(self.sizes)
@@ -99,4 +99,4 @@ def even(sizes: Sequence[int], world: int, align: int) -> Layout:
         raise ValueError(f"world and align must be at least 1, got {world} and {align}")
     per_rank = -(-sum(sizes) // world)
     length = -(-per_rank // align) * align
-    return Layout(tuple(sizes), tuple(rank * length for rank in range(world + 1)))
+    return Layout(tuple(sizes), tuple(accumulate(repeat(length, world), initial=0)))

@@ -22,6 +22,7 @@ A gradient that is there never starts with ``-0.0``: 0.0 is added to the first e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch import nn
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Gradient, Pending, Transport
+from shardtrain.layout import Piece
 from shardtrain.shard import Segment, Unit, in_memory_order
 
 
@@ -54,17 +56,15 @@ class FlatGradient:
     def __init__(self, segment: Segment, transport: Transport) -> None:
         self.segment = segment
         self.arrived: set[int] = set()
-        self._expected = 0  # trainable parameters, as of the last `begin_backward`
+        self.expected = 0  # trainable parameters, as of the last `begin_backward`
         self.filled: set[int] = set()
         self._transport = transport
-        sizes = segment.layout.sizes
-        self._elsewhere = [
-            [part for part in (slice(0, piece.start), slice(piece.stop, size)) if part.start < part.stop]
-            for piece, size in zip(segment.pieces, sizes, strict=True)
-        ]
+        rows = zip(segment.pieces, segment.layout.sizes, segment.layout.offsets, strict=True)
+        self._elsewhere = [_elsewhere(piece, size, offset) for piece, size, offset in rows]
         # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
         layout = segment.layout
-        starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.numel}
+        starts = {at for at in layout.offsets if at < layout.numel}
+        starts.update(takewhile(lambda at: at < layout.numel, layout.bounds))
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
         self._clear()
@@ -78,12 +78,12 @@ class FlatGradient:
     @property
     def complete(self) -> bool:
         """Whether every trainable parameter's gradient of this backward is here."""
-        return len(self.arrived) == self._expected
+        return len(self.arrived) == self.expected
 
     def begin_backward(self) -> None:
         """None has arrived; count once what to expect, since every arrival asks whether it was the last."""
         self.arrived.clear()
-        self._expected = sum(param.requires_grad for param in self.segment.params)
+        self.expected = sum(param.requires_grad for param in self.segment.params)
         while self._shown:
             self._heed(*self._shown.popitem())
 
@@ -138,20 +138,17 @@ class FlatGradient:
         self.filled.add(index)
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
-        piece, wide = self.segment.pieces[index], self.segment.local.dtype
-        again = index in self.filled
-        for part in self._elsewhere[index]:
-            into = self._into(index, part)
-            into.add_(grad[part]) if again else into.copy_(grad[part])
+        start, stop, _ = self.segment.pieces[index]
+        again, full, wide = index in self.filled, self._open(), self.segment.local.dtype
+        for part, place in self._elsewhere[index]:
+            given = grad[part] if start < stop else grad
+            full[place].add_(given) if again else full[place].copy_(given)
         if again:
-            self._own[index].add_(grad[piece.start : piece.stop])
+            self._own[index].add_(grad[start:stop])
+        elif start == stop:
+            self._own[index] = grad.new_empty(0, dtype=wide)
         else:  # a view of a part would keep all of it
-            self._own[index] = grad[piece.start : piece.stop].to(wide, copy=piece.numel < grad.numel())
-
-    def _into(self, index: int, part: slice) -> torch.Tensor:
-        """The place in the flat gradient of ``part`` of parameter ``index``."""
-        offset = self.segment.layout.offsets[index]
-        return self._open()[offset + part.start : offset + part.stop]
+            self._own[index] = grad[start:stop].to(wide, copy=stop - start < grad.numel())
 
     def _open(self) -> torch.Tensor:
         if self._full is None:
@@ -176,8 +173,8 @@ class FlatGradient:
         for index, piece in enumerate(segment.pieces):
             if index not in self.filled:
                 self._own[index] = segment.local.new_full((piece.numel,), -0.0)
-                for part in self._elsewhere[index]:
-                    self._into(index, part).fill_(-0.0)
+                for _, place in self._elsewhere[index]:
+                    full[place].fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
         gradient = Gradient(full, own, segment.layout, segment.pieces, segment.quantised.reduce)
         self._clear()
@@ -204,9 +201,10 @@ class Reduction:
         self._moving = Pending()
         self._under_way: list[tuple[FlatGradient, list[int], list[int], Gradient]] = []
 
-    @property
-    def complete(self) -> bool:
-        return all(gradient.complete for gradient in self.gradients)
+    def collect(self, segment: int, index: int) -> bool:
+        """Take the gradient of one parameter; whether it was the last one that this backward brings."""
+        self.gradients[segment].collect(index)
+        return self.gradients[segment].complete and all(gradient.complete for gradient in self.gradients)
 
     @property
     def waiting(self) -> bool:
@@ -217,6 +215,21 @@ class Reduction:
         for gradient in self.gradients:
             gradient.begin_backward()
 
+    def begin_again(self) -> None:
+        """Expect every gradient once more in this backward: reentrant checkpoints use a unit in parts."""
+        for gradient in self.gradients:
+            gradient.arrived.clear()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the backward under way brings any gradient."""
+        return any(gradient.expected for gradient in self.gradients)
+
+    @property
+    def all_trainable(self) -> bool:
+        """Whether it brings one for every parameter of the unit."""
+        return all(gradient.expected == len(gradient.segment.params) for gradient in self.gradients)
+
     def show_waiting(self) -> None:
         for gradient in self.gradients:
             gradient.show_waiting()
@@ -224,7 +237,7 @@ class Reduction:
     def launch(self) -> None:
         """Start reducing what has been collected."""
         trace.begin("reduce", self.unit.title)
-        trainable = [flat for flat in self.gradients if flat.segment.trainable]
+        trainable = [flat for flat in self.gradients if flat.expected]
         self._under_way = [(flat, sorted(flat.filled), flat.unsure(), flat.take()) for flat in trainable]
         self._moving = self._transport.reduce(self.unit.tag(1), [taken for *_, taken in self._under_way])
 
@@ -259,3 +272,11 @@ def absent(means: Sequence[torch.Tensor]) -> list[bool]:
     answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
     known = iter(torch.stack(answers).tolist() if answers else [])
     return [bool(mean.numel()) and next(known) for mean in means]
+
+
+def _elsewhere(piece: Piece, size: int, offset: int) -> list[tuple[slice, slice]]:
+    """What other ranks own of a parameter: where that is in its gradient, and where in the flat one."""
+    spans = ((0, piece.start), (piece.stop, size)) if piece.numel else ((0, size),)
+    return [
+        (slice(start, stop), slice(offset + start, offset + stop)) for start, stop in spans if start < stop
+    ]

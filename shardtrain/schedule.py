@@ -21,6 +21,7 @@ gathered and reduced all the same, when its turn is over: on another rank the lo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -79,11 +80,11 @@ class Schedule:
         self._depth = dict.fromkeys(units, 0)  # calls of a unit's modules that are under way
         self._in_forward = False  # inside the root module's forward
         self._in_backward = False
-        self._entered: list[Unit] = []  # units whose backward has begun, in that order
-        self._passed: set[Unit] = set()  # entered units that autograd has left behind
+        self._entered: dict[Unit, None] = {}  # units whose backward has begun, in that order
+        self._current: list[Unit] = []  # those of them that autograd has not left behind
         self._completed: set[Unit] = set()  # units all of whose gradients have arrived
         self._position: dict[Unit, int] = {}  # when forward first entered each unit
-        self._to_reduce: list[Unit] = []  # units whose reduction has not been started, in order
+        self._to_reduce: deque[Unit] = deque()  # units whose reduction has not been started, in order
         self._launched: list[Unit] = []  # units whose reduction has been started in this backward
         self._left: dict[Unit, None] = {}  # units whose backward must come, in the order forward left them
         self._owed: set[Unit] = set()  # units whose gradients wait under `no_sync`
@@ -102,7 +103,7 @@ class Schedule:
     def under_way(self) -> tuple[str, Unit | None]:
         """What goes on now, for those who watch: the phase, and the unit that computes if it is known."""
         if self._in_backward:
-            return "backward", self._entered[-1] if self._entered else None
+            return "backward", next(reversed([*self._entered]), None)
         if self._in_forward:
             return "forward", next((unit for unit in reversed(self.units) if self._depth[unit]), None)
         return "rest", None
@@ -201,9 +202,13 @@ class Schedule:
             self._enter_skipped(unit)
         self._pass_over_units_after(unit)
         gather.open_full(unit, self.transport)
-        self._entered.append(unit)
+        self._enter(unit)
         self._prefetch(self._backward.next_after(unit))
         trace.begin("backward", unit.title)
+
+    def _enter(self, unit: Unit) -> None:
+        self._entered[unit] = None
+        self._current.append(unit)
 
     def _enter_skipped(self, until: Unit | None = None) -> None:
         """Enter units whose outputs have got no gradient on this rank: last left first, down to ``until``."""
@@ -226,21 +231,20 @@ class Schedule:
             )
         self._in_backward = True
         self._backward.begin()
-        order = dict.fromkeys([*self._forward.seen, *self.units])
-        seen = len(dict.fromkeys(self._forward.seen))
-        self._position = {unit: position for position, unit in enumerate(order)}
-        self._to_reduce = [*reversed([*order][:seen]), *reversed([*order][seen:])]
         for reduction in self._reductions.values():
             reduction.begin_backward()
+        seen = dict.fromkeys(self._forward.seen)
+        unseen = [unit for unit in self.units if unit not in seen]
+        self._position = {unit: position for position, unit in enumerate([*seen, *unseen])}
+        order = [*reversed(seen), *reversed(unseen)]
+        self._to_reduce = deque(unit for unit in order if self._reductions[unit].trainable)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _pass_over_units_after(self, unit: Unit) -> None:
         """Close every unit that forward entered after ``unit`` was left: autograd is done with it."""
         position = self._position[unit]
-        for other in [o for o in self._entered if self._position[o] > position and o not in self._passed]:
-            if unit.holds(other):
-                continue
-            self._passed.add(other)
+        for other in [o for o in self._current if self._position[o] > position and not unit.holds(o)]:
+            self._current.remove(other)
             self._complete(other)
             if not self._depth[other]:
                 gather.release(other)
@@ -252,23 +256,22 @@ class Schedule:
         if not self._in_backward:
             self._begin_backward()
         if unit not in self._entered:
-            self._entered.append(unit)
+            self._enter(unit)
         reduction = self._reductions[unit]
-        reduction.gradients[segment].collect(index)
-        if reduction.complete:
+        if reduction.collect(segment, index):
             self._complete(unit)
             # Autograd accumulates a gradient after every use of the parameter that feeds it.
-            if unit.all_trainable and not self._depth[unit]:
+            if reduction.all_trainable and not self._depth[unit]:
                 gather.release(unit)
 
     def _complete(self, unit: Unit) -> None:
         """All gradients of ``unit`` that will come have come; start the reductions whose turn it is."""
         trace.end("backward", unit.title)
-        self._reductions[unit].begin_backward()  # should more come: reentrant checkpoints use a unit in parts
+        self._reductions[unit].begin_again()
         self._completed.add(unit)
-        while self._to_reduce and (not self._to_reduce[0].trainable or self._to_reduce[0] in self._completed):
-            next_unit = self._to_reduce.pop(0)
-            if next_unit.trainable and self.reduce_gradients:
+        while self._to_reduce and self._to_reduce[0] in self._completed:
+            next_unit = self._to_reduce.popleft()
+            if self.reduce_gradients:
                 self._launch(next_unit)
 
     def _launch(self, unit: Unit) -> None:
@@ -297,7 +300,7 @@ class Schedule:
 
     def _reduce_the_rest(self) -> None:
         due = self._owed.union(self._entered)
-        late = [unit for unit in self._to_reduce if unit in due and unit.trainable]
+        late = [unit for unit in self._to_reduce if unit in due]
         again = [unit for unit in self._launched if self._reductions[unit].waiting]
         for unit in [*late, *again]:
             self._launch(unit)
@@ -328,7 +331,7 @@ class Schedule:
     def _rest(self) -> None:
         self._in_backward = False
         self._entered.clear()
-        self._passed.clear()
+        self._current.clear()
         self._completed.clear()
         self._launched.clear()
         self._left.clear()

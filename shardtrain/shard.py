@@ -100,6 +100,8 @@ class Segment:
         self.full, self.wire = self._transport.allocate(self.layout, like, self.reduced)
         self.local = self.wire if self.compute == local.dtype else torch.empty_like(local)
         self.local.copy_(local)
+        self._storage = self.full.untyped_storage()
+        self._releases = not (self._transport.in_place or self.full.is_meta)
         self.full_views = self.views_of(self.full)
         self.local_views = [self.local[p.offset : p.offset + p.numel] for p in self.pieces]
         self.resize_full(0)
@@ -107,10 +109,6 @@ class Segment:
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         rows = zip(self.layout.offsets, self.layout.sizes, self.shapes, self.strides, strict=True)
         return [full[at : at + size].as_strided(shape, stride) for at, size, shape, stride in rows]
-
-    @property
-    def trainable(self) -> bool:
-        return any(param.requires_grad for param in self.params)
 
     @property
     def flat(self) -> Flat:
@@ -123,27 +121,35 @@ class Segment:
 
     def resize_full(self, elements: int) -> None:
         """Give ``full`` memory for so many elements: all of them, or none."""
-        if not self._transport.in_place and not self.full.is_meta:
-            self.full.untyped_storage().resize_(elements * self.full.element_size())
+        if self._releases:
+            self._storage.resize_(elements * self.full.element_size())
 
     def show_full(self) -> None:
         """Show every parameter in full; put the gradients of the local pieces away."""
         if self.shows_full:
             return
-        for index, param in enumerate(self.params):
-            self.kept_grads[index], param.grad = param.grad, None
-            param.data = self.full_views[index]
+        self.kept_grads = [param.grad for param in self.params]
+        for param, grad, view in zip(self.params, self.kept_grads, self.full_views, strict=True):
+            if grad is not None:
+                param.grad = None
+            param.data = view
         self.shows_full = True
 
     def show_local(self) -> None:
         """Show every parameter's local piece, with its gradient."""
-        for index, param in enumerate(self.params):
-            if self.shows_full:
+        if self.shows_full:
+            for param in self.params:
                 param.grad = None
-            param.data = self.local_views[index]
-            if self.shows_full:
-                param.grad, self.kept_grads[index] = self.kept_grads[index], None
+        for param, view, grad in zip(self.params, self.local_views, self.kept_grads, strict=True):
+            param.data = view
+            if grad is not None:
+                param.grad = grad
+        self.drop_kept_grads()
         self.shows_full = False
+
+    def drop_kept_grads(self) -> None:
+        """Forget gradients put away by `show_full`."""
+        self.kept_grads = [None] * len(self.params)
 
     def give_grad(self, index: int, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
@@ -168,14 +174,16 @@ class Segment:
 
     def was_replaced(self) -> bool:
         """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage."""
-        rows = zip(self.places, self.params, self.local_views, strict=True)
-        return any(
-            place.parameter is not param
-            or param.data_ptr() != view.data_ptr()
-            or param.dtype != view.dtype
-            or param.device != view.device
-            for place, param, view in rows
-        )
+        for place, param, view in zip(self.places, self.params, self.local_views, strict=True):
+            module, attribute = place.owners[0]
+            if (
+                module._parameters[attribute] is not param
+                or param.data_ptr() != view.data_ptr()
+                or param.dtype != view.dtype
+                or param.device != view.device
+            ):
+                return True
+        return False
 
     def take_over(self) -> None:
         """Make whatever pieces the parameters hold now the local interval.
@@ -233,11 +241,18 @@ class Account:
     """What is gathered now, and the most that was since `take_peak`."""
 
     def __init__(self) -> None:
-        self.now = self._peak = Gathered(0, 0)
+        self._units = self._bytes = 0
+        self._peak = Gathered(0, 0)
+
+    @property
+    def now(self) -> Gathered:
+        return Gathered(self._units, self._bytes)
 
     def add(self, units: int, size: int) -> None:
-        self.now = Gathered(self.now.units + units, self.now.bytes + size)
-        self._peak = Gathered(max(self.now.units, self._peak.units), max(self.now.bytes, self._peak.bytes))
+        self._units += units
+        self._bytes += size
+        if self._units > self._peak.units or self._bytes > self._peak.bytes:
+            self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
 
     def take_peak(self) -> Gathered:
         peak, self._peak = self._peak, self.now
@@ -282,15 +297,7 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        return sum(segment.full.nbytes for segment in self.segments)
-
-    @property
-    def trainable(self) -> bool:
-        return any(segment.trainable for segment in self.segments)
-
-    @property
-    def all_trainable(self) -> bool:
-        return all(param.requires_grad for segment in self.segments for param in segment.params)
+        return sum([segment.full.nbytes for segment in self.segments])
 
     def show_full(self) -> None:
         for segment in self.segments:
@@ -308,7 +315,7 @@ class Unit:
     def drop_kept_grads(self) -> None:
         """Forget gradients put away by `show_full`."""
         for segment in self.segments:
-            segment.kept_grads = [None] * len(segment.params)
+            segment.drop_kept_grads()
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -326,7 +333,7 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     if tensor.stride() != stride:
         ordered = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def segments_of(places: Sequence[Place], transport: Transport, precision: Precision) -> list[Segment]:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from shardtrain import comm, pictures
-from shardtrain.bench import chart, settings, table
+from shardtrain.bench import chart, host, settings, table
+from shardtrain.bench.__main__ import bench
 from shardtrain.bench.cases import CASES
 from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.interleave import Track, interleave, rotated
@@ -25,6 +26,7 @@ from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference,
 from shardtrain.bench.steps import Measurement
 from shardtrain.compose import compose
 from shardtrain.errors import UserError
+from shardtrain.launch import Place
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 100
@@ -162,6 +164,8 @@ def test_a_failure_on_one_rank_takes_the_contender_out_on_all(ranks: Any) -> Non
         ("contenders=[ddp]", r"reference=fsdp2 is not among contenders=\[ddp\]"),
         ("suite=true memory=true", "choose one"),
         ("collectives.largest_kib=1", "collectives.smallest_kib=64 is more than collectives.largest_kib=1"),
+        ("host.world_sizes=[8,1]", r"host.world_sizes=\[8,1\]: expected numbers of ranks, each at least 2"),
+        ("host.units=0", "host.units=0: expected at least 1"),
         ("everything", "cannot read 'everything': expected key=value"),
     ],
 )
@@ -231,6 +235,37 @@ def test_collectives(tmp_path: Path) -> None:
         assert point["ratios"]["shardtrain"]["native"]["n"] == 2
     assert "gather\n" in said
     assert "16 KiB" in said
+
+
+def test_host_time_of_simulated_ranks(tmp_path: Path) -> None:
+    said = run(1, "host", "host.world_sizes=[2,8]", "host.units=3", "rounds=2", "warmup=1", f"out={tmp_path}")
+    found = result(tmp_path)
+    assert found["failures"] == []
+    points = {(point["world_size"], point["activity"]): point for point in found["points"]}
+    assert list(points) == [(world, activity) for world in (2, 8) for activity in host.ACTIVITIES]
+    for point in points.values():
+        assert point["ratio"]["n"] == 2
+        assert all(len(seconds) == 2 for seconds in point["seconds"].values())
+    assert points[8, "step"]["micros_a_unit"].keys() == {"shardtrain", "fsdp2", "collectives"}
+    for words in host.ACTIVITIES.values():
+        assert f"{words}, µs of host time a unit" in said
+
+
+def test_host_time_is_of_what_is_left_without_the_model() -> None:
+    """Three units: 3 µs of the model's own, 6 of collectives, 15 and 39 of the wrappers."""
+    seconds = {"no_communication": 3e-6, "collectives": 6e-6, "shardtrain": 24e-6, "fsdp2": 48e-6}
+    point = host.Point(8, "step", 3, {name: Track([value] * 3) for name, value in seconds.items()})
+    assert point.micros("shardtrain").median == pytest.approx(7)
+    assert point.micros("collectives").median == pytest.approx(2)
+    assert point.ratio().median == pytest.approx(21 / 45)
+    assert point.ratio((host.BARE, host.MOVES)).median == pytest.approx(15 / 39)
+
+
+def test_host_time_is_measured_in_one_process(tmp_path: Path) -> None:
+    found = settings.read([f"out={tmp_path}"], speak=False)
+    assert found is not None
+    with pytest.raises(UserError, match=r"measured in one process: python -m shardtrain\.bench host"):
+        bench(found, "host", Place(0, 2, 0, 2), CPU)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")

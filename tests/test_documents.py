@@ -68,7 +68,7 @@ def read(module: str, arguments: list[str]) -> object:
 
 READERS: dict[str, Callable[[list[str], bool], object]] = {
     "shardtrain.plan": plan_settings.read,
-    "shardtrain.bench": bench_settings.read,
+    "shardtrain.bench": lambda words, speak: bench_settings.read([w for w in words if w != "host"], speak),
     "shardtrain.doctor": doctor.read,
 }
 PROGRAMS = ["tests/torture.py", "tests/behaviours.py"]  # their parts are tests of their own

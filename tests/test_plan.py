@@ -145,7 +145,7 @@ def test_large_worlds_have_the_layouts_of_their_ranks(world: int) -> None:
     whole = sum(unit.bytes for unit in found.units)
     held = sum(unit.local_bytes for unit in found.units)
     assert whole <= held * world < whole + 16 * world * len(found.units)
-    assert found.parameters == held == found.optimizer
+    assert found.parameters == held == found.optimizer < found.by_rows
     wire = held * (world - 1)
     assert found.sent["reduce_scatter"] == wire
     root = next(unit for unit in found.units if unit.name == "(root)")
@@ -184,6 +184,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
         "At 2 TFLOP/s and 10 GB/s a step takes at least ",
         "0.03 GiB of tensors hold at most ",
         "\n1,024 ",
+        "KiB of parameters that are a rank's even share",
     ):
         assert expected in said
     written = json.loads((tmp_path / "here/plan.json").read_text())

@@ -1,4 +1,4 @@
-"""``-m shardtrain.bench [collectives] [key=value ...]``: which program, on which ranks."""
+"""``-m shardtrain.bench [collectives|host] [key=value ...]``: which program, on which ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain import launch
-from shardtrain.bench import collectives, memory, report, settings, steps
+from shardtrain.bench import collectives, host, memory, report, settings, steps
 from shardtrain.bench.cases import SUITE
 from shardtrain.bench.group import process_group
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
+from shardtrain.errors import UserError
 from shardtrain.launch import Place
 
-COLLECTIVES = "collectives"
+STEPS, COLLECTIVES, HOST = "steps", "collectives", "host"
 
 
 def bench(chosen: Settings, program: str, place: Place, device: torch.device) -> None:
     """Measure, and report also what an interruption leaves."""
+    if program == HOST:
+        _bench_host(chosen, place)
+        return
     output = Report(chosen, program, place, device)
     alone = place.world_size == 1
     with _quiet_peers(), process_group(place, device, "") if alone else contextlib.nullcontext():
@@ -41,6 +45,17 @@ def bench(chosen: Settings, program: str, place: Place, device: torch.device) ->
             )
         else:
             _bench_steps(chosen, output, device)
+
+
+def _bench_host(chosen: Settings, place: Place) -> None:
+    if place.world_size > 1:
+        raise UserError("the host's time is measured in one process: python -m shardtrain.bench host")
+    points, output = host.Points(), Report(chosen, HOST, place, torch.device("cpu"))
+    with _quiet_peers():
+        _reporting(
+            lambda: host.measure(points, chosen),
+            lambda interrupted: host.report(output, points, interrupted),
+        )
 
 
 def _bench_steps(chosen: Settings, output: Report, device: torch.device) -> None:
@@ -76,10 +91,11 @@ def _quiet_peers() -> Iterator[None]:
 
 @record
 def main() -> None:
-    program = COLLECTIVES if sys.argv[1:2] == [COLLECTIVES] else "steps"
+    named = sys.argv[1] if sys.argv[1:2] in ([COLLECTIVES], [HOST]) else None
+    program = named or STEPS
 
     def read(arguments: Sequence[str], speak: bool) -> Settings | None:
-        found = settings.read(arguments[1:] if program == COLLECTIVES else arguments, speak)
+        found = settings.read(arguments[1:] if named else arguments, speak)
         return found and settings.with_default_threads(found, Place.from_environment(os.environ))
 
     launch.start(read, lambda chosen, place, device: bench(chosen, program, place, device))

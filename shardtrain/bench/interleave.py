@@ -37,12 +37,16 @@ def interleave(
     *,
     timed: bool,
     tick: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run each round's runners that have not failed, adding to ``tracks``; ``tick()`` after each round."""
+    """Run each round's runners that have not failed, adding to ``tracks``; ``tick()`` after each round.
+
+    ``clock()``: seconds.
+    """
     for number in rounds:
         done: dict[str, tuple[float, float]] = {}
         for name in rotated([name for name in runners if tracks[name].failure is None], number):
-            outcome = _run(runners[name], number, device)
+            outcome = _run(runners[name], number, device, clock)
             if isinstance(outcome, str):
                 tracks[name].failure = outcome
             else:
@@ -74,15 +78,17 @@ def attempt(work: Callable[[], object], device: torch.device) -> str | None:
     return _agreed(reason, device)
 
 
-def _run(runner: Runner, number: int, device: torch.device) -> tuple[float, float] | str:
+def _run(
+    runner: Runner, number: int, device: torch.device, clock: Callable[[], float]
+) -> tuple[float, float] | str:
     """Seconds of the slowest rank and the mean loss, or why it failed."""
     found: list[tuple[float, float]] = []
 
     def work() -> None:
-        start = time.perf_counter()
+        start = clock()
         loss = runner(number)
         synchronize(device)
-        found.append((time.perf_counter() - start, loss.item()))
+        found.append((clock() - start, loss.item()))
 
     synchronize(device)
     comm.barrier()

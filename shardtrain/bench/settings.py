@@ -24,6 +24,12 @@ class Collectives:
 
 
 @dataclass(frozen=True)
+class Host:
+    world_sizes: tuple[int, ...]
+    units: int = at_least(1)
+
+
+@dataclass(frozen=True)
 class Settings:
     """`config.yaml` explains every key."""
 
@@ -33,6 +39,7 @@ class Settings:
     out: str | None
     name: str | None
     collectives: Collectives
+    host: Host
     model: str = one_of(*CASES)
     reference: str = one_of(*TITLES)
     rounds: int = at_least(1)
@@ -72,8 +79,8 @@ def with_default_threads(settings: Settings, place: Place) -> Settings:
 
 def what_is_measured(settings: Settings, program: str) -> str:
     """A short name, for the output directory and the title."""
-    if program == "collectives":
-        return "collectives"
+    if program != "steps":
+        return program
     return ("memory-" if settings.memory else "") + ("suite" if settings.suite else settings.model)
 
 
@@ -96,4 +103,9 @@ def _check(settings: Settings) -> None:
         raise UserError(
             f"collectives.smallest_kib={settings.collectives.smallest_kib} is more than "
             f"collectives.largest_kib={settings.collectives.largest_kib}"
+        )
+    if not settings.host.world_sizes or min(settings.host.world_sizes) < 2:
+        raise UserError(
+            f"host.world_sizes=[{','.join(map(str, settings.host.world_sizes))}]: expected numbers of ranks, "
+            "each at least 2"
         )

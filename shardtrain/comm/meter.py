@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -100,12 +100,16 @@ def count(kind: str, sent: int) -> None:
         current.bytes[kind] += sent
 
 
-@contextmanager
-def waiting(kind: str, unit: str, device: torch.device) -> Iterator[None]:
+def waiting(kind: str, unit: str, device: torch.device) -> AbstractContextManager[None]:
     """Count the block as waiting on ``device`` for a movement of ``kind`` of ``unit``."""
-    if not (_open or trace.is_open()):
-        yield
-        return
+    return _timed(kind, unit, device) if _open or trace.is_open() else _UNTIMED
+
+
+_UNTIMED = nullcontext()
+
+
+@contextmanager
+def _timed(kind: str, unit: str, device: torch.device) -> Iterator[None]:
     start = moment(device)
     yield
     end = moment(device)

@@ -284,12 +284,16 @@ class ProcessGroupTransport:
 
 
 def own_interval(gradient: Gradient, rank: int) -> torch.Tensor:
-    """A new interval of rank ``rank`` with the values of ``gradient.own``, which then lies in it."""
+    """A new interval of rank ``rank`` with the values of ``gradient.own``, which then lies in it.
+
+    Empty pieces stay as they are: on many ranks most are.
+    """
     full, own, layout, pieces, _ = gradient
     dtype = own[0].dtype if own else full.dtype
     interval = full.new_empty(layout.length(rank), dtype=dtype)
     for index, piece in enumerate(pieces):
-        own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
+        if piece.numel:
+            own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
     return interval
 
 

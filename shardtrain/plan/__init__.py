@@ -3,6 +3,6 @@
     python -m shardtrain.plan +recipe=resnet world_size=64
 
 Read in this order: ``live`` (which memory lives when), ``memory`` (one step as numbers, words and a picture),
-``step`` (the step that is planned), ``simulate`` (the engine without data and without other ranks), ``fit``
-(the largest batch), ``settings``, ``report`` and ``__main__`` (the program).
+``step`` (the step that is planned), ``rows`` (how FSDP2 would cut), ``simulate`` (the engine without data and
+without other ranks), ``fit`` (the largest batch), ``settings``, ``report`` and ``__main__`` (the program).
 """

@@ -39,7 +39,7 @@ def plan(settings: Settings, place: Place, device: torch.device) -> None:
         texts[0] += f"\n{report.fit_in_words(found, largest)}"
     plans = _curve(settings, found) if keys.curve else [found]
     if keys.curve:
-        texts.append(report.curve_table(plans, rates))
+        texts += [report.curve_table(plans, rates), report.shards_table(plans)]
     text = "\n\n".join(texts)
     facts = {
         "plan": report.as_json(found, rates),

@@ -112,6 +112,21 @@ def curve_table(plans: Sequence[Plan], rates: Rates | None) -> str:
     return "\n".join(["MiB of a rank, and MiB that it sends in a step", *aligned(rows)])
 
 
+def shards_table(plans: Sequence[Plan]) -> str:
+    """How even the shards are at other world sizes, and how small the messages become."""
+    rows = [["ranks", "even share", "a rank holds", "FSDP2", "smallest of a unit", "largest"]]
+    for plan in plans:
+        world, whole = plan.question.world_size, sum(unit.bytes for unit in plan.units)
+        shards = [unit.local_bytes for unit in plan.units if unit.bytes]
+        over = [f"×{held * world / whole:.3f}" for held in (sum(shards), plan.by_rows)]
+        sizes = [f"{size / 1024:,.2f}" for size in (whole / world, min(shards), max(shards))]
+        rows.append([f"{world:,}", sizes[0], *over, *sizes[1:]])
+    title = (
+        "KiB of parameters that are a rank's even share, what it holds of that, and the shards of its units"
+    )
+    return "\n".join([title, *aligned(rows)])
+
+
 def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
     """Bytes, movements, operations and seconds."""
     peak = plan.timeline.peak
@@ -120,6 +135,7 @@ def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
         "micro_batch": plan.question.micro_batch,
         "accumulate": plan.accumulate,
         "bytes": sizes(plan),
+        "parameters_cut_by_rows": plan.by_rows,
         "peak": {"phase": peak.phase, "unit": peak.unit, "bytes": dict(zip(KINDS, peak.bytes, strict=True))},
         "sent_bytes": plan.sent,
         "movements": plan.calls,

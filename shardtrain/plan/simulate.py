@@ -24,6 +24,7 @@ from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.losses import loss_of
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
+from shardtrain.plan.rows import held_by_rows
 from shardtrain.plan.step import Step
 from shardtrain.wrap import UnitInfo
 
@@ -46,6 +47,7 @@ class Plan:
     question: Question
     accumulate: int
     units: tuple[UnitInfo, ...]
+    by_rows: int  # of this rank's parameters, were they cut as FSDP2 does; see `rows.py`
     parameters: int  # of this rank, without padding, and so are the next two
     gradients: int
     optimizer: int
@@ -71,6 +73,7 @@ def simulate(config: Config, question: Question) -> Plan:
     model = _on_meta(config)
     with _without_data():
         _give_storages(model)
+        by_rows = held_by_rows(model.parameters(), question.world_size)
         alone = question.world_size == 1
         transport = (
             comm.Alone()
@@ -102,6 +105,7 @@ def simulate(config: Config, question: Question) -> Plan:
             question=question,
             accumulate=config.train.accumulate,
             units=tuple(describe(model)),
+            by_rows=by_rows,
             parameters=parameters,
             gradients=_bytes(param for param in model.parameters() if param.requires_grad),
             optimizer=_bytes(value for value in state if isinstance(value, Tensor)),
