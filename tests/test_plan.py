@@ -32,6 +32,8 @@ from shardtrain.train import train
 
 CPU = torch.device("cpu")
 MIB = 2**20
+RESNET = ["model=resnet18"]
+VIT = ["model=vit_cifar", "model.num_layers=4"]
 FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size=16"]
 
 
@@ -102,7 +104,21 @@ def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
     ],
 )
 def test_a_plan_is_kept(on_ranks: Any, world: int, model: str, transport: str) -> None:
-    arguments = [f"model={model}", f"parallel.transport={transport}"]
+    assert_plan_is_kept(on_ranks, world, f"model={model}", f"parallel.transport={transport}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model", [RESNET, VIT])
+def test_a_plan_with_activations_computed_again_is_kept(on_ranks: Any, world: int, model: list[str]) -> None:
+    arguments = [*model, "parallel.transport=process_group"]
+    again = [*arguments, "parallel.activation_checkpoint=true"]
+    assert_plan_is_kept(on_ranks, world, *again)
+    with_and_without = (planned(*of, f"world_size={world}", "micro_batch=64") for of in (again, arguments))
+    less, more = (plan.timeline.most("activations") for plan in with_and_without)
+    assert less < 0.7 * more
+
+
+def assert_plan_is_kept(on_ranks: Any, world: int, *arguments: str) -> None:
     found = on_ranks(world, measured, *arguments)[0]
     plan = planned(*arguments, f"world_size={world}")
     assert_kept(plan, found)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm, describe
-from shardtrain.build import ema_of, plain_model, shard_with_optimizer
+from shardtrain.build import ema_of, plain_model, shard_with_optimizer, uncompiled
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
@@ -67,7 +67,8 @@ class Plan:
 
 
 def simulate(config: Config, question: Question) -> Plan:
-    """Plan for ``config``, whose model's keys are complete."""
+    """Plan for ``config``, whose model's keys are complete. What a compiler would save is not known."""
+    config = uncompiled(config)
     model = _on_meta(config)
     with _without_data():
         _give_storages(model)
