@@ -44,7 +44,7 @@ def compile_units(
 ) -> None:
     """Run each unit of a sharded module by ``torch.compile``; each is compiled when it first runs.
 
-    Units of one class whose parameters have the same shapes share what is compiled. With
+    Units of one class with the same shapes and settings share what is compiled. With
     `checkpoint_activations` too, compile first.
 
     Args:
@@ -67,11 +67,12 @@ def compile_units(
     for unit in units:
         forward = _forward_of(unit)
         shapes = tuple(shape for segment in unit.segments for shape in segment.shapes)
-        if (forward, shapes) not in kinds:
+        kind = (forward, shapes, repr(unit.module))  # settings too: each probability is compiled on its own
+        if kind not in kinds:
             name = f"{type(unit.module).__name__}_{len(kinds)}"
             run = torch.compile(_entry(forward, name), backend=backend, fullgraph=fullgraph, **options)
-            kinds[forward, shapes] = Compiled(run, unit.title)
-        _exchange(unit, kinds[forward, shapes])
+            kinds[kind] = Compiled(run, unit.title)
+        _exchange(unit, kinds[kind])
 
 
 def checkpoint_activations(module: nn.Module) -> None:
@@ -152,7 +153,7 @@ class Checkpointed(NamedTuple):
 
     @contextmanager
     def _again(self, module: nn.Module, inputs: list[tuple[torch.Tensor, int]]) -> Iterator[None]:
-        """Around its repetition, which updates copies of running statistics: its results do not depend on them."""
+        """Around its repetition, which updates copies of running statistics and does not depend on them."""
         if any(tensor._version != version for tensor, version in inputs):
             raise ValueError(
                 f"inputs of unit {self.title} were changed in place after it began to compute, so that "
@@ -188,7 +189,7 @@ def require_inductor(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise ValueError(
-            "compiling for the CPU needs a C++ compiler, and there is none: install g++, or set CXX to another"
+            "compiling for the CPU needs a C++ compiler, and there is none: install g++, or name one in CXX"
         ) from None
 
 
@@ -209,8 +210,8 @@ def _refuse_compiling(unit: Unit, engine: Engine) -> None:
     for name, child in unit.module.named_modules():
         if child in hooked and child is not unit.module:
             raise ValueError(
-                f"unit {unit.title} cannot be compiled: its module {name} shares parameters with another unit, "
-                "so that they belong to the root"
+                f"unit {unit.title} cannot be compiled: parameters of its module {name} are shared with "
+                "another unit, and so belong to the root"
             )
 
 
@@ -230,7 +231,7 @@ def _entry(forward: Forward, name: str) -> Forward:
     """``forward`` behind a code object of its own.
 
     Torch keeps what it has compiled, the sizes that varied, and a limit of eight compilations by code object.
-    All blocks of a ResNet have one, in eight shapes or more, and all modules of torch's share one.
+    All blocks of a ResNet have one, in seven shapes or more, and all modules of torch's share one.
     """
 
     def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

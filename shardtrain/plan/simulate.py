@@ -84,7 +84,8 @@ def simulate(config: Config, question: Question) -> Plan:
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         batches = [_batch(config, question) for _ in range(config.train.accumulate)]
         try:
-            step(batches)
+            with FlopCounterMode(display=False) as flops:  # it keeps alive what backward computes again
+                step(batches)
         except ValueError as error:
             shape = "×".join(map(str, batches[0][0].shape))
             raise UserError(
@@ -95,7 +96,7 @@ def simulate(config: Config, question: Question) -> Plan:
         engine.take_gathered_peak()
         averages = ema.held() if ema is not None else []
         present = [tensor for batch in batches for tensor in batch] + averages
-        with comm.meter() as traffic, FlopCounterMode(display=False) as flops:
+        with comm.meter() as traffic:
             timeline = memory_of_step(engine, optimizer, present, lambda: step(batches))
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         parameters = _bytes(model.parameters())
