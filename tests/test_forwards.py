@@ -295,7 +295,7 @@ def test_many_kinds_of_one_class() -> None:
             torch.manual_seed(0)
             y = model(x)
             torch.manual_seed(0)
-            assert torch.equal(y, plain(x))
+            torch.testing.assert_close(y, plain(x))
         assert stats["unique_graphs"] == 19
 
 
