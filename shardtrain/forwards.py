@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,7 +96,8 @@ def checkpoint_activations(module: nn.Module) -> None:
         _exchange(unit, Checkpointed(_forward_of(unit), unit.title))
 
 
-class Compiled(NamedTuple):
+@dataclass(frozen=True)
+class Compiled:
     """A compiled forward of all units of one kind; ``title``: the first of them."""
 
     run: Forward
@@ -112,7 +114,8 @@ class Compiled(NamedTuple):
             ) from error
 
 
-class Checkpointed(NamedTuple):
+@dataclass(frozen=True)
+class Checkpointed:
     """The forward of one unit, whose activations are dropped and computed again in backward."""
 
     forward: Forward
