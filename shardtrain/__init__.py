@@ -2,11 +2,12 @@
 
 The engine reads in the order of the data path: ``layout`` (which element belongs to whom), ``comm`` (how
 bytes move), ``shard`` (what a rank owns), ``gather`` and ``reduce`` (the two movements), ``schedule``
-(when), ``wrap`` (the hooks), ``state`` (whole parameters for users),
+(when), ``wrap`` (the hooks), ``forwards`` (what runs inside them), ``state`` (whole parameters for users),
 ``checkpoint`` (runs that outlive their processes).
 """
 
 from shardtrain import checkpoint, comm
+from shardtrain.forwards import checkpoint_activations, compile_units
 from shardtrain.optim import GradScaler, clip_grad_norm_
 from shardtrain.precision import Precision
 from shardtrain.state import (
@@ -24,8 +25,10 @@ __all__ = [
     "UnitInfo",
     "average_buffers",
     "checkpoint",
+    "checkpoint_activations",
     "clip_grad_norm_",
     "comm",
+    "compile_units",
     "describe",
     "full_state_dict",
     "load_full_state_dict",

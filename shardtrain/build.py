@@ -194,7 +194,24 @@ def shard_with_optimizer(
         reshard_after_forward=config.parallel.reshard_after_forward,
         transport=transport or config.parallel.transport,
     )
+    _exchange_forwards(model, config)
     return _optimizer(config.optim, groups)
+
+
+def uncompiled(config: Config) -> Config:
+    """The same without compiling."""
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=False))
+
+
+def _exchange_forwards(model: nn.Module, config: Config) -> None:
+    """Let units compile and checkpoint as the configuration says."""
+    try:
+        if config.parallel.compile:
+            shardtrain.compile_units(model)
+        if config.parallel.activation_checkpoint:
+            shardtrain.checkpoint_activations(model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def plain_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

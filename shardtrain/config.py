@@ -209,6 +209,10 @@ class Parallel:
     reshard_after_forward: bool
     sync_batchnorm: bool
     """Whether BatchNorm's statistics are those of all ranks' images."""
+    activation_checkpoint: bool
+    """Whether units compute their activations again in backward."""
+    compile: bool
+    """Whether units run by torch.compile."""
     transport: str = one_of("auto", "process_group", "shared_memory")
     precision: str = one_of("fp32", "bf16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")

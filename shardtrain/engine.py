@@ -66,7 +66,7 @@ class Engine:
         """Make the module a sharded one: register all hooks."""
         for unit in self.units:
             self._hook_parameters(unit)
-            for module in self._entrances(unit):
+            for module in self.entrances(unit):
                 self._hook_module(unit, module)
         if self.precision is not None:
             self._hook_casts(self.precision)
@@ -124,7 +124,7 @@ class Engine:
         found = (segment.local.device for unit in self.units for segment in unit.segments)
         return next(found, torch.device("cpu"))
 
-    def _entrances(self, unit: Unit) -> list[nn.Module]:
+    def entrances(self, unit: Unit) -> list[nn.Module]:
         """The modules whose call needs ``unit``: its own, and for the root every direct holder."""
         if unit is not self.units[0]:
             return [unit.module]

@@ -26,6 +26,7 @@ CORE = [
     "elementwise",
     "engine",
     "wrap",
+    "forwards",
     "state",
     "optim",
     "checkpoint",

@@ -25,6 +25,7 @@ from shardtrain.plan.__main__ import plan
 from shardtrain.plan.fit import MOST, largest_batch
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import MemoryTimeline, Point, memory_of_step
+from shardtrain.plan.report import headline
 from shardtrain.plan.settings import Settings, read
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.step import Step
@@ -32,6 +33,8 @@ from shardtrain.train import train
 
 CPU = torch.device("cpu")
 MIB = 2**20
+RESNET = ["model=resnet18"]
+VIT = ["model=vit_cifar", "model.layers=4", "model.width=96"]
 FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size=16"]
 
 
@@ -102,7 +105,21 @@ def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
     ],
 )
 def test_a_plan_is_kept(on_ranks: Any, world: int, model: str, transport: str) -> None:
-    arguments = [f"model={model}", f"parallel.transport={transport}"]
+    assert_plan_is_kept(on_ranks, world, f"model={model}", f"parallel.transport={transport}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model", [RESNET, VIT])
+def test_a_plan_with_activations_computed_again_is_kept(on_ranks: Any, world: int, model: list[str]) -> None:
+    arguments = [*model, "parallel.transport=process_group"]
+    again = [*arguments, "parallel.activation_checkpoint=true"]
+    assert_plan_is_kept(on_ranks, world, *again)
+    with_and_without = (planned(*of, f"world_size={world}", "micro_batch=64") for of in (again, arguments))
+    less, more = (plan.timeline.most("activations") for plan in with_and_without)
+    assert less < 0.7 * more
+
+
+def assert_plan_is_kept(on_ranks: Any, world: int, *arguments: str) -> None:
     found = on_ranks(world, measured, *arguments)[0]
     plan = planned(*arguments, f"world_size={world}")
     assert_kept(plan, found)
@@ -136,6 +153,13 @@ def test_a_plan_of_int8_traffic_is_kept(on_ranks: Any) -> None:
     exact = planned(*arguments, "world_size=3", "parallel.traffic=null")
     for kind in ("all_gather", "reduce_scatter"):
         assert plan.sent[kind] == pytest.approx(exact.sent[kind] * (1 + 4 / 256) / 4, rel=0.03)
+
+
+def test_a_plan_says_what_it_leaves_out() -> None:
+    arguments = ["model=squeezenet1_1", "parallel.compile=true", "parallel.activation_checkpoint=true"]
+    found = settings(*arguments)
+    said = headline(found.config, simulate(found.config, found.question))
+    assert ", activations computed again in backward; planned as if it were not compiled\n" in said
 
 
 @pytest.mark.parametrize("world", [8, 1024])

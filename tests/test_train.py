@@ -85,6 +85,21 @@ def test_repetition_is_exact_and_the_seed_counts(tmp_path: Path) -> None:
     assert first != other
 
 
+def test_activations_computed_again_change_nothing(tmp_path: Path) -> None:
+    keys = ("train/loss", "val/loss", "grad_norm", "val/acc1")
+    without, with_it = (
+        [run(str(tmp_path / again), f"parallel.activation_checkpoint={again}")[key] for key in keys]
+        for again in ("false", "true")
+    )
+    assert without == with_it
+
+
+def test_compiling_without_a_compiler_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+        build(configure("parallel.compile=true"), 0, 1, CPU)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_train_one_model_and_rank_0_reports(ranks: Any, tmp_path: Path, world: int) -> None:
     results = ranks(world, run, str(tmp_path), "train.clip_grad_norm=1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardtrain import describe, launch
-from shardtrain.build import Job, build
+from shardtrain.build import Job, build, uncompiled
 from shardtrain.checked import at_least
 from shardtrain.compose import read_beside
 from shardtrain.config import AdamW, Config
@@ -61,7 +61,8 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
 
 def findings(settings: Settings, place: Place, device: torch.device) -> Iterator[Finding]:
     """Each check's finding, on every rank. Collective."""
-    job, config = build(settings.config, place.rank, place.world_size, device)
+    # A compiler rounds, and draws random numbers, in its own way: what is examined is the sharding.
+    job, config = build(uncompiled(settings.config), place.rank, place.world_size, device)
     run_dir = Path(config.run.dir or "outputs").expanduser()
     kept = config.checkpoint.keep and config.checkpoint.keep + 2  # the best one, and the one being written
     checks: list[Callable[[], Finding]] = [

@@ -35,12 +35,15 @@ def headline(config: Config, plan: Plan) -> str:
     parameters = sum(unit.parameters for unit in plan.units)
     side, images = config.data.image_size, question.micro_batch * plan.accumulate * question.world_size
     link = "shared memory" if question.in_place else "messages"
-    link += f" ({config.parallel.traffic})" if config.parallel.traffic else ""
-    reshard = "" if config.parallel.reshard_after_forward else ", kept whole after forward"
+    parallel = config.parallel
+    link += f" ({parallel.traffic})" if parallel.traffic else ""
+    reshard = "" if parallel.reshard_after_forward else ", kept whole after forward"
+    recompute = ", activations computed again in backward" if parallel.activation_checkpoint else ""
+    compiled = "; planned as if it were not compiled" if parallel.compile else ""
     name = config.model.get("name", config.model["_target_"])
     return (
         f"{name}, {parameters:,} parameters in {_count(len(plan.units), 'unit')}; {config.optim.name}, "
-        f"{config.parallel.precision}, {link}{reshard}\n"
+        f"{parallel.precision}, {link}{reshard}{recompute}{compiled}\n"
         f"{_count(question.world_size, 'rank')} × {_count(plan.accumulate, 'micro-batch')} × "
         f"{_count(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
         f"{images:,} images a step"

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm, describe
-from shardtrain.build import ema_of, plain_model, shard_with_optimizer
+from shardtrain.build import ema_of, plain_model, shard_with_optimizer, uncompiled
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
@@ -69,7 +69,8 @@ class Plan:
 
 
 def simulate(config: Config, question: Question) -> Plan:
-    """Plan for ``config``, whose model's keys are complete."""
+    """Plan for ``config``, whose model's keys are complete. What a compiler would save is not known."""
+    config = uncompiled(config)
     model = _on_meta(config)
     with _without_data():
         _give_storages(model)
@@ -86,7 +87,8 @@ def simulate(config: Config, question: Question) -> Plan:
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         batches = [_batch(config, question) for _ in range(config.train.accumulate)]
         try:
-            step(batches)
+            with FlopCounterMode(display=False) as flops:  # it keeps alive what backward computes again
+                step(batches)
         except ValueError as error:
             shape = "×".join(map(str, batches[0][0].shape))
             raise UserError(
@@ -97,7 +99,7 @@ def simulate(config: Config, question: Question) -> Plan:
         engine.take_gathered_peak()
         averages = ema.held() if ema is not None else []
         present = [tensor for batch in batches for tensor in batch] + averages
-        with comm.meter() as traffic, FlopCounterMode(display=False) as flops:
+        with comm.meter() as traffic:
             timeline = memory_of_step(engine, optimizer, present, lambda: step(batches))
         state = [value for entry in optimizer.state.values() for value in entry.values()]
         parameters = _bytes(model.parameters())

@@ -1,0 +1,476 @@
+"""What runs inside units: compiled forwards, activations computed again, and both together."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.models import VisionTransformer
+from torchvision.models.vision_transformer import EncoderBlock
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.engine import engine_of
+from shardtrain.forwards import require_inductor
+from shardtrain.plan.memory import memory_of_step
+from shardtrain.plan.step import Step
+
+from small import (
+    Block,
+    OddNet,
+    assert_at_rest,
+    assert_same_parameters,
+    images,
+    sgd,
+    sharded_and_replica,
+)
+
+Ranks = Callable[..., list[Any]]
+Inside = Callable[[nn.Module], None]
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+BF16 = shardtrain.Precision(param=torch.bfloat16, output=torch.float32)
+
+
+class Dropping(OddNet):
+    """With a random draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(DroppingBlock(7), DroppingBlock(7))
+
+
+class Counting(Dropping):
+    """With a norm whose statistics depend on how many batches it has seen; torch does not compile that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm.momentum = None
+
+
+class DroppingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class Vit(VisionTransformer):
+    """On 5×5 images. Without dropout, which aot_eager cannot differentiate behind attention."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 1, 2, 3, 9, 19, num_classes=5)
+
+
+MODELS = {OddNet: Block, Vit: EncoderBlock, Dropping: DroppingBlock, Counting: DroppingBlock}
+
+
+def compiled(model: nn.Module) -> None:
+    shardtrain.compile_units(model, backend="aot_eager")
+
+
+checkpointed = shardtrain.checkpoint_activations
+
+
+def both(model: nn.Module) -> None:
+    compiled(model)
+    checkpointed(model)
+
+
+@contextlib.contextmanager
+def fresh_compiler() -> Iterator[dict[str, int]]:
+    """Torch's counts of what it compiles in here, from zero. Nothing compiled is left behind."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        # Torch asks for it itself; by default it keeps the warning from users, too.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
+        yield counters["stats"]
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def optimize(
+    model: nn.Module, steps: int, no_sync: Any, clip: Any, after: Callable[[int], None]
+) -> list[float]:
+    """Steps of two micro-batches, clipped; this rank's losses."""
+    optimizer, losses = sgd(model), []
+    for step in range(steps):
+        torch.manual_seed(step)
+        for micro in range(2):
+            x, y = images(2 * step + micro)
+            with no_sync() if micro == 0 else contextlib.nullcontext():
+                loss = F.cross_entropy(model(x), y)
+                (loss / 2).backward()
+            losses.append(loss.item())
+        clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+    return losses
+
+
+def train(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
+    def clip(norm: float) -> Any:
+        return shardtrain.clip_grad_norm_(model, norm)
+
+    return optimize(model, 3, lambda: shardtrain.no_sync(model), clip, after)
+
+
+def train_replica(replica: DistributedDataParallel) -> list[float]:
+    return optimize(
+        replica,
+        3,
+        replica.no_sync,
+        lambda norm: nn.utils.clip_grad_norm_(replica.parameters(), norm),
+        lambda step: None,
+    )
+
+
+def equals_plain_and_ddp(make: type[nn.Module], inside: Inside, bf16: bool, reshard: bool) -> None:
+    options = {"precision": BF16 if bf16 else None, "reshard_after_forward": reshard, "units": [MODELS[make]]}
+    model, replica = sharded_and_replica(make, **options)
+    plain, _ = sharded_and_replica(make, **options)
+    with fresh_compiler() as stats:
+        inside(model)
+        graphs: list[int] = []
+        losses = train(model, after=lambda step: graphs.append(stats["unique_graphs"]))
+    assert graphs[1] == graphs[2]  # nothing is compiled after the second step
+    rounding = 5e-2 if bf16 else 1e-5
+    # A compiled backward adds up what comes from attention's inputs in another order.
+    exact = make is not Vit or not graphs[2]
+    assert losses == pytest.approx(train(plain), rel=0 if exact else rounding, abs=0 if exact else rounding)
+    ours, theirs = shardtrain.full_state_dict(model), shardtrain.full_state_dict(plain)
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=0 if exact else rounding, atol=0 if exact else rounding
+        )
+    assert losses == pytest.approx(train_replica(replica), rel=rounding)
+    assert_same_parameters(model, replica, rounding)
+
+
+@worlds
+@pytest.mark.parametrize(("make", "inside"), [(OddNet, compiled), (Counting, checkpointed)])
+def test_units_compute_what_others_do(
+    ranks: Ranks, world: int, make: type[nn.Module], inside: Inside
+) -> None:
+    """Bit for bit, with micro-batches, clipping, dropout, running statistics; and what DDP computes."""
+    ranks(world, equals_plain_and_ddp, make, inside, False, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "inside", "bf16", "reshard"),
+    [
+        (Vit, compiled, False, True),
+        (Vit, checkpointed, False, True),
+        (Vit, both, True, True),
+        (OddNet, compiled, True, False),
+        (OddNet, checkpointed, True, True),
+        (Dropping, both, False, False),
+    ],
+)
+def test_the_same_in_bf16_with_kept_parameters_and_with_both(
+    ranks: Ranks, make: type[nn.Module], inside: Inside, bf16: bool, reshard: bool
+) -> None:
+    ranks(2, equals_plain_and_ddp, make, inside, bf16, reshard)
+
+
+# compiling
+
+
+def evaluates_compiled(bf16: bool) -> None:
+    """Evaluation at several sizes, whole parameters, then training again: few graphs, right results."""
+    options = {"precision": BF16 if bf16 else None}
+    (model, _), (plain, _) = (sharded_and_replica(OddNet, **options) for _ in range(2))
+    with fresh_compiler() as stats:
+        compiled(model)
+        assert train(model) == train(plain)
+        assert stats["unique_graphs"] == 1  # for two equal blocks
+
+        def looks() -> list[torch.Tensor]:
+            found = []
+            for each in (model, plain):
+                each.eval()
+                with torch.no_grad():
+                    found += [each(images(9, n=n)[0]) for n in (6, 4, 3)]
+                    with shardtrain.unsharded(each):
+                        found.append(each(images(9)[0]))
+                each.train()
+            return found
+
+        for _ in range(2):
+            found = looks()
+            assert all(torch.equal(a, b) for a, b in zip(found[:4], found[4:], strict=True))
+        assert stats["unique_graphs"] == 3 + bf16  # evaluation, at any size, and with fp32 parameters
+        assert train(model) == train(plain)
+        assert stats["unique_graphs"] == 3 + bf16
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_compiled_units_evaluate(on_ranks: Ranks, bf16: bool) -> None:
+    on_ranks(2, evaluates_compiled, bf16)
+
+
+def runs_compiled_code_again() -> None:
+    """What is computed again in backward is compiled, too."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    ran: list[str] = []
+
+    def counting(name: str) -> Any:
+        def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+            def run(*args: Any) -> Any:
+                ran.append(name)
+                return graph(*args)
+
+            return make_boxed_func(run)
+
+        return compiler
+
+    model, _ = sharded_and_replica()
+    with fresh_compiler():
+        shardtrain.compile_units(
+            model, backend=aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"))
+        )
+        shardtrain.checkpoint_activations(model)
+        model(images(0)[0]).sum().backward()
+    assert ran == ["forward"] * 2 + ["forward", "backward"] * 2
+
+
+def test_what_is_computed_again_is_compiled(on_ranks: Ranks) -> None:
+    on_ranks(1, runs_compiled_code_again)
+
+
+def compiles_for_real() -> None:
+    (model, _), (plain, _) = (sharded_and_replica() for _ in range(2))
+    environment = dict(os.environ)
+    try:
+        with fresh_compiler():
+            shardtrain.compile_units(model)
+            checkpointed(model)
+            assert train(model) == pytest.approx(train(plain), rel=1e-5)
+    finally:  # inductor adds to it
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+    whole, expected = shardtrain.full_state_dict(model), shardtrain.full_state_dict(plain)
+    for name, value in whole.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor(on_ranks: Ranks) -> None:
+    on_ranks(2, compiles_for_real)
+
+
+def test_inductor_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    model = shardtrain.shard(OddNet(), units=[Block])
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+        shardtrain.compile_units(model)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="compiling for cuda needs Triton"):
+            require_inductor(torch.device("cuda"))
+
+
+def test_many_kinds_of_one_class() -> None:
+    """More than torch compiles of one function: torch's own units, and one unit with other settings."""
+    drops = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.05 * i)) for i in range(9)]
+    plain = nn.Sequential(nn.Linear(4, 5), *drops, *(nn.Linear(5 + i, 6 + i) for i in range(9)))
+    model = shardtrain.shard(copy.deepcopy(plain), units=lambda name, _: name.count(".") == 0)
+    with fresh_compiler() as stats:
+        compiled(model)
+        for x in torch.randn(2, 3, 4):
+            torch.manual_seed(0)
+            y = model(x)
+            torch.manual_seed(0)
+            torch.testing.assert_close(y, plain(x))
+        assert stats["unique_graphs"] == 19
+
+
+# checkpointing
+
+
+def keeps_less() -> tuple[dict[str, int], dict[str, int]]:
+    """What a step moves, without and with."""
+    model, _ = sharded_and_replica(lambda: Deep(6))
+    moved, kept = [], []
+    for again in (False, True):
+        if again:
+            checkpointed(model)
+        train(model)
+        with comm.meter() as meter:
+            train(model)
+        moved.append(dict(meter.calls) | dict(meter.bytes))
+        kept.append(peak_of_activations(model))
+        assert_at_rest(model)
+    inputs = 32 * 7 * 3 * 3 * 4  # bytes of a block's
+    # Each of six blocks keeps two such tensors without; with, one, and both of one block at a time.
+    assert kept[0] - kept[1] >= 4 * inputs
+    return moved[0], moved[1]
+
+
+class Deep(OddNet):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(7) for _ in range(blocks)))
+
+
+def peak_of_activations(model: nn.Module) -> int:
+    """Bytes, counted tensor by tensor."""
+    batch = images(0, n=32)
+    step = Step(model, F.cross_entropy, sgd(model), None)
+    step([batch])
+    return memory_of_step(engine_of(model), step.optimizer, batch, lambda: step([batch])).most("activations")
+
+
+@worlds
+def test_checkpointed_units_hold_less_and_move_the_same(ranks: Ranks, world: int) -> None:
+    for without, with_it in ranks(world, keeps_less):
+        assert without == with_it
+
+
+def test_a_copy_runs_its_own_forward() -> None:
+    model = shardtrain.shard(OddNet(), units=[Block])
+    with fresh_compiler():
+        both(model)
+        twin = copy.deepcopy(model)
+        assert all(unit.module.forward.__self__ is unit.module for unit in engine_of(twin).units[1:])
+        x, _ = images(0, rank=0)
+        expected = model(x)
+        with torch.no_grad():
+            next(model.parameters()).fill_(math.nan)
+        assert torch.equal(twin(x), expected)
+        twin(x).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+
+
+# mistakes
+
+
+class Elsewhere(nn.Module):
+    """Two linear units, one of which does what the test asks."""
+
+    def __init__(self, does: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = Doing(does), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x * 1.0))
+
+
+class Doing(nn.Module):
+    def __init__(self, does: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(4, 4), does
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.does(self, self.linear(x))
+
+
+def elsewhere(does: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda module, y: y) -> nn.Module:
+    return shardtrain.shard(Elsewhere(does), units=lambda name, _: name in ("first", "second"))
+
+
+def breaks_the_graph(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return y
+
+
+def counts(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    module.count.add_(1)
+    return y
+
+
+def test_a_unit_that_is_not_one_graph() -> None:
+    x = torch.randn(3, 4)
+    model = elsewhere(breaks_the_graph)
+    with contextlib.suppress(AssertionError), fresh_compiler():  # which finds the break
+        shardtrain.compile_units(model, backend="eager")
+        with pytest.raises(
+            ValueError, match=r"^unit first cannot be compiled as one graph: \w.* do not compile$"
+        ):
+            model(x)
+
+
+def test_a_unit_that_is_several_graphs_if_asked() -> None:
+    x = torch.randn(3, 4)
+    model = elsewhere(breaks_the_graph)
+    expected = model(x)
+    with contextlib.suppress(AssertionError), fresh_compiler():  # which finds the break
+        shardtrain.compile_units(model, backend="eager", fullgraph=False)
+        assert torch.equal(model(x), expected)
+
+
+def test_buffers_that_a_unit_changes() -> None:
+    model = elsewhere(counts)
+    checkpointed(model)
+    with pytest.raises(ValueError, match="unit first changes its buffer count in forward"):
+        model(torch.randn(3, 4))
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+
+
+def test_inputs_that_are_changed_afterwards() -> None:
+    model = shardtrain.shard(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), units=[nn.Linear])
+    checkpointed(model)
+    x = torch.randn(3, 4)
+    y = model(x)
+    x.add_(1)
+    with pytest.raises(ValueError, match="inputs of unit 0 were changed in place after it began"):
+        y.sum().backward()
+
+
+def test_wrong_order_and_twice() -> None:
+    model = elsewhere()
+    with pytest.raises(ValueError, match="Linear is not sharded: pass the module that"):
+        shardtrain.compile_units(nn.Linear(2, 2))
+    compiled(model)
+    with pytest.raises(ValueError, match="first is compiled already"):
+        compiled(model)
+    checkpointed(model)
+    with pytest.raises(ValueError, match=r"activations of first are checkpointed already$"):
+        checkpointed(model)
+    with pytest.raises(ValueError, match="activations of first are checkpointed already: compile first"):
+        compiled(model)
+
+
+def test_models_without_what_it_takes() -> None:
+    alone = shardtrain.shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="nothing to compile: the model has no unit besides the root"):
+        compiled(alone)
+    with pytest.raises(ValueError, match="nothing to checkpoint: the model has no unit besides the root"):
+        checkpointed(alone)
+    patched = elsewhere()
+    patched.second.forward = lambda x: x
+    with pytest.raises(ValueError, match="the forward of second is no method of that module, but <function"):
+        checkpointed(patched)
+
+
+def test_parameters_of_two_units() -> None:
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    plain[0][0].weight = plain[1][0].weight
+    model = shardtrain.shard(plain, units=lambda name, _: name in ("0", "1"))
+    with pytest.raises(ValueError, match="unit 0 cannot be compiled: parameters of its module 0 are shared"):
+        compiled(model)
+    checkpointed(model)
+    model(torch.randn(3, 4)).sum().backward()
+
+
+def test_units_inside_units() -> None:
+    """Only inner ones are concerned: of outer ones all would be gathered at once."""
+    model = shardtrain.shard(OddNet(), units=[nn.Sequential, Block])
+    checkpointed(model)
+    assert [u.name for u in engine_of(model).units if "forward" in vars(u.module)] == ["blocks.0", "blocks.1"]
