@@ -16,6 +16,7 @@ from shardtrain.state import (
     no_sync,
     unsharded,
 )
+from shardtrain.tape import deferred
 from shardtrain.wrap import UnitInfo, describe, shard
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "comm",
+    "deferred",
     "describe",
     "full_state_dict",
     "load_full_state_dict",

@@ -64,13 +64,13 @@ def build(
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
-    model = initial_model(config)
+    model = start_model(config)
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
     for side in data.sides(config.data) - {config.data.image_size}:
         forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
-    model = placed(model, config, device)
-    optimizer = shard_with_optimizer(model, config)
+    model = converted(model, config, device)
+    optimizer = shard_with_optimizer(model, config, device=device)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     train, val = _feeds(config, images, share, device, range(first_step, steps))
@@ -109,6 +109,14 @@ def initial_model(config: Config) -> nn.Module:
     return model
 
 
+def start_model(config: Config) -> nn.Module:
+    """The same for `shard`: values that are drawn, not loaded, are computed when it cuts them."""
+    if config.model.get("weights") is not None:
+        return initial_model(config)
+    torch.manual_seed(config.seed)
+    return shardtrain.deferred(plain_model, config.model)
+
+
 def plain_model(model: Mapping[str, Any]) -> nn.Module:
     """The unsharded model that the config group names, with values of its own initialisation."""
     built = targets.build({key: value for key, value in model.items() if key != "weights"}, "model")
@@ -117,12 +125,17 @@ def plain_model(model: Mapping[str, Any]) -> nn.Module:
 
 
 def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """``model`` on ``device``, with the BatchNorm and the memory format that the configuration asks for."""
+    """``model`` on ``device``, as the configuration asks for."""
+    return converted(model, config, device).to(device)
+
+
+def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """``model`` with the BatchNorm and the memory format that the configuration asks for on ``device``."""
     if config.parallel.sync_batchnorm:
         model = synchronised(model, device)
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
-    return model.to(device)
+    return model
 
 
 def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
@@ -175,15 +188,16 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
 
 
 def shard_with_optimizer(
-    model: nn.Module, config: Config, transport: Transport | None = None
+    model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
-    """Shard ``model`` in place, over ``transport`` if one is given, and make its optimizer."""
+    """Shard ``model`` in place, over ``transport`` and on ``device`` if given, and make its optimizer."""
     groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     shardtrain.shard(
         model,
         precision=PRECISIONS[config.parallel.precision],
         reshard_after_forward=config.parallel.reshard_after_forward,
         transport=transport or config.parallel.transport,
+        device=device,
     )
     return _optimizer(config.optim, groups)
 

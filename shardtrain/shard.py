@@ -30,6 +30,7 @@ from torch import nn
 from shardtrain.comm.transport import Flat, Pending, Tag, Transport
 from shardtrain.layout import Layout, Piece, even
 from shardtrain.precision import Precision
+from shardtrain.tape import Initial, become
 
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
 
@@ -60,7 +61,9 @@ class Segment:
     ``compute``: the dtype of ``full``. ``reduced``: the dtype in which gradients move.
     """
 
-    def __init__(self, places: Sequence[Place], transport: Transport, precision: Precision) -> None:
+    def __init__(
+        self, places: Sequence[Place], transport: Transport, precision: Precision, initial: Initial
+    ) -> None:
         self.places = tuple(places)
         self.params = [place.parameter for place in places]
         self.shapes = [param.shape for param in self.params]
@@ -73,19 +76,27 @@ class Segment:
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
         self._transport = transport
-        self._cut()
-
-    def _cut(self) -> None:
-        """Lay the whole parameters end to end, take rank 0's values, keep this rank's interval."""
-        first = self.params[0]
-        full = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
-        for param, view in zip(self.params, self.views_of(full), strict=True):
-            view.copy_(param.data)
+        self._adopt(self._cut(initial))
+        for param, view in zip(self.params, self.local_views, strict=True):
             param.grad = None
-        if not full.is_meta:
-            self._transport.broadcast(full)
-        self._adopt(full[self.layout.interval(self._transport.rank)])
+            if param.is_meta and not view.is_meta:
+                become(param, view)
         self.show_local()
+
+    def _cut(self, initial: Initial) -> torch.Tensor:
+        """Lay rank 0's parameters end to end, give all ranks their values, keep this rank's interval.
+
+        Of the unit that is whole for a moment nothing else remains: other units are whole after it.
+        """
+        first = self.params[0]
+        full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
+        if not full.is_meta:
+            if self._transport.rank == 0:
+                for place, param, view in zip(self.places, self.params, self.views_of(full), strict=True):
+                    view.copy_(initial.value(place.name, param))
+            self._transport.broadcast(full)
+        own = full[self.layout.interval(self._transport.rank)]
+        return own if own.numel() == full.numel() else own.clone()
 
     def _compute_dtype(self) -> torch.dtype:
         return self._precision.of_parameter(self.params[0], self.places[0].owners[0][0])
@@ -327,11 +338,14 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def segments_of(places: Sequence[Place], transport: Transport, precision: Precision) -> list[Segment]:
+def segments_of(
+    places: Sequence[Place], transport: Transport, precision: Precision, initial: Initial
+) -> list[Segment]:
     """Group a unit's parameters by dtypes, device and ``requires_grad``, keeping their order."""
     groups: dict[tuple[object, ...], list[Place]] = {}
     for place in places:
         param = place.parameter
         compute = precision.of_parameter(param, place.owners[0][0])
-        groups.setdefault((compute, param.dtype, param.device, param.requires_grad), []).append(place)
-    return [Segment(group, transport, precision) for group in groups.values()]
+        device = initial.device(param)
+        groups.setdefault((compute, param.dtype, device, param.requires_grad), []).append(place)
+    return [Segment(group, transport, precision, initial) for group in groups.values()]
