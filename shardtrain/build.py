@@ -23,13 +23,17 @@ from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
 from shardtrain.losses import Loss, loss_of
-from shardtrain.optim.ema import Ema
+from shardtrain.optim import Ema, GradScaler
 from shardtrain.precision import Precision
 from shardtrain.schedules import lr_factor
 from shardtrain.weights import load_weights
 
 # Logits, and so the loss, are fp32 in any case.
-PRECISIONS = {"fp32": None, "bf16": Precision(param=torch.bfloat16, output=torch.float32)}
+PRECISIONS = {
+    "fp32": None,
+    "bf16": Precision(param=torch.bfloat16, output=torch.float32),
+    "fp16": Precision(param=torch.float16, output=torch.float32),
+}
 
 EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
 
@@ -41,6 +45,8 @@ class Job(NamedTuple):
     loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
+    scaler: GradScaler
+    """Of the loss; it does nothing unless the model computes in fp16."""
     ema: Ema | None
     train: data.TrainFeed | Mixed
     val: data.EvalFeed
@@ -79,6 +85,7 @@ def build(
         loss=loss_of(config.train.loss, config.train.label_smoothing),
         optimizer=optimizer,
         schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
+        scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
         ema=ema_of(model, config, steps_per_epoch),
         train=train,
         val=val,
@@ -198,6 +205,7 @@ def shard_with_optimizer(
         reshard_after_forward=config.parallel.reshard_after_forward,
         transport=transport or config.parallel.transport,
         device=device,
+        offload=config.parallel.offload,
     )
     return _optimizer(config.optim, groups)
 

@@ -209,8 +209,10 @@ class Parallel:
     reshard_after_forward: bool
     sync_batchnorm: bool
     """Whether BatchNorm's statistics are those of all ranks' images."""
+    offload: bool
+    """Whether shards lie in host memory while units compute on a GPU."""
     transport: str = one_of("auto", "process_group", "shared_memory")
-    precision: str = one_of("fp32", "bf16")
+    precision: str = one_of("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ parameters never enter a reduction. A segment has two storages, or three:
 ``wire``   the same in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
 ``full``   the whole vector in that dtype; filled by a gather from ``wire``, emptied by a release
 
-and its parameters show one of them. At rest each shows its 1-D piece of ``local`` with that piece's
+Where shards are offloaded ``local`` and ``wire`` lie in host memory, ``full`` on the device that computes;
+and a segment's parameters show one of them. At rest each shows its 1-D piece of ``local`` with that piece's
 gradient; while its unit computes it shows its shaped view of ``full``, and has no gradient but the one
 that autograd is just handing over. The parameter objects stay the same for ever: only ``.data`` and
 ``.grad`` change, which leaves autograd's version counters alone.
@@ -107,7 +108,8 @@ class Segment:
         self.reduced = self._precision.of_gradient(self.compute)
         like = local.new_empty(0, dtype=self.compute)
         self.full, self.wire = self._transport.allocate(self.layout, like, self.reduced)
-        self.local = self.wire if self.compute == local.dtype else torch.empty_like(local)
+        same = self.compute == local.dtype
+        self.local = self.wire if same else torch.empty_like(local, device=self.wire.device)
         self.local.copy_(local)
         self.full_views = self.views_of(self.full)
         self.local_views = [self.local[p.offset : p.offset + p.numel] for p in self.pieces]
@@ -278,8 +280,8 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where its shards lie; the CPU for a unit without parameters."""
-        return self.segments[0].local.device if self.segments else torch.device("cpu")
+        """Where it computes; the CPU for a unit without parameters."""
+        return self.segments[0].full.device if self.segments else torch.device("cpu")
 
     def tag(self, movement: int) -> Tag:
         """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""

@@ -42,6 +42,7 @@ def shard(
     transport: str | Transport = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     device: torch.device | str | None = None,
+    offload: bool = False,
 ) -> nn.Module:
     """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
 
@@ -67,6 +68,8 @@ def shard(
         ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
         device: where shards and buffers are to lie and units to compute; ``None`` is where they lie now, for
             a deferred model the CPU. No more than one unit at a time is whole there.
+        offload: keep shards, their gradients and optimizer state in host memory, pinned, instead of on the
+            device that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
 
     Raises:
         ValueError: an argument or a module that cannot be sharded, with the reason.
@@ -83,6 +86,7 @@ def shard(
     kind = "process_group" if transport == "auto" and not on_cpu else transport
     group = mesh.get_group() if mesh is not None else None
     link = comm.open_transport(kind, group) if isinstance(kind, str) else kind
+    link = _offloaded(link, module, initial) if offload else link
     comm.require_same(_model_lines(places), "the model to shard", link, comm.control_device(group))
     built = [
         Unit(name, index, anchors[name], segments_of(found, link, precision or Precision(), initial))
@@ -92,6 +96,14 @@ def shard(
     _broadcast_buffers(module, link)
     Engine(module, built, link, reshard_after_forward, precision, skipped)
     return module
+
+
+def _offloaded(link: Transport, module: nn.Module, initial: Initial) -> Transport:
+    devices = {initial.device(param) for param in module.parameters()} - {torch.device("meta")}
+    if len(devices) > 1:
+        raise ValueError(f"offload needs one device to compute on, found {', '.join(map(str, devices))}")
+    on_cpu = not devices or devices == {torch.device("cpu")}
+    return link if on_cpu else comm.Offloaded(link, devices.pop())
 
 
 def describe(module: nn.Module) -> list[UnitInfo]:

@@ -289,6 +289,6 @@ def starts_within(extra: int) -> int:
 
 
 def test_a_model_larger_than_the_memory_of_a_rank_starts(on_ranks: Ranks) -> None:
-    """108 MiB of parameters on four ranks that may take 48 each."""
-    held = on_ranks(4, starts_within, 48 << 20)
+    """108 MiB of parameters on four ranks that may take 72 each."""
+    held = on_ranks(4, starts_within, 72 << 20)
     assert sum(held) == 48 * 768 * 768
