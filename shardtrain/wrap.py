@@ -99,11 +99,9 @@ def shard(
 
 
 def _offloaded(link: Transport, module: nn.Module, initial: Initial) -> Transport:
-    devices = {initial.device(param) for param in module.parameters()} - {torch.device("meta")}
-    if len(devices) > 1:
-        raise ValueError(f"offload needs one device to compute on, found {', '.join(map(str, devices))}")
-    on_cpu = not devices or devices == {torch.device("cpu")}
-    return link if on_cpu else comm.Offloaded(link, devices.pop())
+    """``link`` for shards in host memory, if that is not where the units compute."""
+    device = next((initial.device(param) for param in module.parameters()), torch.device("cpu"))
+    return link if device.type in ("cpu", "meta") else comm.Offloaded(link, device)
 
 
 def describe(module: nn.Module) -> list[UnitInfo]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -122,8 +121,6 @@ def test_averages_and_checkpoints(on_ranks: Ranks, tmp_path: Path, world: int) -
 def on_the_cpu() -> None:
     model = shard(OddNet(), units=[Block], offload=True)
     assert not isinstance(engine_of(model).transport, comm.Offloaded)
-    torch.manual_seed(0)
-    assert dist.is_initialized()
 
 
 def test_on_the_cpu_there_is_nothing_to_offload(ranks: Ranks) -> None:
