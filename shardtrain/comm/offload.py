@@ -39,6 +39,7 @@ class Offloaded:
         assert not inner.in_place or inner.world == 1
         self.inner, self.device = inner, device
         self.rank, self.world = inner.rank, inner.world
+        self.silent = inner.silent
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None  # of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way
