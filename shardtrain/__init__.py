@@ -17,6 +17,7 @@ from shardtrain.state import (
     no_sync,
     unsharded,
 )
+from shardtrain.tape import deferred
 from shardtrain.wrap import UnitInfo, describe, shard
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "clip_grad_norm_",
     "comm",
     "compile_units",
+    "deferred",
     "describe",
     "full_state_dict",
     "load_full_state_dict",

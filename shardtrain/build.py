@@ -23,13 +23,17 @@ from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
 from shardtrain.losses import Loss, loss_of
-from shardtrain.optim.ema import Ema
+from shardtrain.optim import Ema, GradScaler
 from shardtrain.precision import Precision
 from shardtrain.schedules import lr_factor
 from shardtrain.weights import load_weights
 
 # Logits, and so the loss, are fp32 in any case.
-PRECISIONS = {"fp32": None, "bf16": Precision(param=torch.bfloat16, output=torch.float32)}
+PRECISIONS = {
+    "fp32": None,
+    "bf16": Precision(param=torch.bfloat16, output=torch.float32),
+    "fp16": Precision(param=torch.float16, output=torch.float32),
+}
 
 EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
 
@@ -41,6 +45,8 @@ class Job(NamedTuple):
     loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
+    scaler: GradScaler
+    """Of the loss; it does nothing unless the model computes in fp16."""
     ema: Ema | None
     train: data.TrainFeed | Mixed
     val: data.EvalFeed
@@ -64,13 +70,13 @@ def build(
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
-    model = initial_model(config)
+    model = start_model(config)
     sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
     flops = forward_flops(model, sample, images.classes)
     for side in data.sides(config.data) - {config.data.image_size}:
         forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
-    model = placed(model, config, device)
-    optimizer = shard_with_optimizer(model, config)
+    model = converted(model, config, device)
+    optimizer = shard_with_optimizer(model, config, device=device)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     train, val = _feeds(config, images, share, device, range(first_step, steps))
@@ -79,6 +85,7 @@ def build(
         loss=loss_of(config.train.loss, config.train.label_smoothing),
         optimizer=optimizer,
         schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
+        scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
         ema=ema_of(model, config, steps_per_epoch),
         train=train,
         val=val,
@@ -109,6 +116,14 @@ def initial_model(config: Config) -> nn.Module:
     return model
 
 
+def start_model(config: Config) -> nn.Module:
+    """The same for `shard`: values that are drawn, not loaded, are computed when it cuts them."""
+    if config.model.get("weights") is not None:
+        return initial_model(config)
+    torch.manual_seed(config.seed)
+    return shardtrain.deferred(plain_model, config.model)
+
+
 def plain_model(model: Mapping[str, Any]) -> nn.Module:
     """The unsharded model that the config group names, with values of its own initialisation."""
     built = targets.build({key: value for key, value in model.items() if key != "weights"}, "model")
@@ -117,12 +132,17 @@ def plain_model(model: Mapping[str, Any]) -> nn.Module:
 
 
 def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """``model`` on ``device``, with the BatchNorm and the memory format that the configuration asks for."""
+    """``model`` on ``device``, as the configuration asks for."""
+    return converted(model, config, device).to(device)
+
+
+def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """``model`` with the BatchNorm and the memory format that the configuration asks for on ``device``."""
     if config.parallel.sync_batchnorm:
         model = synchronised(model, device)
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
-    return model.to(device)
+    return model
 
 
 def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
@@ -184,15 +204,17 @@ def precision_of(parallel: Parallel) -> Precision:
 
 
 def shard_with_optimizer(
-    model: nn.Module, config: Config, transport: Transport | None = None
+    model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
-    """Shard ``model`` in place, over ``transport`` if one is given, and make its optimizer."""
+    """Shard ``model`` in place, over ``transport`` and on ``device`` if given, and make its optimizer."""
     groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
     shardtrain.shard(
         model,
         precision=precision_of(config.parallel),
         reshard_after_forward=config.parallel.reshard_after_forward,
         transport=transport or config.parallel.transport,
+        device=device,
+        offload=config.parallel.offload,
     )
     _exchange_forwards(model, config)
     return _optimizer(config.optim, groups)

@@ -213,8 +213,10 @@ class Parallel:
     """Whether units compute their activations again in backward."""
     compile: bool
     """Whether units run by torch.compile."""
+    offload: bool
+    """Whether shards lie in host memory while units compute on a GPU."""
     transport: str = one_of("auto", "process_group", "shared_memory")
-    precision: str = one_of("fp32", "bf16")
+    precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
     """What moves as int8 in blocks; None: nothing."""
 

@@ -120,9 +120,14 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the first shard lies; the CPU for a model without parameters."""
-        found = (segment.local.device for unit in self.units for segment in unit.segments)
+        """Where the first unit computes; the CPU for a model without parameters."""
+        found = (segment.full.device for unit in self.units for segment in unit.segments)
         return next(found, torch.device("cpu"))
+
+    @property
+    def _shards_on(self) -> torch.device:
+        """Where the first shard lies, and so its optimizer works."""
+        return next(segment.local.device for unit in self.units for segment in unit.segments)
 
     def entrances(self, unit: Unit) -> list[nn.Module]:
         """The modules whose call needs ``unit``: its own, and for the root every direct holder."""
@@ -221,7 +226,7 @@ class Engine:
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._own_hooks for group in groups for param in group["params"]):
                 return
-            refuse_unless_elementwise(optimizer, self.device)
+            refuse_unless_elementwise(optimizer, self._shards_on)
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
 

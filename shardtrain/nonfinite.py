@@ -15,12 +15,19 @@ from torch import Tensor, nn
 from shardtrain import comm
 from shardtrain.config import Train
 from shardtrain.monitor import Monitor, Window
+from shardtrain.optim import GradScaler
 
 
 class Guard:
-    """Keeps steps whose gradient is not finite from the parameters: by stopping, or by skipping them."""
+    """Keeps steps whose gradient is not finite from the parameters: by stopping, or by skipping them.
 
-    def __init__(self, model: nn.Module, train: Train, window: Window, monitor: Monitor) -> None:
+    A step whose scaled gradient overflows in fp16 is none of these: it is left out, and the scale goes down.
+    """
+
+    def __init__(
+        self, model: nn.Module, train: Train, window: Window, monitor: Monitor, scaler: GradScaler
+    ) -> None:
+        self._scaler = scaler
         self._skips = train.nonfinite == "skip"
         self._most, self._in_a_row = train.skip_at_most, 0
         self._window, self._monitor = window, monitor
@@ -41,8 +48,11 @@ class Guard:
         if math.isfinite(float(norm)):
             self._in_a_row = 0
             return True
+        bad = self._bad_losses()
+        if not bad and self._scaler.is_enabled() and self._scaler.get_scale() >= 1:
+            return False
         self._in_a_row += 1
-        cause = f"step {step}: {self._cause()}, gradient norm {float(norm)}"
+        cause = f"step {step}: {', '.join(bad) or 'all losses finite'}, gradient norm {float(norm)}"
         if not self._skips:
             raise RuntimeError(f"{cause}; a lower optim.lr may help, or train.nonfinite=skip")
         if self._in_a_row > self._most:
@@ -52,9 +62,8 @@ class Guard:
         torch._foreach_copy_(self._buffers, self._before)
         return False
 
-    def _cause(self) -> str:
+    def _bad_losses(self) -> list[str]:
         losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=self._window.sums.device)
         losses[comm.rank()] = self._window.loss_of_step()
         found = [(rank, loss) for rank, loss in enumerate(comm.all_reduce(losses).tolist())]
-        bad = [f"loss {loss} on rank {rank}" for rank, loss in found if not math.isfinite(loss)]
-        return ", ".join(bad) or "all losses finite"
+        return [f"loss {loss} on rank {rank}" for rank, loss in found if not math.isfinite(loss)]

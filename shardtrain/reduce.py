@@ -3,7 +3,8 @@
 collect  take a parameter's new gradient: what other ranks own goes into the unit's flat gradient, what
          this rank owns stays where autograd left it
 launch   start sending every owner its interval, and adding up what comes
-finish   give each parameter its piece of the mean
+finish   wait until that is done
+give     give each parameter its piece of the mean, when backward is over
 
 On a single rank nothing belongs to others, so nothing is copied and nothing is sent.
 
@@ -172,7 +173,7 @@ class FlatGradient:
             full.index_add_(0, self._starts, self._zeros)
         for index, piece in enumerate(segment.pieces):
             if index not in self.filled:
-                self._own[index] = segment.local.new_full((piece.numel,), -0.0)
+                self._own[index] = full.new_full((piece.numel,), -0.0, dtype=segment.local.dtype)
                 for _, place in self._elsewhere[index]:
                     full[place].fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
@@ -200,6 +201,7 @@ class Reduction:
         self._transport = transport
         self._moving = Pending()
         self._under_way: list[tuple[FlatGradient, list[int], list[int], Gradient]] = []
+        self._means: list[tuple[FlatGradient, list[int], list[int], list[torch.Tensor]]] = []
 
     def collect(self, segment: int, index: int) -> bool:
         """Take the gradient of one parameter; whether it was the last one that this backward brings."""
@@ -241,28 +243,33 @@ class Reduction:
         self._under_way = [(flat, sorted(flat.filled), flat.unsure(), flat.take()) for flat in trainable]
         self._moving = self._transport.reduce(self.unit.tag(1), [taken for *_, taken in self._under_way])
 
-    def finish(self) -> list[nn.Parameter]:
-        """Wait for the movement and give every parameter its piece of the mean, if there is a gradient.
-
-        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient.
-        """
+    def finish(self) -> None:
+        """Wait for the movement."""
         with waiting("reduce_scatter", self.unit.title, self.unit.device):
             self._moving.wait()
         trace.end("reduce", self.unit.title)
+        self._means += [(flat, filled, unsure, taken.own) for flat, filled, unsure, taken in self._under_way]
+        self._under_way = []
+
+    def give(self) -> list[nn.Parameter]:
+        """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
+
+        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient.
+        """
         given = []
-        for flat, filled, unsure, taken in self._under_way:
-            nowhere = absent([taken.own[index] for index in unsure])
+        for flat, filled, unsure, own in self._means:
+            nowhere = absent([own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
-                flat.segment.give_grad(index, taken.own[index])
+                flat.segment.give_grad(index, own[index])
                 given.append(flat.segment.params[index])
-        self._under_way = []
+        self._means = []
         return given
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
-        self._under_way = []
+        self._under_way, self._means = [], []
         for gradient in self.gradients:
             gradient.drop()
 

@@ -152,6 +152,8 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
     window.restore(extra["window"], ranks)
     if job.ema is not None:
         job.ema.restore(extra["ema"], ranks)
+    if extra.get("scaler"):  # empty from a run that scaled nothing
+        job.scaler.load_state_dict(extra["scaler"])
     if ranks == job.share.world_size:
         _set_random_state(extra["random"], engine_of(job.model).device)
     else:
@@ -311,6 +313,7 @@ class Keeper:
             "window": self._window.state(),
             "best": self.best,
             "ema": None if self._job.ema is None else self._job.ema.state(),
+            "scaler": self._job.scaler.state_dict(),
         }
         averages = None if self._job.ema is None else self._job.ema.averages
         best = None if self.best is None else self.best.step

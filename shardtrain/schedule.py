@@ -88,7 +88,6 @@ class Schedule:
         self._launched: list[Unit] = []  # units whose reduction has been started in this backward
         self._left: dict[Unit, None] = {}  # units whose backward must come, in the order forward left them
         self._owed: set[Unit] = set()  # units whose gradients wait under `no_sync`
-        self._given: list[nn.Parameter] = []  # parameters that this backward has given a reduced gradient
 
     def at_rest(self) -> bool:
         """Whether no step is under way, so that every parameter shows its local piece.
@@ -281,7 +280,7 @@ class Schedule:
 
     def _finish_last(self) -> None:
         if self._launched:
-            self._given += self._reductions[self._launched[-1]].finish()
+            self._reductions[self._launched[-1]].finish()
 
     def _end_backward(self) -> None:
         """Autograd is done: reduce what had to wait, go back to rest, and tell users."""
@@ -290,9 +289,10 @@ class Schedule:
             self._reduce_the_rest()
         else:
             self._owed.update(self._entered)
-        given = dict.fromkeys(self._given)
+        launched = dict.fromkeys(self._launched)
         self._rest()
         self._fence("leaving")
+        given = dict.fromkeys(param for unit in launched for param in self._reductions[unit].give())
         for unit in self._owed:
             self._reductions[unit].show_waiting()
         for param in given:
@@ -335,7 +335,6 @@ class Schedule:
         self._completed.clear()
         self._launched.clear()
         self._left.clear()
-        self._given = []
         for unit in self.units:
             gather.release(unit)
 

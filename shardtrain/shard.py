@@ -7,7 +7,8 @@ parameters never enter a reduction. A segment has two storages, or three:
 ``wire``   the same in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
 ``full``   the whole vector in that dtype; filled by a gather from ``wire``, emptied by a release
 
-and its parameters show one of them. At rest each shows its 1-D piece of ``local`` with that piece's
+Where shards are offloaded ``local`` and ``wire`` lie in host memory, ``full`` on the device that computes;
+and a segment's parameters show one of them. At rest each shows its 1-D piece of ``local`` with that piece's
 gradient; while its unit computes it shows its shaped view of ``full``, and has no gradient but the one
 that autograd is just handing over. The parameter objects stay the same for ever: only ``.data`` and
 ``.grad`` change, which leaves autograd's version counters alone.
@@ -30,6 +31,7 @@ from torch import nn
 from shardtrain.comm.transport import Flat, Pending, Tag, Transport
 from shardtrain.layout import Layout, Piece, even
 from shardtrain.precision import Precision
+from shardtrain.tape import Initial, become
 
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
 
@@ -61,7 +63,9 @@ class Segment:
     ``quantised``: which movements go as int8.
     """
 
-    def __init__(self, places: Sequence[Place], transport: Transport, precision: Precision) -> None:
+    def __init__(
+        self, places: Sequence[Place], transport: Transport, precision: Precision, initial: Initial
+    ) -> None:
         self.places = tuple(places)
         self.params = [place.parameter for place in places]
         self.shapes = [param.shape for param in self.params]
@@ -75,19 +79,27 @@ class Segment:
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
         self._transport = transport
-        self._cut()
-
-    def _cut(self) -> None:
-        """Lay the whole parameters end to end, take rank 0's values, keep this rank's interval."""
-        first = self.params[0]
-        full = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
-        for param, view in zip(self.params, self.views_of(full), strict=True):
-            view.copy_(param.data)
+        self._adopt(self._cut(initial))
+        for param, view in zip(self.params, self.local_views, strict=True):
             param.grad = None
-        if not full.is_meta:
-            self._transport.broadcast(full)
-        self._adopt(full[self.layout.interval(self._transport.rank)])
+            if param.is_meta and not view.is_meta:
+                become(param, view)
         self.show_local()
+
+    def _cut(self, initial: Initial) -> torch.Tensor:
+        """Lay rank 0's parameters end to end, give all ranks their values, keep this rank's interval.
+
+        Of the unit that is whole for a moment nothing else remains: other units are whole after it.
+        """
+        first = self.params[0]
+        full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
+        if not full.is_meta:
+            if self._transport.rank == 0:
+                for place, param, view in zip(self.places, self.params, self.views_of(full), strict=True):
+                    view.copy_(initial.value(place.name, param))
+            self._transport.broadcast(full)
+        own = full[self.layout.interval(self._transport.rank)]
+        return own if own.numel() == full.numel() else own.clone()
 
     def _compute_dtype(self) -> torch.dtype:
         return self._precision.of_parameter(self.params[0], self.places[0].owners[0][0])
@@ -98,7 +110,8 @@ class Segment:
         self.reduced = self._precision.of_gradient(self.compute)
         like = local.new_empty(0, dtype=self.compute)
         self.full, self.wire = self._transport.allocate(self.layout, like, self.reduced)
-        self.local = self.wire if self.compute == local.dtype else torch.empty_like(local)
+        same = self.compute == local.dtype
+        self.local = self.wire if same else torch.empty_like(local, device=self.wire.device)
         self.local.copy_(local)
         self._storage = self.full.untyped_storage()
         self._releases = not (self._transport.in_place or self.full.is_meta)
@@ -284,8 +297,8 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where its shards lie; the CPU for a unit without parameters."""
-        return self.segments[0].local.device if self.segments else torch.device("cpu")
+        """Where it computes; the CPU for a unit without parameters."""
+        return self.segments[0].full.device if self.segments else torch.device("cpu")
 
     def tag(self, movement: int) -> Tag:
         """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""
@@ -336,12 +349,14 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def segments_of(places: Sequence[Place], transport: Transport, precision: Precision) -> list[Segment]:
+def segments_of(
+    places: Sequence[Place], transport: Transport, precision: Precision, initial: Initial
+) -> list[Segment]:
     """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order."""
     groups: dict[tuple[object, ...], list[Place]] = {}
     for place in places:
-        param = place.parameter
-        owner = place.owners[0][0]
+        param, owner = place.parameter, place.owners[0][0]
         traffic = precision.of_parameter(param, owner), precision.quantised(param, owner)
-        groups.setdefault((traffic, param.dtype, param.device, param.requires_grad), []).append(place)
-    return [Segment(group, transport, precision) for group in groups.values()]
+        kind = traffic, param.dtype, initial.device(param), param.requires_grad
+        groups.setdefault(kind, []).append(place)
+    return [Segment(group, transport, precision, initial) for group in groups.values()]

@@ -98,10 +98,10 @@ def _close(unit: Unit, transport: Transport, writeback: bool, grads: bool) -> No
 
 
 def _whole(segment: Segment, local: torch.Tensor, transport: Transport, unit: Unit) -> torch.Tensor:
-    """A private flat vector, gathered from every rank's ``local`` interval."""
+    """A private flat vector where the unit computes, gathered from every rank's ``local`` interval."""
     if transport.world == 1:
-        return local.clone()
-    full = local.new_empty(segment.layout.padded)
+        return local.to(segment.full.device, copy=True)
+    full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
     transport.gather(unit.tag(0), [Flat(full, local, segment.layout)]).wait()
     return full
 

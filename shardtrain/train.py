@@ -45,13 +45,15 @@ def fit(
                         logits = model(images)
                         loss = job.loss(logits, labels)
                     with window.phase("backward"):
-                        (loss / train.accumulate).backward()
+                        job.scaler.scale(loss / train.accumulate).backward()
                 window.add(loss, logits, labels)
+            job.scaler.unscale_(optimizer)
             norm = clip_grad_norm_(model, max_norm)
             if not guard.accepts(step, norm):
                 optimizer.zero_grad()  # which leaves the update nothing to do
             keeper.before_update()
-            optimizer.step()
+            job.scaler.step(optimizer)
+            job.scaler.update()
             if job.ema is not None:
                 job.ema.update(step)
         last = step == job.steps
@@ -88,7 +90,7 @@ def train(config: Config, context: Context) -> float | None:
             if place.rank == 0:
                 monitor.say(foretold(config, job))
         else:
-            guard = Guard(job.model, config.train, window, monitor)
+            guard = Guard(job.model, config.train, window, monitor, job.scaler)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
             with Watch(config, context, job, window, monitor) as watch:
                 fit(job, config.train, monitor, window, guard, keeper, watch)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,7 @@ from shardtrain.comm.transport import Transport
 from shardtrain.engine import Engine, engine_of, is_sharded
 from shardtrain.precision import Precision
 from shardtrain.shard import Place, Unit, segments_of
+from shardtrain.tape import Initial, become, forget
 from shardtrain.units import UnitChoice, check_forward, ignored_parameters, places_by_unit, unit_modules
 
 
@@ -39,6 +41,8 @@ def shard(
     reshard_after_forward: bool = True,
     transport: str | Transport = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
+    device: torch.device | str | None = None,
+    offload: bool = False,
 ) -> nn.Module:
     """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
 
@@ -49,7 +53,8 @@ def shard(
     ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
 
     Args:
-        module: the root. It may be on the meta device: `to_empty` then materialises the local pieces.
+        module: the root. It may come from `deferred`; or be on the meta device without values, and
+            `to_empty` then materialises the local pieces.
         units: which modules are gathered as a whole. ``None`` chooses (see `choose_units`); else an
             iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``. What no
             unit takes belongs to the root, and so does a parameter shared by two units.
@@ -61,6 +66,10 @@ def shard(
             copy of the parameters between them; ``"auto"`` takes the latter wherever it works, unless int8
             is to move, which takes messages; a `comm.Simulated`, for a rank of a world that is not there.
         ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
+        device: where shards and buffers are to lie and units to compute; ``None`` is where they lie now, for
+            a deferred model the CPU. No more than one unit at a time is whole there.
+        offload: keep shards, their gradients and optimizer state in host memory, pinned, instead of on the
+            device that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
 
     Raises:
         ValueError: an argument or a module that cannot be sharded, with the reason.
@@ -73,21 +82,30 @@ def shard(
     skipped = ignored_parameters(ignored)
     anchors = unit_modules(module, units)
     places = places_by_unit(module, anchors, skipped)
-    on_cpu = all(param.device.type in ("cpu", "meta") for param in module.parameters())
+    initial = Initial(module, None if device is None else torch.device(device))
+    on_cpu = all(initial.device(param).type in ("cpu", "meta") for param in module.parameters())
     in_messages = precision.quantises or not on_cpu
     kind = "process_group" if transport == "auto" and in_messages else transport
     group = mesh.get_group() if mesh is not None else None
     link = comm.open_transport(kind, group) if isinstance(kind, str) else kind
     if precision.quantises and link.world > 1:
         link = comm.Quantised(link)
+    link = _offloaded(link, module, initial) if offload else link
     comm.require_same(_model_lines(places), "the model to shard", link, comm.control_device(group))
     built = [
-        Unit(name, index, anchors[name], segments_of(found, link, precision))
+        Unit(name, index, anchors[name], segments_of(found, link, precision, initial))
         for index, (name, found) in enumerate(places.items())
     ]
+    _place_the_rest(module, skipped, initial)
     _broadcast_buffers(module, link)
     Engine(module, built, link, reshard_after_forward, precision, skipped)
     return module
+
+
+def _offloaded(link: Transport, module: nn.Module, initial: Initial) -> Transport:
+    """``link`` for shards in host memory, if that is not where the units compute."""
+    device = next((initial.device(param) for param in module.parameters()), torch.device("cpu"))
+    return link if device.type in ("cpu", "meta") else comm.Offloaded(link, device)
 
 
 def describe(module: nn.Module) -> list[UnitInfo]:
@@ -135,6 +153,21 @@ def _model_lines(places: Mapping[str, list[Place]]) -> list[str]:
         for place in found
         for p in [place.parameter]
     ]
+
+
+def _place_the_rest(module: nn.Module, skipped: set[nn.Parameter], initial: Initial) -> None:
+    """What is not sharded: give ignored parameters their values, move them and buffers; drop the tapes."""
+    for name, param in module.named_parameters():
+        if param in skipped:
+            value = initial.value(name, param).to(initial.device(param))
+            if param.is_meta and not value.is_meta:
+                become(param, value)
+            else:
+                param.data = value
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(initial.device(buffer))
+    forget(module)
 
 
 def _broadcast_buffers(root: nn.Module, transport: Transport) -> None:

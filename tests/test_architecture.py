@@ -18,6 +18,7 @@ CORE = [
     "layout",
     "precision",
     "comm",
+    "tape",
     "shard",
     "gather",
     "reduce",

@@ -2,11 +2,11 @@
 
 Read ``transport.py`` (what the engine asks for); then how it is done: ``process_group.py`` over
 ``messages.py``, ``shared_memory.py`` and ``hosts.py`` over ``host_memory.py`` and ``signals.py``, and
-``simulated.py`` without other ranks; ``quantised.py``, int8 over the first and the last; then how ranks on
-different paths are found: ``guard.py`` over ``signals.py``, ``reports.py`` and ``digests.py``; then
-``collectives.py`` (the same for everyone, under torch's names) and ``meter.py`` (what it cost). The functions
-below serve the code around the engine. They work on the default process group, and without one they act as
-a single rank: nothing moves.
+``simulated.py`` without other ranks; around these ``quantised.py`` (int8) and ``offload.py`` (shards in host
+memory); then how ranks on different paths are found: ``guard.py`` over ``signals.py``, ``reports.py`` and
+``digests.py``; then ``collectives.py`` (the same for everyone, under torch's names) and ``meter.py`` (what it
+cost). The functions below serve the code around the engine. They work on the default process group, and
+without one they act as a single rank: nothing moves.
 
 ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: beside the
 collectives, the few names that such programs need are passed on as they are. Their traffic is not metered.
@@ -44,6 +44,7 @@ from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.host_scatter import HostScatter
 from shardtrain.comm.hosts import HostsTransport, host_key, open_shared_memory
 from shardtrain.comm.meter import Meter, Wait, meter
+from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded
 from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.shared_memory import SharedMemoryTransport
@@ -63,6 +64,7 @@ __all__ = [
     "HostScatter",
     "HostsTransport",
     "Meter",
+    "Offloaded",
     "PeerLost",
     "Pending",
     "ProcessGroupTransport",

@@ -30,6 +30,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """What both ways of unscaling come through, that of fused optimizers too."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        flag = found.setdefault(found_inf.device, found_inf)  # a rank without gradients has looked at nothing
-        comm.all_reduce(flag, "max")
-        return found
+        flag = found_inf.clone()  # a rank without gradients has looked at nothing
+        for other in found.values():  # gradients may lie elsewhere than losses: in host memory, offloaded
+            flag = torch.maximum(flag, other.to(flag.device))
+        return {flag.device: comm.all_reduce(flag, "max")}

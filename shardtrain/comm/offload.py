@@ -1,0 +1,146 @@
+"""Shards in host memory, units on a device: a transport around the one that moves between ranks.
+
+At rest the device holds no shard, and the optimizer steps on the CPU. A gather first puts this rank's
+interval in its place in the full vector, on the device, and then lets the ranks fill the rest; a reduction
+ends by bringing the mean of this rank's interval to the host. Two ranks, a unit of four elements::
+
+    host of rank 0    a a                       host of rank 1        b b
+    upload            a a . .   on device 0     upload            . . b b   on device 1
+    gather            a a b b                   gather            a a b b
+    reduce            A A                       reduce                B B
+    download          A A       to the host     download              B B   to the host
+
+On CUDA host memory is pinned, and copies run on a stream of their own, so that both ways are hidden behind
+the units that compute meanwhile. The host waits in two places only, both at a fence: at the end of a
+backward until its gradients have come, and at the end of a forward without gradients until nothing reads
+the shards any more. On the CPU the copies are made at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport
+from shardtrain.layout import Layout
+
+
+class Offloaded:
+    """``inner``'s movements on ``device``, for shards that lie in host memory.
+
+    ``inner`` must not share memory between ranks, whose shards are in host memory as it is.
+    """
+
+    in_place = False
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        assert not inner.in_place or inner.world == 1
+        self.inner, self.device = inner, device
+        self.rank, self.world = inner.rank, inner.world
+        self.silent = inner.silent
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Event | None = None  # of the newest copy, with which all before it are done
+        self._arriving = False  # whether gradients may be on their way
+
+    @property
+    def reserved(self) -> int:
+        return self.inner.reserved
+
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The full vector is on the device, the interval in host memory."""
+        if like.is_meta:
+            return self.inner.allocate(layout, like, reduced)
+        full, _ = self.inner.allocate(layout, like.to(self.device), reduced)
+        return full, self._host(layout.length(self.rank), like.dtype)
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        return self.inner.gradient(layout, like.to(self.device))
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        self.inner.discard(gradient)
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        with self._aside(self._now()):
+            moved = []
+            for flat in flats:
+                own = flat.full[flat.layout.interval(self.rank)]
+                own.copy_(flat.local, non_blocking=True)
+                moved.append(flat._replace(local=own))
+            pending = self.inner.gather(tag, moved)
+        done = self._last
+
+        def finish() -> None:
+            pending.wait()
+            self._wait_for(done)
+
+        return Pending(finish)
+
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        """When it is done the next units may go on, and the means are on their way; see `fence`."""
+        pending, launched = self.inner.reduce(tag, gradients), self._now()
+
+        def finish() -> None:
+            with self._aside(launched):
+                pending.wait()
+                for gradient in gradients:
+                    gradient.own[:] = [self._download(mean) for mean in gradient.own]
+            self._arriving = True
+            # Memory of means is given back in the order of the stream that computes, so it waits: for copies
+            # of the unit before, since this is called when the next one's gradients are complete.
+            self._wait_for(self._last)
+
+        return Pending(finish)
+
+    def fence(self, what: str) -> None:
+        """``leaving``: gradients have come to the host, or no upload reads it any more."""
+        self.inner.fence(what)
+        backward_follows = torch.is_grad_enabled() and not self._arriving
+        if what == "leaving" and not backward_follows and self._last is not None:
+            self._last.synchronize()
+            self._arriving = False
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        with self._on_device(tensor) as moved:
+            self.inner.broadcast(moved, src)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        with self._on_device(tensor) as moved:
+            self.inner.all_reduce(moved, op)
+
+    def _host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
+
+    def _download(self, mean: torch.Tensor) -> torch.Tensor:
+        return self._host(mean.numel(), mean.dtype).copy_(mean, non_blocking=True)
+
+    def _now(self) -> torch.cuda.Event | None:
+        """This moment of the stream that computes."""
+        return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    @contextmanager
+    def _aside(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """In here the device works on the stream for copies, once ``after`` has passed."""
+        if self._stream is None or after is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            yield
+            self._last = self._stream.record_event()
+
+    def _wait_for(self, event: torch.cuda.Event | None) -> None:
+        """Let the stream that computes wait."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    @contextmanager
+    def _on_device(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """``tensor`` on the device; what becomes of it there becomes of it here."""
+        moved = tensor.to(self.device)
+        yield moved
+        if moved is not tensor:
+            tensor.copy_(moved)
