@@ -85,7 +85,7 @@ class Segment:
             view.copy_(param.data)
             param.grad = None
         if not full.is_meta:
-            self._transport.broadcast(full)
+            self._transport.everyone.broadcast(full)
         self._adopt(full[self.layout.interval(self._transport.rank)])
         self.show_local()
 

@@ -33,6 +33,7 @@ class Question:
     """What to plan for. ``in_place``, ``inbox``: see `comm.Simulated`."""
 
     world_size: int
+    replicate: int
     micro_batch: int  # images of a rank in one forward
     channels: int
     in_place: bool
@@ -71,11 +72,8 @@ def simulate(config: Config, question: Question) -> Plan:
     model = _on_meta(config)
     with _without_data():
         _give_storages(model)
-        alone = question.world_size == 1
-        transport = (
-            comm.Alone()
-            if alone
-            else comm.Simulated(0, question.world_size, in_place=question.in_place, inbox=question.inbox)
+        transport = comm.simulated(
+            question.world_size, question.replicate, in_place=question.in_place, inbox=question.inbox
         )
         optimizer = shard_with_optimizer(model, config, transport)
         ema = ema_of(model, config, steps_per_epoch=1)
