@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
 from shardtrain import comm, data, targets
 from shardtrain.comm import Transport
-from shardtrain.config import Config, Optim, Parallel, Sgd, micro_batch
+from shardtrain.config import Config, Optim, Parallel, Sgd, micro_batch, shard_group
 from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
@@ -63,6 +64,7 @@ def build(
 ) -> tuple[Job, Config]:
     """The job after ``first_step`` steps, and the configuration completed by what the data set decides."""
     micro_batch(config.train, world_size)
+    shard_group(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = data.load(config.data)
     config = dataclasses.replace(config, model=completed(config, images))
@@ -215,6 +217,7 @@ def shard_with_optimizer(
         transport=transport or config.parallel.transport,
         device=device,
         offload=config.parallel.offload,
+        mesh=None if transport else _mesh(config.parallel),
     )
     _exchange_forwards(model, config)
     return _optimizer(config.optim, groups)
@@ -234,6 +237,16 @@ def _exchange_forwards(model: nn.Module, config: Config) -> None:
             shardtrain.checkpoint_activations(model)
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _mesh(parallel: Parallel) -> DeviceMesh | None:
+    """Shard groups of consecutive ranks, so that a host holds whole ones; None for a single group."""
+    world = comm.world_size()
+    group = shard_group(parallel, world)
+    if group == world:
+        return None
+    device = comm.control_device().type
+    return init_device_mesh(device, (parallel.replicate, group), mesh_dim_names=("replicate", "shard"))
 
 
 def plain_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -215,12 +215,21 @@ class Parallel:
     """Whether units run by torch.compile."""
     offload: bool
     """Whether shards lie in host memory while units compute on a GPU."""
+    replicate: int = at_least(1)
+    """Copies of the model, each cut over a shard group."""
+    shard: int | None = at_least(1)
+    """Ranks of a shard group; None: as many as there are, over `replicate`."""
     transport: str = one_of("auto", "process_group", "shared_memory")
     precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
     """What moves as int8 in blocks; None: nothing."""
 
     def __post_init__(self) -> None:
+        if self.traffic is not None and self.replicate > 1:
+            raise UserError(
+                f"parallel.traffic={self.traffic} is for one shard group; choose parallel.replicate=1, or "
+                "parallel.traffic=null"
+            )
         if self.traffic is not None and self.transport == "shared_memory":
             raise UserError(
                 f"parallel.traffic={self.traffic}: ranks that share memory send nothing that could be made "
@@ -303,6 +312,22 @@ class Config:
 def from_hydra(raw: DictConfig) -> Config:
     """Checks names, types and ranges, and returns the frozen configuration."""
     return checked(raw, Config)
+
+
+def shard_group(parallel: Parallel, world_size: int) -> int:
+    """Ranks of a shard group; refuses sizes of which the ranks are no multiple."""
+    replicate, shard = parallel.replicate, parallel.shard
+    if shard is not None and shard * replicate != world_size:
+        raise UserError(
+            f"parallel.shard={shard} × parallel.replicate={replicate} is not the number of ranks, "
+            f"{world_size}; parallel.shard=null leaves it to parallel.replicate"
+        )
+    if world_size % replicate:
+        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        raise UserError(
+            f"parallel.replicate={replicate} does not divide {world_size} ranks; {', '.join(fitting)} would"
+        )
+    return world_size // replicate
 
 
 def micro_batch(train: Train, world_size: int) -> int:

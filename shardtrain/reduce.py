@@ -171,6 +171,8 @@ class FlatGradient:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
             full.index_add_(0, self._starts, self._zeros)
+        if self._transport.everyone.world > self._transport.world:  # replicas are sent the rest, too
+            torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
         for index, piece in enumerate(segment.pieces):
             if index not in self.filled:
                 self._own[index] = full.new_full((piece.numel,), -0.0, dtype=segment.local.dtype)

@@ -25,7 +25,7 @@ from shardtrain.checkpoint import Damaged, SaveFailed
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Found, Store, newest
-from shardtrain.comm.transport import Transport
+from shardtrain.comm.transport import Ranks
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
@@ -71,17 +71,15 @@ def find_start(config: Config, context: Context) -> Start:
         UserError: there is nothing whole to start from, where there should be.
     """
     directory = context.run_dir / CHECKPOINTS
-    transport, keep = comm.plain_transport(), config.checkpoint.keep
-    store = Store(
-        directory, transport, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous
-    )
+    everyone, keep = comm.plain_transport(), config.checkpoint.keep
+    store = Store(directory, everyone, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous)
     if config.dry_run or (config.eval_only and config.resume == "none"):
         return Start(0, None, store, [])
     messages = _set_aside(directory, context.place) if config.resume == "none" else []
     try:
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
-            found = _elsewhere(Path(config.resume).expanduser(), transport, context.device)
+            found = _elsewhere(Path(config.resume).expanduser(), everyone, context.device)
     except Damaged as error:
         raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
     messages += [f"warning: {text}; it is set aside" for _, text in found.damaged]
@@ -113,12 +111,12 @@ def _restarted(place: Place) -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or place.agree("start", token) != token
 
 
-def _elsewhere(path: Path, transport: Transport, device: torch.device) -> Found:
+def _elsewhere(path: Path, everyone: Ranks, device: torch.device) -> Found:
     """The checkpoint ``path``, or the newest of the run ``path``."""
     if (path / NAME).exists():
-        opened = open_checkpoint(path, transport, device)
+        opened = open_checkpoint(path, everyone, device)
         return Found(opened, int(opened.manifest.facts.get("step", 0)), [])
-    found = newest(path / CHECKPOINTS, transport, device)
+    found = newest(path / CHECKPOINTS, everyone, device)
     if found.opened is None:
         raise UserError(
             f"resume={path}: neither a checkpoint nor a run with checkpoints; resume=none starts anew"

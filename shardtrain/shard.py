@@ -94,10 +94,11 @@ class Segment:
         first = self.params[0]
         full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
         if not full.is_meta:
-            if self._transport.rank == 0:
+            everyone = self._transport.everyone
+            if everyone.rank == 0:
                 for place, param, view in zip(self.places, self.params, self.views_of(full), strict=True):
                     view.copy_(initial.value(place.name, param))
-            self._transport.broadcast(full)
+            everyone.broadcast(full)
         own = full[self.layout.interval(self._transport.rank)]
         return own if own.numel() == full.numel() else own.clone()
 

@@ -1,6 +1,6 @@
 """Whole parameters for users: to look at and edit, to save, to load; and buffers made equal.
 
-Everything here is collective: every rank of the shard group must call it.
+Everything here is collective: every rank must call it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardtrain import comm, gather
-from shardtrain.comm.transport import Flat, Transport
+from shardtrain.comm.transport import Flat, Ranks, Transport
 from shardtrain.engine import Engine, engine_of
 from shardtrain.shard import Segment, Unit, in_memory_order
 
@@ -39,7 +39,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     an optimizer's step, clipping and other changes of it are refused.
     """
     schedule = engine_of(module).schedule
-    before, schedule.reduce_gradients = schedule.reduce_gradients, schedule.transport.world == 1
+    before, alone = schedule.reduce_gradients, schedule.transport.everyone.world == 1
+    schedule.reduce_gradients = alone
     try:
         yield
     finally:
@@ -112,7 +113,7 @@ def _whole_grads(segment: Segment, transport: Transport, unit: Unit) -> list[tor
     Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
     """
     has_grad = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
-    transport.all_reduce(has_grad, "max")
+    transport.everyone.all_reduce(has_grad, "max")
     if not has_grad.any():
         return [None] * len(segment.params)
     local = torch.zeros_like(segment.local)
@@ -142,14 +143,14 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     """
     engine = engine_of(module)
     require_rest(engine, "full_state_dict")
-    wanted = engine.transport.rank == 0 or not rank0_only
+    wanted = engine.transport.everyone.rank == 0 or not rank0_only
     values: dict[torch.Tensor, torch.Tensor] = {}
     for unit in engine.units:
         for segment in unit.segments:
             views = segment.views_of(_whole(segment, segment.local, engine.transport, unit))
             if wanted:
                 values.update(zip(segment.params, (v.to("cpu", copy=True) for v in views), strict=True))
-    for buffer, value in equal_buffers(module, engine.transport):
+    for buffer, value in equal_buffers(module, engine.transport.everyone):
         values[buffer] = value.to("cpu", copy=True)
     if not wanted:
         return {}
@@ -176,9 +177,10 @@ def load_full_state_dict(
     engine = engine_of(module)
     require_rest(engine, "load_full_state_dict")
     transport, device = engine.transport, engine.device
-    problems, missing = _compare(engine, state, strict) if transport.rank == 0 else ([], [])
+    everyone = transport.everyone
+    problems, missing = _compare(engine, state, strict) if everyone.rank == 0 else ([], [])
     found = {"problems": problems, "missing": missing}
-    message = comm.broadcast_text(json.dumps(found), transport, device)
+    message = comm.broadcast_text(json.dumps(found), everyone, device)
     verdict = json.loads(message) if message else found  # a simulated world delivers nothing
     if verdict["problems"]:
         raise ValueError("nothing was loaded: " + "; ".join(verdict["problems"]))
@@ -189,20 +191,20 @@ def load_full_state_dict(
             _load_segment(segment, state, skipped, transport)
     for name, buffer in persistent_buffers(module):
         if name not in skipped:
-            if transport.rank == 0:
+            if everyone.rank == 0:
                 buffer.copy_(state[name])
-            transport.broadcast(buffer)
+            everyone.broadcast(buffer)
 
 
 def _load_segment(
     segment: Segment, state: Mapping[str, torch.Tensor], skipped: set[str], transport: Transport
 ) -> None:
     full = segment.local.new_zeros(segment.layout.padded)
-    if transport.rank == 0:
+    if transport.everyone.rank == 0:
         for place, view in zip(segment.places, segment.views_of(full), strict=True):
             if place.name not in skipped:
                 view.copy_(state[place.name])
-    transport.broadcast(full)
+    transport.everyone.broadcast(full)
     own = full[segment.layout.interval(transport.rank)]
     for place, piece in zip(segment.places, segment.pieces, strict=True):
         if place.name not in skipped:
@@ -247,11 +249,11 @@ def average_buffers(module: nn.Module) -> None:
     BatchNorm's running statistics differ between ranks during training; call this before evaluation.
     One all-reduce for each floating-point dtype, one broadcast for each other.
     """
-    for buffer, value in equal_buffers(module, engine_of(module).transport):
+    for buffer, value in equal_buffers(module, engine_of(module).transport.everyone):
         buffer.copy_(value)
 
 
-def equal_buffers(module: nn.Module, transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def equal_buffers(module: nn.Module, everyone: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every buffer with the value it has in common, leaving the buffers themselves alone."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for buffer in dict.fromkeys(module.buffers()):
@@ -259,11 +261,11 @@ def equal_buffers(module: nn.Module, transport: Transport) -> list[tuple[torch.T
     pairs = []
     for (dtype, _), buffers in groups.items():
         flat = torch.cat([buffer.detach().flatten() for buffer in buffers])
-        if dtype.is_floating_point and transport.world > 1:
-            transport.all_reduce(flat)
-            flat.div_(transport.world)
+        if dtype.is_floating_point and everyone.world > 1:
+            everyone.all_reduce(flat)
+            flat.div_(everyone.world)
         else:
-            transport.broadcast(flat)
+            everyone.broadcast(flat)
         parts = flat.split([buffer.numel() for buffer in buffers])
         pairs += [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True)]
     return pairs

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
-from shardtrain.comm.transport import Transport
+from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine import Engine, engine_of, is_sharded
 from shardtrain.precision import Precision
 from shardtrain.shard import Place, Unit, segments_of
@@ -58,7 +58,9 @@ def shard(
         units: which modules are gathered as a whole. ``None`` chooses (see `choose_units`); else an
             iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``. What no
             unit takes belongs to the root, and so does a parameter shared by two units.
-        mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world.
+        mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D one of the
+            whole world, ``(replicate, shard)``, each row holds a copy of the model between its ranks
+            (see `comm/replicated.py`): 1/N is then one of the row's ranks, the mean everyone's.
         precision: dtypes to compute and reduce in (see `Precision`); ``None`` leaves them alone.
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it, for more memory and one gather less.
@@ -86,18 +88,18 @@ def shard(
     on_cpu = all(initial.device(param).type in ("cpu", "meta") for param in module.parameters())
     in_messages = precision.quantises or not on_cpu
     kind = "process_group" if transport == "auto" and in_messages else transport
-    group = mesh.get_group() if mesh is not None else None
-    link = comm.open_transport(kind, group) if isinstance(kind, str) else kind
-    if precision.quantises and link.world > 1:
+    link = _open(kind, mesh) if isinstance(kind, str) else kind
+    if precision.quantises and link.everyone.world > 1:
         link = comm.Quantised(link)
     link = _offloaded(link, module, initial) if offload else link
-    comm.require_same(_model_lines(places), "the model to shard", link, comm.control_device(group))
+    control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
+    comm.require_same(_model_lines(places), "the model to shard", link.everyone, control)
     built = [
         Unit(name, index, anchors[name], segments_of(found, link, precision, initial))
         for index, (name, found) in enumerate(places.items())
     ]
     _place_the_rest(module, skipped, initial)
-    _broadcast_buffers(module, link)
+    _broadcast_buffers(module, link.everyone)
     Engine(module, built, link, reshard_after_forward, precision, skipped)
     return module
 
@@ -127,8 +129,8 @@ def _describe_unit(unit: Unit) -> UnitInfo:
 def _check(module: nn.Module, transport: str | Transport, mesh: DeviceMesh | None) -> None:
     if isinstance(transport, str) and transport not in ("auto", "process_group", "shared_memory"):
         raise ValueError(f"transport must be 'auto', 'process_group' or 'shared_memory', got {transport!r}")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh must be a 1-D DeviceMesh, got {mesh.ndim} dimensions")
+    if mesh is not None:
+        _check_mesh(mesh)
     for name, child in module.named_modules():
         if is_sharded(child):
             raise ValueError(f"{name or type(child).__name__} is sharded already; shard the root once")
@@ -142,6 +144,29 @@ def _check(module: nn.Module, transport: str | Transport, mesh: DeviceMesh | Non
             f"WORLD_SIZE is {world} but there is no process group: call "
             "torch.distributed.init_process_group() before shardtrain.shard()"
         )
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh must be a 1-D DeviceMesh or a 2-D one (replicate, shard), got {mesh.ndim} dimensions"
+        )
+    ranks, world = mesh.mesh, dist.get_world_size()
+    if mesh.ndim == 2 and ranks.numel() != world:
+        sizes = "×".join(map(str, ranks.shape))
+        raise ValueError(f"a 2-D mesh must hold every rank: expected {world} ranks, got {sizes}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh, which holds {ranks.tolist()}")
+    if mesh.ndim == 2 and any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):
+        raise ValueError(f"the ranks of a 2-D mesh must ascend along both dimensions, got {ranks.tolist()}")
+
+
+def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
+    if mesh is None:
+        return comm.open_transport(kind)
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
+    return comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
 
 
 def _model_lines(places: Mapping[str, list[Place]]) -> list[str]:
@@ -170,7 +195,7 @@ def _place_the_rest(module: nn.Module, skipped: set[nn.Parameter], initial: Init
     forget(module)
 
 
-def _broadcast_buffers(root: nn.Module, transport: Transport) -> None:
+def _broadcast_buffers(root: nn.Module, everyone: Ranks) -> None:
     for buffer in root.buffers():
         if not buffer.is_meta:
-            transport.broadcast(buffer)
+            everyone.broadcast(buffer)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torchvision
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
@@ -41,6 +42,17 @@ def test_a_step_runs_in_a_simulated_world(world: int) -> None:
     assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
     assert list(shardtrain.full_state_dict(model)) == list(OddNet().state_dict())
     shardtrain.load_full_state_dict(model, OddNet().state_dict())
+
+
+def test_a_step_with_replicas_runs_in_a_simulated_world(world: int) -> None:
+    mesh = init_device_mesh("cpu", (world // 4, 4))
+    model = shardtrain.shard(OddNet(), units=[], mesh=mesh)
+    interval = model.fc.weight.untyped_storage().nbytes()  # type: ignore[union-attr,operator]
+    with comm.meter() as meter:
+        model(torch.randn(2, 3, 5, 5)).sum().backward()
+    assert meter.calls == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    assert meter.bytes["all_reduce"] == 2 * interval * (world // 4 - 1) // (world // 4)
+    assert meter.bytes["reduce_scatter"] == 3 * interval
 
 
 def test_resnet50_wastes_less_than_one_alignment_unit_per_unit(world: int) -> None:

@@ -78,5 +78,5 @@ def load(
     """
     engine = engine_of(module)
     require_rest(engine, "checkpoint.load")
-    opened = open_checkpoint(Path(path), engine.transport, engine.device)
+    opened = open_checkpoint(Path(path), engine.transport.everyone, engine.device)
     return load_into(opened, engine, optimizer, averages)

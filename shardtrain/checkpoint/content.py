@@ -6,6 +6,8 @@ Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
     rank-00001   parameters/w [2]   optimizer/exp_avg/w [2] …
     both         buffers/mean [7] (their own)   extra/0 … (their own)
 
+Where there are replicas, the first one writes what is cut; the other ranks' files hold the last line only.
+
 Moving averages of the weights, if there are any, are `ema/w`, cut as `parameters/w` is.
 
 What all ranks hold alike is in one file alone: rank 0's, or if it belongs to a parameter, that of the first
@@ -33,6 +35,7 @@ from shardtrain.checkpoint.manifest import (
     file_name,
 )
 from shardtrain.engine import Engine
+from shardtrain.layout import Piece
 from shardtrain.state import Spec, equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
@@ -44,7 +47,7 @@ class Held(NamedTuple):
     """One parameter as this rank holds it at rest.
 
     ``start:stop``: this rank's elements, in the order of ``stride``. ``cuts``: the elements that each
-    rank writes. An ignored parameter is whole on every rank, and rank 0 writes it.
+    of everyone writes. An ignored parameter is whole on every rank, and rank 0 writes it.
     """
 
     name: str
@@ -67,16 +70,19 @@ class Content(NamedTuple):
 
 def held(engine: Engine) -> list[Held]:
     """Every parameter of the module, sharded ones first."""
-    rank, world = engine.transport.rank, engine.transport.world
+    world, speakers = engine.transport.everyone.world, engine.transport.speakers
     found = []
     for unit in engine.units:
         for segment in unit.segments:
-            by_rank = [segment.layout.pieces(each) for each in range(world)]
+            by_rank = [(Piece(0, 0, 0),) * len(segment.places)] * world
+            for number, rank in enumerate(speakers):
+                by_rank[rank] = segment.layout.pieces(number)
             for index, place in enumerate(segment.places):
                 cuts = tuple((pieces[index].start, pieces[index].stop) for pieces in by_rank)
                 shape, stride = tuple(segment.shapes[index]), tuple(segment.strides[index])
+                start, stop, _ = segment.pieces[index]
                 found.append(
-                    Held(place.name, unit.name, segment.params[index], shape, stride, *cuts[rank], cuts)
+                    Held(place.name, unit.name, segment.params[index], shape, stride, start, stop, cuts)
                 )
     sharded = {entry.param for entry in found}
     for name, param in engine.module.named_parameters():
@@ -95,7 +101,7 @@ def collect(
     averages: Averages | None = None,
 ) -> tuple[Content | None, str]:
     """This rank's content, or why there is none. Collective: buffers are averaged."""
-    equal = dict(equal_buffers(engine.module, engine.transport))
+    equal = dict(equal_buffers(engine.module, engine.transport.everyone))
     stepped = _stepped(engine, held(engine), optimizer)
     try:
         return _collect(engine, optimizer, extra, facts, averages, equal, stepped), ""
@@ -112,7 +118,7 @@ def _collect(
     equal: Mapping[torch.Tensor, torch.Tensor],
     stepped: set[str],
 ) -> Content:
-    rank = engine.transport.rank
+    rank = engine.transport.everyone.rank
     entries = held(engine)
     buffers = persistent_buffers(engine.module)
     tensors = {
@@ -133,7 +139,7 @@ def _collect(
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}, which a safetensors file does not hold")
     manifest = Manifest(
-        world_size=engine.transport.world,
+        world_size=engine.transport.everyone.world,
         files={},
         parameters={entry.name: _describe(entry) for entry in entries},
         buffers={name: Spec.of(buffer) for name, buffer in buffers},
@@ -162,7 +168,7 @@ def _stepped(engine: Engine, entries: list[Held], optimizer: torch.optim.Optimiz
     state = {} if optimizer is None else optimizer.state
     flags = [e.param in state and (e.param.numel() > 0 or 0 in e.shape) for e in entries]
     found = torch.tensor(flags, dtype=torch.int32, device=engine.device)
-    engine.transport.all_reduce(found, "max")
+    engine.transport.everyone.all_reduce(found, "max")
     return {entry.name for entry, has in zip(entries, found.tolist(), strict=True) if has}
 
 

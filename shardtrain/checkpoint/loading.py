@@ -32,7 +32,7 @@ from shardtrain.checkpoint.manifest import (
     parse,
     read,
 )
-from shardtrain.comm.transport import Transport
+from shardtrain.comm.transport import Ranks
 from shardtrain.engine import Engine
 from shardtrain.shard import in_memory_order
 from shardtrain.state import Spec, differences, persistent_buffers
@@ -45,37 +45,37 @@ class Opened(NamedTuple):
     manifest: Manifest
 
 
-def open_checkpoint(path: Path, transport: Transport, device: torch.device) -> Opened:
+def open_checkpoint(path: Path, everyone: Ranks, device: torch.device) -> Opened:
     """Verify every file of the checkpoint ``path``, each on one rank. Collective.
 
     Raises:
         Damaged: on every rank, naming ranks and files.
     """
     text, problem = "", ""
-    if transport.rank == 0:
+    if everyone.rank == 0:
         try:
             text = read(path)
             parse(text)
         except Damaged as error:
             problem = str(error)
-    _agree_whole(path, problem, transport, device)
-    manifest = parse(comm.broadcast_text(text, transport, device))
-    mine = range(transport.rank, manifest.world_size, transport.world)
+    _agree_whole(path, problem, everyone, device)
+    manifest = parse(comm.broadcast_text(text, everyone, device))
+    mine = range(everyone.rank, manifest.world_size, everyone.world)
     names = [file_name(index) for index in mine]
     found = [problem_with(path / name, manifest.files[name]) for name in names]
-    _agree_whole(path, "; ".join(filter(None, found)), transport, device)
+    _agree_whole(path, "; ".join(filter(None, found)), everyone, device)
     return Opened(path, manifest)
 
 
-def _agree_whole(path: Path, problem: str, transport: Transport, device: torch.device) -> None:
-    problems = _gathered(problem, transport, device)
+def _agree_whole(path: Path, problem: str, everyone: Ranks, device: torch.device) -> None:
+    problems = _gathered(problem, everyone, device)
     if problems:
         raise Damaged(f"{path} is damaged: {'; '.join(problems)}")
 
 
-def _gathered(problem: str, transport: Transport, device: torch.device) -> list[str]:
+def _gathered(problem: str, everyone: Ranks, device: torch.device) -> list[str]:
     """Every rank's problem after its rank's number, the same list on all."""
-    heard = comm.gather_texts(problem, transport, device)
+    heard = comm.gather_texts(problem, everyone, device)
     return [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text]
 
 
@@ -90,7 +90,7 @@ def load_into(
     Raises:
         ValueError: on every rank, naming everything that does not fit; nothing has been loaded then.
     """
-    transport, device = engine.transport, engine.device
+    everyone, device = engine.transport.everyone, engine.device
     entries = held(engine)
     files = Files(opened.path)
     problems = _compare(opened.manifest, engine, entries, optimizer)
@@ -99,7 +99,7 @@ def load_into(
     kinds = ["parameters", *(["ema"] if averages is not None else [])]
     problems = problems or _compare_files(opened.manifest, files, entries, engine, kinds)
     extra, more = ([], "") if problems else _read_extra(opened.manifest, files, engine)
-    found = comm.gather_texts("; ".join([*problems, more] if more else problems), transport, device)
+    found = comm.gather_texts("; ".join([*problems, more] if more else problems), everyone, device)
     if any(found):
         differing = "; ".join(dict.fromkeys(filter(None, found)))
         raise ValueError(f"{opened.path} does not fit, nothing was loaded: {differing}")
@@ -111,7 +111,7 @@ def load_into(
                 _fill_piece(opened.manifest, files, entry, "ema", averages[entry.param])
     except (OSError, SafetensorError) as error:
         problem = str(error)
-    problems = _gathered(problem, transport, device)
+    problems = _gathered(problem, everyone, device)
     if problems:
         raise RuntimeError(
             f"{opened.path} became unreadable, the model is half loaded: {'; '.join(problems)}"
@@ -234,18 +234,18 @@ def _first_file(saved: Parameter) -> str:
 
 
 def _same_world(manifest: Manifest, engine: Engine) -> bool:
-    return manifest.world_size == engine.transport.world
+    return manifest.world_size == engine.transport.everyone.world
 
 
 def _buffer_source(manifest: Manifest, engine: Engine) -> tuple[str, str]:
     """Each rank's own running statistics again if there are as many ranks as saved, else their mean."""
     own = _same_world(manifest, engine)
-    return (file_name(engine.transport.rank), "buffers") if own else (file_name(0), "averaged")
+    return (file_name(engine.transport.everyone.rank), "buffers") if own else (file_name(0), "averaged")
 
 
 def _read_extra(manifest: Manifest, files: Files, engine: Engine) -> tuple[Any, str]:
     """This rank's extra, or rank 0's if there were more or fewer ranks; and what is wrong with it."""
-    name = file_name(engine.transport.rank if _same_world(manifest, engine) else 0)
+    name = file_name(engine.transport.everyone.rank if _same_world(manifest, engine) else 0)
     try:
         file = files.handle(name)
         tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("extra/")}  # noqa: SIM118

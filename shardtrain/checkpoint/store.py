@@ -1,6 +1,6 @@
 """The checkpoints of one run: a directory with one `step-NNNNNNNN` each.
 
-    store = Store(run_dir / "checkpoints", transport, device, keep=2, asynchronous=True)
+    store = Store(run_dir / "checkpoints", everyone, device, keep=2, asynchronous=True)
     found = store.newest()             the newest whole one; damaged ones are set aside and told of
     store.save(step, model, …)         at most one save is under way; a thread copies, then writes
     store.settle()                     before the next update: wait for the copy, not for the disk
@@ -32,7 +32,7 @@ from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import TEMPORARY, HostMemory, Saving, Stage, begin
-from shardtrain.comm.transport import Transport
+from shardtrain.comm.transport import Ranks
 from shardtrain.engine import engine_of
 from shardtrain.state import require_rest
 
@@ -60,18 +60,18 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match and step_name(int(match[1])) == match[0])
 
 
-def newest(directory: Path, transport: Transport, device: torch.device) -> Found:
+def newest(directory: Path, everyone: Ranks, device: torch.device) -> Found:
     """The newest whole checkpoint in ``directory``; every file of it has been verified. Collective.
 
     Raises:
         Damaged: there are checkpoints, and none of them is whole.
     """
-    listed = json.dumps(steps_in(directory)) if transport.rank == 0 else ""
+    listed = json.dumps(steps_in(directory)) if everyone.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
-    for step in reversed(json.loads(comm.broadcast_text(listed, transport, device))):
+    for step in reversed(json.loads(comm.broadcast_text(listed, everyone, device))):
         path = directory / step_name(step)
         try:
-            opened = open_checkpoint(path, transport, device)
+            opened = open_checkpoint(path, everyone, device)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
             return Found(opened, step, damaged)
@@ -86,14 +86,14 @@ class Store:
     """The checkpoints of the run that is under way. ``keep``: how many beside the best one remain."""
 
     def __init__(
-        self, directory: Path, transport: Transport, device: torch.device, *, keep: int, asynchronous: bool
+        self, directory: Path, everyone: Ranks, device: torch.device, *, keep: int, asynchronous: bool
     ) -> None:
         self.directory = directory
         self.keep = keep
         self.asynchronous = asynchronous
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.exposed_s = 0.0  # seconds that training has waited for saves
-        self._transport, self._device = transport, device
+        self._everyone, self._device = everyone, device
         self._step = 0  # of the save that began last
         self._best: int | None = None
         self._memory = HostMemory()
@@ -121,11 +121,11 @@ class Store:
         Raises:
             Damaged: there are checkpoints, and none of them is whole.
         """
-        if self._transport.rank == 0:
+        if self._everyone.rank == 0:
             for path in self.directory.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
-        found = newest(self.directory, self._transport, self._device)
-        if self._transport.rank == 0:
+        found = newest(self.directory, self._everyone, self._device)
+        if self._everyone.rank == 0:
             for path, _ in found.damaged:
                 with contextlib.suppress(OSError):
                     path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
@@ -212,7 +212,7 @@ class Store:
 
     def _work(self, saving: Saving) -> None:
         saving.work()
-        if saving.stage is Stage.COMMIT and not saving.problem and self._transport.rank == 0:
+        if saving.stage is Stage.COMMIT and not saving.problem and self._everyone.rank == 0:
             self._retain()
 
     def _retain(self) -> None:

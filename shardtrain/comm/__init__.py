@@ -2,11 +2,11 @@
 
 Read ``transport.py`` (what the engine asks for); then how it is done: ``process_group.py`` over
 ``messages.py``, ``shared_memory.py`` and ``hosts.py`` over ``host_memory.py`` and ``signals.py``, and
-``simulated.py`` without other ranks; around these ``quantised.py`` (int8) and ``offload.py`` (shards in host
-memory); then how ranks on different paths are found: ``guard.py`` over ``signals.py``, ``reports.py`` and
-``digests.py``; then ``collectives.py`` (the same for everyone, under torch's names) and ``meter.py`` (what it
-cost). The functions below serve the code around the engine. They work on the default process group, and
-without one they act as a single rank: nothing moves.
+``simulated.py`` without other ranks; around these ``quantised.py`` (int8), ``offload.py`` (shards in host
+memory) and ``replicated.py`` (several shard groups); then how ranks on different paths are found:
+``guard.py`` over ``signals.py``, ``reports.py`` and ``digests.py``; then ``collectives.py`` (the same for
+everyone, under torch's names) and ``meter.py`` (what it cost). The functions below serve the code around the
+engine. They work on the default process group, and without one they act as a single rank: nothing moves.
 
 ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: beside the
 collectives, the few names that such programs need are passed on as they are. Their traffic is not metered.
@@ -14,7 +14,6 @@ collectives, the few names that such programs need are passed on as they are. Th
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -42,14 +41,15 @@ from shardtrain.comm.collectives import (
 )
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.host_scatter import HostScatter
-from shardtrain.comm.hosts import HostsTransport, host_key, open_shared_memory
+from shardtrain.comm.hosts import HostsTransport, host_key, open_shared_memory, where_possible
 from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded
 from shardtrain.comm.quantised import Quantised
+from shardtrain.comm.replicated import Replicated, open_replicated
 from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.simulated import Simulated
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Tag, Transport
+from shardtrain.comm.simulated import Simulated, simulated
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 from shardtrain.comm.work import Work
 
 # What torch calls them from 2.13 on.
@@ -69,7 +69,9 @@ __all__ = [
     "Pending",
     "ProcessGroupTransport",
     "Quantised",
+    "Ranks",
     "ReduceOp",
+    "Replicated",
     "SharedMemoryTransport",
     "Simulated",
     "Tag",
@@ -94,6 +96,7 @@ __all__ = [
     "is_initialized",
     "meter",
     "new_group",
+    "open_replicated",
     "open_transport",
     "plain_transport",
     "rank",
@@ -102,6 +105,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "require_same",
     "scatter",
+    "simulated",
     "world_size",
 ]
 
@@ -133,16 +137,7 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
     if dist.get_world_size(group) == 1:
         return Alone()
     inner = ProcessGroupTransport(group)
-    if kind == "process_group" or (kind == "auto" and not inner.has_gloo):
-        return guarded(inner)
-    try:
-        return open_shared_memory(inner)
-    except ValueError as error:
-        if kind == "shared_memory":
-            raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
-        if inner.rank == 0:
-            logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
-        return guarded(inner)
+    return where_possible(kind, inner, lambda: open_shared_memory(inner)) or guarded(inner)
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -157,41 +152,41 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     return tensor
 
 
-def plain_transport() -> Transport:
+def plain_transport() -> Ranks:
     """Over the default group, for a few movements outside the engine: nobody watches over them."""
     group = dist.group.WORLD if world_size() > 1 else None
     return Alone() if group is None else ProcessGroupTransport(group)
 
 
-def broadcast_text(text: str, transport: Transport, device: torch.device, src: int = 0) -> str:
+def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
     """Rank ``src``'s ``text`` on every rank. Bytes travel, never pickles."""
     data = text.encode()
-    length = torch.tensor([len(data) if transport.rank == src else 0], device=device)
-    transport.broadcast(length, src)
-    if transport.rank != src:
+    length = torch.tensor([len(data) if ranks.rank == src else 0], device=device)
+    ranks.broadcast(length, src)
+    if ranks.rank != src:
         data = bytes(int(length.item()))
     payload = torch.tensor(list(data), dtype=torch.uint8, device=device)
     if payload.numel():
-        transport.broadcast(payload, src)
+        ranks.broadcast(payload, src)
     return bytes(payload.tolist()).decode()
 
 
-def gather_texts(text: str, transport: Transport, device: torch.device) -> list[str]:
+def gather_texts(text: str, ranks: Ranks, device: torch.device) -> list[str]:
     """Every rank's ``text``, in rank order, on every rank. Two small all-reduces; bytes, never pickles."""
     data = text.encode()
-    lengths = torch.zeros(transport.world, dtype=torch.int64)
-    lengths[transport.rank] = len(data)
+    lengths = torch.zeros(ranks.world, dtype=torch.int64)
+    lengths[ranks.rank] = len(data)
     lengths = lengths.to(device)
-    transport.all_reduce(lengths)
+    ranks.all_reduce(lengths)
     sizes = lengths.tolist()
-    before = sum(sizes[: transport.rank])
+    before = sum(sizes[: ranks.rank])
     joined = torch.zeros(sum(sizes), dtype=torch.uint8)
     joined[before : before + len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
         : len(data)
     ]
     joined = joined.to(device)
     if joined.numel():
-        transport.all_reduce(joined)
+        ranks.all_reduce(joined)
     return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
 
 
@@ -208,7 +203,7 @@ def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu" if group is None else native.device_types(group)[0])
 
 
-def require_same(lines: Sequence[str], what: str, transport: Transport, device: torch.device) -> None:
+def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.device) -> None:
     """Return if all ranks have the same ``lines``. Collective: two all-reduces of one number.
 
     Raises:
@@ -216,11 +211,11 @@ def require_same(lines: Sequence[str], what: str, transport: Transport, device: 
     """
     digest = zlib.crc32("\n".join(lines).encode())
     low, high = (torch.tensor([digest], device=device) for _ in range(2))
-    transport.all_reduce(low, "min")
-    transport.all_reduce(high, "max")
+    ranks.all_reduce(low, "min")
+    ranks.all_reduce(high, "max")
     if low.item() == high.item():
         return
-    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), transport, device))
+    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks, device))
     odd = []
     for rank, found in enumerate(others, 1):
         pairs = zip_longest(found, first, fillvalue="no more")

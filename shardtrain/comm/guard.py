@@ -30,6 +30,7 @@ KINDS = (
     "copying",
     "broadcasting",
     "all-reducing",
+    "averaging",
 )
 MESSAGE = struct.Struct("<iiqqq64s")  # kind, number, step, value, position, name
 GRACE_S = 2.0  # a rank on another path is known: so long for the remaining ranks to say where they are

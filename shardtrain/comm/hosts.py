@@ -21,10 +21,12 @@ on such hosts, but may differ from those of one host in the last place.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -46,6 +48,7 @@ class HostsTransport(SharedMemoryTransport):
         super().__init__(inner, memory)
         place = memory.ranks.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
+        self._between = inner.part(self._column)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """The host's means are made at once, so that messages travel while the next unit computes."""
@@ -56,7 +59,7 @@ class HostsTransport(SharedMemoryTransport):
             means = self.memory.average(offer, gradient, gradient.layout.interval(self.rank), others)
             means.insert(self._column.index(self.rank), own_interval(gradient, self.rank))
             sets.append(means)
-        moving = self.inner.combine(tag, sets, self._column)
+        moving = self._between.combine(tag, sets)
         return Pending(lambda: self._await(moving))
 
     def fence(self, what: str) -> None:
@@ -67,7 +70,7 @@ class HostsTransport(SharedMemoryTransport):
         signals = self.memory.signals
         position = signals.post("gathering", tag.number, tag.name)
         spread = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
-        moving = self.inner.spread(tag, spread, self._column)
+        moving = self._between.spread(tag, spread)
 
         def finish() -> None:
             self._await(moving)
@@ -88,6 +91,29 @@ class HostsTransport(SharedMemoryTransport):
             raise
 
 
+Shared = TypeVar("Shared")
+
+
+def where_possible(kind: str, inner: ProcessGroupTransport, share: Callable[[], Shared]) -> Shared | None:
+    """What ``share`` opens; None where ``kind`` does not ask for it, or leaves open what is not possible.
+
+    Collective. That it is not possible is logged, in one line.
+
+    Raises:
+        ValueError: ``kind`` is ``"shared_memory"`` and the ranks cannot share memory.
+    """
+    if kind == "process_group" or (kind == "auto" and not inner.has_gloo):
+        return None
+    try:
+        return share()
+    except ValueError as error:
+        if kind == "shared_memory":
+            raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
+        if inner.rank == 0:
+            logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
+        return None
+
+
 def open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport:
     """Let the ranks of ``inner`` share memory with those of their host. Collective; all succeed or all raise.
 
@@ -96,6 +122,18 @@ def open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport:
     """
     hosts = _hosts(inner)
     own = next(ranks for ranks in hosts if inner.rank in ranks)
+    memory = share_memory(inner, own)
+    if len(hosts) == 1:
+        return SharedMemoryTransport(inner, memory)
+    return HostsTransport(guarded(inner), memory, hosts)
+
+
+def share_memory(inner: ProcessGroupTransport, own: Sequence[int]) -> HostMemory:
+    """Memory between the ranks ``own``, this one among them, of one host. Collective over ``inner``.
+
+    Raises:
+        ValueError: they cannot, with the reason, on every rank.
+    """
     token = torch.zeros(2, dtype=torch.int64)
     if inner.rank == 0:
         token.copy_(torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.int64))
@@ -110,10 +148,7 @@ def open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport:
     inner.all_reduce(failed, "max")
     if failed.item() or signals is None:
         raise ValueError(problem or "another rank cannot share memory")
-    memory = HostMemory(signals)
-    if len(hosts) == 1:
-        return SharedMemoryTransport(inner, memory)
-    return HostsTransport(guarded(inner), memory, hosts)
+    return HostMemory(signals)
 
 
 def _hosts(inner: ProcessGroupTransport) -> list[list[int]]:
@@ -122,15 +157,8 @@ def _hosts(inner: ProcessGroupTransport) -> list[list[int]]:
     Raises:
         ValueError: not every rank can share memory with as many others.
     """
-    able = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
-    keys = torch.zeros(inner.world, dtype=torch.int64)
-    digest = hashlib.sha256(host_key().encode()).digest()
-    keys[inner.rank] = int.from_bytes(digest[:7], "big") if able else -1
-    inner.all_reduce(keys)
-    if keys.min() < 0:
-        raise ValueError("that needs Linux")
     hosts: dict[int, list[int]] = {}
-    for rank, key in enumerate(keys.tolist()):
+    for rank, key in enumerate(host_numbers(inner)):
         hosts.setdefault(key, []).append(rank)
     sizes = [len(ranks) for ranks in hosts.values()]
     if max(sizes) == 1:
@@ -138,6 +166,22 @@ def _hosts(inner: ProcessGroupTransport) -> list[list[int]]:
     if min(sizes) != max(sizes):
         raise ValueError(f"the hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
     return list(hosts.values())
+
+
+def host_numbers(inner: ProcessGroupTransport) -> list[int]:
+    """A number of each rank's host, on every rank. Collective.
+
+    Raises:
+        ValueError: not every rank can share memory at all.
+    """
+    able = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+    keys = torch.zeros(inner.world, dtype=torch.int64)
+    digest = hashlib.sha256(host_key().encode()).digest()
+    keys[inner.rank] = int.from_bytes(digest[:7], "big") if able else -1
+    inner.all_reduce(keys)
+    if keys.min() < 0:
+        raise ValueError("that needs Linux")
+    return keys.tolist()
 
 
 def host_key() -> str:

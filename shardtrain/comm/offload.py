@@ -23,8 +23,32 @@ from contextlib import contextmanager
 
 import torch
 
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport
+from shardtrain.comm.transport import Flat, Gradient, Pending, Ranks, Tag, Transport
 from shardtrain.layout import Layout
+
+
+class OnDevice:
+    """``inner``, for tensors that may lie elsewhere than on ``device``, where it moves them."""
+
+    def __init__(self, inner: Ranks, device: torch.device) -> None:
+        self.inner, self.device = inner, device
+        self.rank, self.world = inner.rank, inner.world
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        with self._moved(tensor) as moved:
+            self.inner.broadcast(moved, src)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        with self._moved(tensor) as moved:
+            self.inner.all_reduce(moved, op)
+
+    @contextmanager
+    def _moved(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """``tensor`` on the device; what becomes of it there becomes of it here."""
+        moved = tensor.to(self.device)
+        yield moved
+        if moved is not tensor:
+            tensor.copy_(moved)
 
 
 class Offloaded:
@@ -40,6 +64,7 @@ class Offloaded:
         self.inner, self.device = inner, device
         self.rank, self.world = inner.rank, inner.world
         self.silent = inner.silent
+        self.everyone, self.speakers = OnDevice(inner.everyone, device), inner.speakers
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None  # of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way
@@ -103,14 +128,6 @@ class Offloaded:
             self._last.synchronize()
             self._arriving = False
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        with self._on_device(tensor) as moved:
-            self.inner.broadcast(moved, src)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        with self._on_device(tensor) as moved:
-            self.inner.all_reduce(moved, op)
-
     def _host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
 
@@ -136,11 +153,3 @@ class Offloaded:
         """Let the stream that computes wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
-
-    @contextmanager
-    def _on_device(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """``tensor`` on the device; what becomes of it there becomes of it here."""
-        moved = tensor.to(self.device)
-        yield moved
-        if moved is not tensor:
-            tensor.copy_(moved)

@@ -13,9 +13,11 @@ Gathers and reductions share the stream: one communicator runs one at a time any
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -27,8 +29,8 @@ from shardtrain.comm.digests import Digests
 from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.reports import Reports, meeting_tag, open_reports, tag_of
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by, staged
-from shardtrain.layout import Layout
+from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, sent_by, staged
+from shardtrain.layout import Layout, Piece
 
 
 class Whole(NamedTuple):
@@ -39,13 +41,20 @@ class Whole(NamedTuple):
     interval: torch.Tensor  # where the mean belongs, ``out`` itself unless it has a wider dtype
 
 
-Moved = TypeVar("Moved", Flat, Whole)
+class Interval(NamedTuple):
+    """Values that are to be averaged in place; ``wire``: the dtype in which they move."""
+
+    values: torch.Tensor
+    wire: torch.dtype
+
+
+Moved = TypeVar("Moved", Flat, Whole, Interval)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class ProcessGroupTransport:
-    """Movements between the ranks of ``group``."""
+class ProcessGroupTransport(OneGroup):
+    """Movements between the ranks of ``group``, or a `part` of it."""
 
     in_place = False
     silent = False
@@ -53,7 +62,8 @@ class ProcessGroupTransport:
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         # A model may outlive its group, and must not keep it: gloo's threads would live on with it.
-        self._group = weakref.ref(group)
+        self._group = self._backend = weakref.ref(group)
+        self._members: Sequence[int] | None = None  # of a part, their ranks in the group
         self._reports = reports
         self._digests = Digests(group)
         self.rank = dist.get_rank(group)
@@ -61,19 +71,25 @@ class ProcessGroupTransport:
         self.has_gloo = native.has_gloo(group)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    def part(self, members: Sequence[int], backend: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
+        """Movements between some ranks of the group, this one among them, under the group's guard.
+
+        All ranks of the group make these movements alike, each within a part. Messages need no group of
+        ``members``' own, the backend's collectives need ``backend``.
+        """
+        part = copy.copy(self)
+        part._members = members
+        part.rank, part.world = members.index(self.rank), len(members)
+        part._backend = weakref.ref(self.group if backend is None else backend)
+        return part
+
     @property
     def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise ValueError(
-                "the process group over which this model was sharded has been destroyed; finish with the "
-                "model before torch.distributed.destroy_process_group()"
-            )
-        return group
+        return _living(self._group)
 
     @property
     def _mailbox(self) -> Mailbox:
-        return Mailbox(self.group, self.rank, self.world)
+        return Mailbox(self.group, self.rank, self.world, self._members)
 
     def peers(self) -> list[int]:
         return self._mailbox.peers()
@@ -151,18 +167,37 @@ class ProcessGroupTransport:
         with self._met("all-reducing", tensor):
             dist.all_reduce(tensor, _OPS[op], group=self.group)
 
+    def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        """Start turning each interval, which every rank has, into its mean over ranks, alike on all."""
+        sizes = [values.numel() * wire.itemsize for values, wire in intervals]
+        count("all_reduce", sum(2 * size * (self.world - 1) // self.world for size in sizes))
+        if not self._by_messages([values for values, _ in intervals]):
+            self._digests.add("averaging", tag)
+            return self._start(self._average_natively, intervals, intervals[0].values.device)
+        return self._swap(tag, intervals) if self.world == 2 else self._average_by_messages(tag, intervals)
+
+    def note(self, kind: str, tag: Tag) -> None:
+        """Let the guard know of a movement that is made by other means."""
+        if self._reports is not None:
+            self._reports.post(kind, tag)
+        else:
+            self._digests.add(kind, tag)
+
+    def telling(self) -> AbstractContextManager[None]:
+        """In here this rank moves by means that may find others gone or astray: everyone is told of that."""
+        return contextlib.nullcontext() if self._reports is None else self._reports.telling()
+
     def spread(
         self,
         tag: Tag,
         spread: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
-        members: Sequence[int] | None = None,
+        kind: str = "gathering",
     ) -> Pending:
         """By messages: start sending each ``local`` to every rank and filling ``intervals`` from all ranks'.
 
-        ``spread``: (``local``, ``intervals``) pairs. ``members``: only these ranks take part, of which there
-        is an interval each; the other ranks spread among themselves under the same tag.
+        ``spread``: (``local``, ``intervals``) pairs. ``kind``: what the guard calls it.
         """
-        mailbox = self._mailbox_of(members)
+        mailbox = self._mailbox
 
         def start(number: int) -> Pending:
             moving = [
@@ -171,16 +206,14 @@ class ProcessGroupTransport:
             ]
             return _all(moving)
 
-        return self._watched("gathering", tag, start)
+        return self._watched(kind, tag, start)
 
-    def combine(
-        self, tag: Tag, sets: Sequence[list[torch.Tensor]], members: Sequence[int] | None = None
-    ) -> Pending:
+    def combine(self, tag: Tag, sets: Sequence[list[torch.Tensor]], kind: str = "reducing") -> Pending:
         """By messages: start sending ``parts[r]`` to rank r, and making this rank's own the mean over ranks.
 
-        ``sets``: of each movement the ``parts``, one for each rank, or each of ``members``.
+        ``sets``: of each movement the ``parts``, one for each rank. ``kind``: what the guard calls it.
         """
-        mailbox = self._mailbox_of(members)
+        mailbox = self._mailbox
 
         def start(number: int) -> Pending:
             moving = [
@@ -189,12 +222,43 @@ class ProcessGroupTransport:
             ]
             return _all(moving)
 
-        return self._watched("reducing", tag, start)
+        return self._watched(kind, tag, start)
 
-    def _mailbox_of(self, members: Sequence[int] | None) -> Mailbox:
-        if members is None:
-            return self._mailbox
-        return Mailbox(self.group, members.index(self.rank), len(members), members)
+    def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        """Two ranks send each other everything, which is as many bytes as halves twice, and one wait less."""
+        sets = []
+        for values, wire in intervals:
+            sent = values.to(wire, copy=True)
+            if wire != values.dtype:
+                values.copy_(sent)  # so that both ranks add the same numbers
+            sets.append([values, sent] if self.rank == 0 else [sent, values])
+        return self.combine(tag, sets, "averaging")
+
+    def _average_by_messages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        """Each rank makes the mean of its part of every interval, and sends it to the others."""
+        moved = [values.to(wire) for values, wire in intervals]
+        parts = [list(each.tensor_split(self.world)) for each in moved]
+        own = [values.tensor_split(self.world)[self.rank] for values, _ in intervals]
+        sets = [
+            [*each[: self.rank], mine, *each[self.rank + 1 :]] for each, mine in zip(parts, own, strict=True)
+        ]
+        halfway = self.combine(tag, sets, "averaging")
+
+        def finish() -> None:
+            halfway.wait()
+            for each, mine in zip(parts, own, strict=True):
+                each[self.rank].copy_(mine)
+            self.spread(tag, [(each[self.rank], each) for each in parts], "averaging").wait()
+            for (values, _), all_parts in zip(intervals, moved, strict=True):
+                values.copy_(all_parts)
+
+        return Pending(finish)
+
+    def _average_natively(self, interval: Interval) -> None:
+        values, group = interval.values.to(interval.wire), _living(self._backend)
+        on_cuda = values.device.type == "cuda"
+        dist.all_reduce(values, dist.ReduceOp.AVG if on_cuda else dist.ReduceOp.SUM, group=group)
+        interval.values.copy_(values if on_cuda else values.div_(self.world))
 
     def _watched(self, kind: str, tag: Tag, start: Callable[[int], Pending]) -> Pending:
         """A movement made of messages, started with their tag, with an eye on where the other ranks are."""
@@ -211,6 +275,7 @@ class ProcessGroupTransport:
 
         So they meet first, by messages that only those who do can exchange.
         """
+        assert self._members is None, "a part of a group moves by messages and between shards only"
         tag = Tag(tensor.nbytes, f"{tensor.nbytes} bytes")
         if self._reports is None:
             self._digests.add(kind, tag)
@@ -231,7 +296,7 @@ class ProcessGroupTransport:
         return parts
 
     def _gather_natively(self, flat: Flat) -> None:
-        native.all_gather(flat.full, flat.local, self.group)
+        native.all_gather(flat.full, flat.local, _living(self._backend))
 
     def _whole(self, gradient: Gradient) -> Whole:
         interval = own_interval(gradient, self.rank)
@@ -241,9 +306,9 @@ class ProcessGroupTransport:
     def _reduce_natively(self, whole: Whole) -> None:
         full, out, interval = whole
         if full.device.type == "cuda":
-            native.reduce_scatter(out, full, self.group, dist.ReduceOp.AVG)
+            native.reduce_scatter(out, full, _living(self._backend), dist.ReduceOp.AVG)
         else:
-            native.reduce_scatter(out, full, self.group)
+            native.reduce_scatter(out, full, _living(self._backend))
             out.div_(self.world)
         if out is not interval:
             interval.copy_(out)
@@ -283,18 +348,43 @@ class ProcessGroupTransport:
         return Pending(finish)
 
 
+def _living(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    found = group()
+    if found is None:
+        raise ValueError(
+            "the process group over which this model was sharded has been destroyed; finish with the "
+            "model before torch.distributed.destroy_process_group()"
+        )
+    return found
+
+
 def own_interval(gradient: Gradient, rank: int) -> torch.Tensor:
-    """A new interval of rank ``rank`` with the values of ``gradient.own``, which then lies in it.
+    """The interval of rank ``rank`` with the values of ``gradient.own``, which lies in it, or does then.
 
     Empty pieces stay as they are: on many ranks most are.
     """
     full, own, layout, pieces, _ = gradient
-    dtype = own[0].dtype if own else full.dtype
-    interval = full.new_empty(layout.length(rank), dtype=dtype)
+    length = layout.length(rank)
+    interval = _laid_out(own, pieces, length)
+    if interval is not None:
+        return interval
+    interval = full.new_empty(length, dtype=own[0].dtype if own else full.dtype)
     for index, piece in enumerate(pieces):
         if piece.numel:
             own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
     return interval
+
+
+def _laid_out(own: Sequence[torch.Tensor], pieces: Sequence[Piece], length: int) -> torch.Tensor | None:
+    """The interval that the pieces are views of, if there is one that is alone in its memory."""
+    held = [(part, piece.offset) for part, piece in zip(own, pieces, strict=True) if piece.numel]
+    if not held or held[0][0].untyped_storage().nbytes() != length * held[0][0].element_size():
+        return None
+    first = held[0][0]
+    memory = first.untyped_storage()._cdata
+    if any(p.untyped_storage()._cdata != memory or p.storage_offset() != offset for p, offset in held):
+        return None
+    return first.as_strided((length,), (1,), 0)
 
 
 def _intervals(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

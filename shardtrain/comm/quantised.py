@@ -35,7 +35,7 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport, own_interval
 from shardtrain.comm.simulated import Simulated
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport
+from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, Transport
 from shardtrain.layout import Layout
 
 BLOCK = 256  # elements; a scale adds 1.6 % to their codes
@@ -138,7 +138,7 @@ def _blocks_of(column: torch.Tensor, elements: int) -> Iterator[tuple[slice, tor
             yield span, scales[:, first:last], codes[:, span].unflatten(1, (last - first, length))
 
 
-class Quantised:
+class Quantised(OneGroup):
     """``inner``, with int8 for what may be quantised (`Flat.quantised`); the rest as ever."""
 
     in_place = False
@@ -148,6 +148,8 @@ class Quantised:
         Raises:
             ValueError: ``inner`` is another transport than one of messages: where ranks share memory, say.
         """
+        if inner.everyone.world > inner.world:
+            raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
         if not isinstance(inner, ProcessGroupTransport | Simulated) or inner.in_place:
             raise ValueError(
                 f"int8 gathers and reductions need transport='process_group', got {type(inner).__name__}: "

@@ -37,7 +37,7 @@ from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
 _TICK_S = 0.2
-_KEPT = 8  # movements in a report: more than a rank can be ahead of another
+_KEPT = 64  # movements in a report: as far as replicas may be apart, which meet in backward only
 _HEAD = struct.Struct(
     "<iiii"
 )  # who reports, who is lost (-1: nobody), position of the first movement, how many
@@ -193,6 +193,15 @@ class Reports:
                 moving.wait()
 
         return Pending(finish)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What goes wrong in here was found by other means than messages: let everyone look where all are."""
+        try:
+            yield
+        except (Diverged, PeerLost) as error:
+            self._explain(self.paths.own.end - 1, error)
+            raise
 
     def _explain(self, position: int, error: RuntimeError) -> None:
         """Raise what a broken connection means; return if ``error`` is something else."""

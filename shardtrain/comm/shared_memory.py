@@ -19,11 +19,11 @@ import torch
 from shardtrain.comm.host_memory import HostMemory
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, is_in_place, sent_by
+from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, is_in_place, sent_by
 from shardtrain.layout import Layout
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(OneGroup):
     """Movements between ranks that share memory; what is not shared goes through ``inner``."""
 
     in_place = True

@@ -6,18 +6,31 @@ So the real engine can be asked what one rank of 1,024 would hold and send, in o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from shardtrain.comm.messages import chunks, open_inbox
 from shardtrain.comm.meter import count
-from shardtrain.comm.process_group import own_interval
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by, staged
+from shardtrain.comm.process_group import Interval, own_interval
+from shardtrain.comm.replicated import Replicated
+from shardtrain.comm.transport import (
+    Alone,
+    Flat,
+    Gradient,
+    OneGroup,
+    Pending,
+    Tag,
+    Transport,
+    sent_by,
+    staged,
+)
 from shardtrain.layout import Layout
 
 
-class Simulated:
+class Simulated(OneGroup):
     """Rank ``rank`` of ``world`` ranks.
 
     ``in_place``: they share memory, as `SharedMemoryTransport` does; else they exchange messages, as
@@ -107,3 +120,53 @@ class Simulated:
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
+
+
+class SimulatedReplicas:
+    """Rank ``rank`` of the ranks that replicas have in common: everyone, or a column of them."""
+
+    silent = True
+
+    def __init__(self, rank: int, world: int, *, inbox: bool) -> None:
+        self.rank, self.world = rank, world
+        self._inbox = inbox
+
+    def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        sizes = [values.numel() * wire.itemsize for values, wire in intervals]
+        count("all_reduce", sum(2 * size * (self.world - 1) // self.world for size in sizes))
+        held = [room for interval in intervals for room in self._room(*interval)]
+        return Pending(held.clear)
+
+    def _room(self, values: torch.Tensor, wire: torch.dtype) -> list[torch.Tensor]:
+        """The memory that an average takes until it is done; see `ProcessGroupTransport.average`."""
+        swaps = self._inbox and self.world == 2
+        moved = [values.to(wire, copy=swaps)]
+        part = moved[0] if swaps else moved[0].tensor_split(self.world)[self.rank]
+        spans = chunks(part.numel(), part.element_size())
+        return [*moved, *([open_inbox(part, self.world, spans)] if self._inbox else [])]
+
+    def note(self, kind: str, tag: Tag) -> None:
+        pass
+
+    def telling(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def fence(self, what: str) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        pass
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
+
+
+def simulated(world: int, replicas: int, *, in_place: bool, inbox: bool) -> Transport:
+    """Rank 0 of ``world`` ranks that hold so many replicas; see `Simulated`."""
+    group = world // replicas
+    inside = Alone() if group == 1 else Simulated(0, group, in_place=in_place, inbox=inbox)
+    if replicas == 1:
+        return inside
+    on_cpu = inbox or in_place
+    across, everyone = (SimulatedReplicas(0, ranks, inbox=on_cpu) for ranks in (replicas, world))
+    return Replicated(inside, across, everyone, range(group))

@@ -1,5 +1,11 @@
 """What the engine asks of a transport: memory for flat vectors, and two movements between ranks.
 
+A transport moves the intervals of one shard group. What is not cut is everyone's: buffers, initial values,
+the gradient's norm. Where a model has several replicas, there are more ranks than a shard group has::
+
+    everyone       ranks 0, 1, 2, 3
+    shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
+
 A movement is started now and finished later. Between movements, `fence` keeps writers of parameters
 apart from readers on other ranks where ranks share memory; elsewhere it costs nothing.
 """
@@ -7,7 +13,7 @@ apart from readers on other ranks where ranks share memory; elsewhere it costs n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -40,8 +46,8 @@ class Gradient(NamedTuple):
     ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`: this rank's gradient in the other
     ranks' intervals; its own interval is the transport's to use. ``own``: this rank's gradient in its own
     interval, 1-D, one tensor for each of ``pieces``, its ``layout.pieces(rank)``, of ``full``'s dtype or a
-    wider one. When the reduction is done ``own`` holds the mean over ranks, in the same tensors or in others.
-    ``quantised``: it may travel as int8.
+    wider one. When the reduction is done ``own`` holds the mean over everyone, in the same tensors or in
+    others. ``quantised``: it may travel as int8.
     """
 
     full: torch.Tensor
@@ -86,13 +92,28 @@ def staged(start: Callable[[], Pending], finish: Callable[[], None]) -> Pending:
     return Pending(both)
 
 
-class Transport(Protocol):
-    """Moves bytes between the ranks of one shard group.
+class Ranks(Protocol):
+    """Ranks that do something together, this one's number among them, and how many they are."""
 
-    ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a gather
-    copies nothing and a release can give nothing back. ``silent``: nothing comes from other ranks, because
-    there are none, so what this rank lacks is not to be had. ``reserved``: bytes of this rank's memory that
-    are set aside for gradients under way.
+    rank: int
+    world: int
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
+
+    ``everyone``: all ranks that train the model, of one shard group or of several; errors name their numbers.
+    ``speakers``: who of everyone speaks for what all replicas hold alike, the ranks of the first shard group
+    in their order. ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a
+    gather copies nothing and a release can give nothing back. ``silent``: nothing comes from other ranks,
+    because there are none, so what this rank lacks is not to be had. ``reserved``: bytes of this rank's
+    memory that are set aside for gradients under way.
     """
 
     rank: int
@@ -102,6 +123,12 @@ class Transport(Protocol):
 
     @property
     def reserved(self) -> int: ...
+
+    @property
+    def everyone(self) -> Ranks: ...
+
+    @property
+    def speakers(self) -> Sequence[int]: ...
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -122,19 +149,30 @@ class Transport(Protocol):
         """Start filling every ``full`` from all ranks' ``local``."""
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        """Start turning each ``own`` into the mean over ranks; each ``full`` is then the transport's."""
+        """Start turning each ``own`` into the mean over everyone; each ``full`` is then the transport's."""
 
     def fence(self, what: str) -> None:
         """Return when every rank is ``entering`` the model, before parameters are read, or ``leaving`` it."""
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
+Itself = TypeVar("Itself")
 
 
-class Alone:
+class OneGroup:
+    """A transport whose shard group is everyone."""
+
+    world: int
+
+    @property
+    def everyone(self: Itself) -> Itself:
+        return self
+
+    @property
+    def speakers(self) -> Sequence[int]:
+        return range(self.world)
+
+
+class Alone(OneGroup):
     """The transport of a single rank: the interval is the whole vector, and nothing ever moves."""
 
     rank = 0

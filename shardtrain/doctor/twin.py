@@ -65,7 +65,7 @@ class Twins:
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
         engine = engine_of(job.model)
-        self.world, self.device = engine.transport.world, engine.device
+        self.world, self.device = engine.transport.everyone.world, engine.device
         whole = placed(initial_model(config), config, self.device)
         casts = PRECISIONS[config.parallel.precision] is not None
         optimizer = (

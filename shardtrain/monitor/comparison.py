@@ -36,15 +36,19 @@ STATE = {
     "gradients": "memory/grads_mib",
     "optimizer": "memory/optimizer_mib",
 }
-TRAFFIC = {"all_gather": "comm/all_gather_mib_per_step", "reduce_scatter": "comm/reduce_scatter_mib_per_step"}
+TRAFFIC = {
+    "all_gather": "comm/all_gather_mib_per_step",
+    "reduce_scatter": "comm/reduce_scatter_mib_per_step",
+    "all_reduce": "comm/all_reduce_mib_per_step",
+}
 
 
 def compare(plan: Plan, scalars: Mapping[str, float], *, on_cuda: bool) -> list[Row]:
     """Plan and measurement of rank 0. On CUDA the allocator knows the peak; on the CPU nobody does."""
     rows = [Row(name, getattr(plan, name), scalars[tag] * MIB, True) for name, tag in STATE.items()]
     rows.append(Row("gathered at once", plan.gathered, scalars["memory/gathered_peak_mib"] * MIB, True))
-    names = ("gathers send", "reductions send")
-    for name, (kind, tag) in zip(names, TRAFFIC.items(), strict=True):
+    names = ["gathers send", "reductions send", *(["averages send"] if plan.question.replicate > 1 else [])]
+    for name, (kind, tag) in zip(names, TRAFFIC.items(), strict=False):
         rows.append(Row(name, plan.sent.get(kind, 0), scalars[tag] * MIB, True))
     if on_cuda:
         rows.append(Row("peak", plan.peak, scalars["memory/peak_mib"] * MIB, False))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.build import Job
+from shardtrain.engine import engine_of
 
 KINDS = ("gradient", "weight", "update")
 
@@ -22,6 +23,7 @@ class Norms:
 
     def __init__(self, job: Job, log_every: int) -> None:
         self._names, self._params = zip(*job.model.named_parameters(), strict=True)
+        self._speaks = comm.rank() in engine_of(job.model).transport.speakers
         self._step, self._last_step, self._log_every = job.first_step, job.steps, log_every
         self._before: list[Tensor] = []
         self.hook = job.optimizer.register_step_pre_hook(self._before_update)
@@ -43,6 +45,8 @@ class Norms:
             norm.double() for kind in (gradients, weights, updates) for norm in torch._foreach_norm(kind)
         ]
         squares = torch.stack(norms).square().view(len(KINDS), -1)
+        if not self._speaks:  # another replica has the same pieces
+            squares.zero_()
         found = comm.all_reduce(squares).sqrt().tolist()
         return {
             f"norms/{kind}/{name}": value

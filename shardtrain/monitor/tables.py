@@ -26,6 +26,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     own = sum(unit.local_bytes for unit in units) / MIB
     moments = 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
     ranks = _count(place.world_size, "rank")
+    replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     threads = f", {_count(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     rows = [
         ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
@@ -42,7 +43,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
             "update",
             f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}",
         ),
-        ("world", f"{ranks}, {context.device.type}{threads}, torch {torch.__version__}"),
+        ("world", f"{ranks}{replicas}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", _run_dir(config, context)),
     ]
     return f"{_aligned(rows)}\n{_unit_table(job)}"

@@ -148,6 +148,7 @@ class Window:
             "time/step_s": elapsed / self.timed_steps,
             "comm/all_gather_mib_per_step": self.sent["all_gather"] / self.steps / MIB,
             "comm/reduce_scatter_mib_per_step": self.sent["reduce_scatter"] / self.steps / MIB,
+            "comm/all_reduce_mib_per_step": self.sent["all_reduce"] / self.steps / MIB,
         }
         for index, group in enumerate(self.job.optimizer.param_groups):
             scalars[f"lr/group{index}"] = float(group["lr"])

@@ -35,8 +35,11 @@ def clip_grad_norm_(
     sharded = {param for unit in engine.units for segment in unit.segments for param in segment.params}
     cut = _power([p.grad for p in params if p in sharded], norm_type, engine.device)
     whole = _power([p.grad for p in params if p not in sharded], norm_type, engine.device)
+    everyone, speakers = engine.transport.everyone, engine.transport.speakers
+    if everyone.rank not in speakers:
+        cut.zero_()  # replicas have the same gradient, which counts once; so all get the same bits, too
     with waiting("all_reduce", "the gradient's norm", engine.device):
-        engine.transport.all_reduce(cut, "max" if norm_type == math.inf else "sum")
+        everyone.all_reduce(cut, "max" if norm_type == math.inf else "sum")
     norm = torch.maximum(cut, whole) if norm_type == math.inf else (cut + whole) ** (1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

@@ -55,10 +55,10 @@ def plan(settings: Settings, place: Place, device: torch.device) -> None:
 
 
 def _curve(settings: Settings, found: Plan) -> list[Plan]:
-    """Plans at other world sizes, with as many images of a rank; ``found`` among them."""
+    """Plans at other world sizes, ``found`` among them, with as many images of a rank and replicas."""
     plans = [found]
     for world in WORLDS:
-        if world != found.question.world_size:
+        if world != found.question.world_size and world % found.question.replicate == 0:
             question = dataclasses.replace(settings.question, world_size=world)
             plans.append(simulate(settings.config, question))
     return sorted(plans, key=lambda plan: plan.question.world_size)

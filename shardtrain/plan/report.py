@@ -34,6 +34,7 @@ def headline(config: Config, plan: Plan) -> str:
     question = plan.question
     parameters = sum(unit.parameters for unit in plan.units)
     side, images = config.data.image_size, question.micro_batch * plan.accumulate * question.world_size
+    replicas = f" in {_count(question.replicate, 'replica')}" if question.replicate > 1 else ""
     link = "shared memory" if question.in_place else "messages"
     parallel = config.parallel
     link += f" ({parallel.traffic})" if parallel.traffic else ""
@@ -44,7 +45,7 @@ def headline(config: Config, plan: Plan) -> str:
     return (
         f"{name}, {parameters:,} parameters in {_count(len(plan.units), 'unit')}; {config.optim.name}, "
         f"{parallel.precision}, {link}{reshard}{recompute}{compiled}\n"
-        f"{_count(question.world_size, 'rank')} × {_count(plan.accumulate, 'micro-batch')} × "
+        f"{_count(question.world_size, 'rank')}{replicas} × {_count(plan.accumulate, 'micro-batch')} × "
         f"{_count(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
         f"{images:,} images a step"
     )
@@ -56,7 +57,7 @@ def rank_table(plan: Plan) -> str:
     rows += [[name, _mib(size)] for name, size in sizes(plan).items()]
     traffic = [
         f"{_count(plan.calls.get(kind, 0), noun)} sending {plan.sent.get(kind, 0) / MIB:.2f} MiB"
-        for kind, noun in (("all_gather", "gather"), ("reduce_scatter", "reduction"))
+        for kind, noun in _movements(plan)
     ]
     return "\n".join(
         [
@@ -65,6 +66,12 @@ def rank_table(plan: Plan) -> str:
             f"A step has {' and '.join(traffic)}, and {plan.flops / 1e9:,.4g} GFLOP, a rank.",
         ]
     )
+
+
+def _movements(plan: Plan) -> list[tuple[str, str]]:
+    """Kinds that a plan tells of; all-reduces are a few bytes where there are no replicas."""
+    across = [("all_reduce", "all-reduce")] if plan.question.replicate > 1 else []
+    return [("all_gather", "gather"), ("reduce_scatter", "reduction"), *across]
 
 
 def sizes(plan: Plan) -> dict[str, int]:
@@ -135,6 +142,7 @@ def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
     peak = plan.timeline.peak
     found: dict[str, Any] = {
         "world_size": plan.question.world_size,
+        "replicate": plan.question.replicate,
         "micro_batch": plan.question.micro_batch,
         "accumulate": plan.accumulate,
         "bytes": sizes(plan),

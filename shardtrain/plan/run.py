@@ -12,13 +12,15 @@ from shardtrain.plan.simulate import Plan, Question, simulate
 def plan_of(config: Config, job: Job) -> Plan:
     """The plan of a job that has been built: its ranks, its transport, its batch."""
     transport = engine_of(job.model).transport
+    in_place = transport.in_place and transport.world > 1
     on_cpu = job.val.prepare.device.type == "cpu"
     question = Question(
-        world_size=transport.world,
+        world_size=transport.everyone.world,
+        replicate=transport.everyone.world // transport.world,
         micro_batch=job.share.micro_batch,
         channels=len(job.val.prepare.mean),
-        in_place=transport.in_place and transport.world > 1,
-        inbox=on_cpu and not transport.in_place,
+        in_place=in_place,
+        inbox=on_cpu and not in_place,
     )
     return simulate(config, question)
 

@@ -13,7 +13,7 @@ from shardtrain import data
 from shardtrain.build import completed
 from shardtrain.checked import above, at_least
 from shardtrain.compose import read_beside
-from shardtrain.config import Config, Data
+from shardtrain.config import Config, Data, shard_group
 from shardtrain.data.batches import Arrays
 from shardtrain.errors import UserError
 from shardtrain.plan.simulate import Question
@@ -68,10 +68,12 @@ def _question(keys: Keys, config: Config, channels: int) -> Question:
     parts = keys.world_size * config.train.accumulate
     whole, left = divmod(config.train.batch_size, parts)
     share = max(2, whole + 1) if left else whole  # BatchNorm does not train on a single pixel of one image
-    in_place = config.parallel.transport == "shared_memory" and keys.world_size > 1
+    group = shard_group(config.parallel, keys.world_size)
+    in_place = config.parallel.transport == "shared_memory" and group > 1
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     return Question(
         world_size=keys.world_size,
+        replicate=keys.world_size // group,
         micro_batch=keys.micro_batch or share,
         channels=channels,
         in_place=in_place,

@@ -34,6 +34,7 @@ class Question:
     """What to plan for. ``in_place``, ``inbox``: see `comm.Simulated`."""
 
     world_size: int
+    replicate: int
     micro_batch: int  # images of a rank in one forward
     channels: int
     in_place: bool
@@ -74,12 +75,9 @@ def simulate(config: Config, question: Question) -> Plan:
     model = _on_meta(config)
     with _without_data():
         _give_storages(model)
-        by_rows = held_by_rows(model.parameters(), question.world_size)
-        alone = question.world_size == 1
-        transport = (
-            comm.Alone()
-            if alone
-            else comm.Simulated(0, question.world_size, in_place=question.in_place, inbox=question.inbox)
+        by_rows = held_by_rows(model.parameters(), question.world_size // question.replicate)
+        transport = comm.simulated(
+            question.world_size, question.replicate, in_place=question.in_place, inbox=question.inbox
         )
         optimizer = shard_with_optimizer(model, config, transport)
         ema = ema_of(model, config, steps_per_epoch=1)

@@ -1,0 +1,152 @@
+"""Several shard groups, each with a whole copy of the model: replicas that are trained as one.
+
+A rank exchanges parameters inside its shard group only. Gradients are averaged there first, so that each rank
+has the mean of its own interval; then ranks with the same interval, a column, average that. Two replicas of
+two ranks, intervals ``[a b]``::
+
+    replica 0    rank 0  owns a    rank 1  owns b
+    replica 1    rank 2  owns a    rank 3  owns b
+
+    gather   ranks 0 and 1 by themselves, ranks 2 and 3 by themselves
+    reduce   rank 0: (a0 + a1) / 2, rank 2: (a2 + a3) / 2; then both the mean of the two, to the same bits
+
+Shard groups are equally large, so a mean of means is the mean over everyone. Of K bytes in all, a rank of S
+in a group sends (S-1)/S * K inside it as ever, and of its interval, K/S, 2 (R-1)/R across R replicas.
+
+Where a group shares memory, means are made inside it at once and messages across travel while the next unit
+computes; on CUDA both stages follow one another on the communication stream. Between processes that exchange
+messages inside the group, too, the second stage is not hidden: it begins when the first is asked for.
+
+On gloo there is one guard for everyone: all ranks make the same movements, whichever group they are in.
+
+The scheme is hybrid sharding (Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardtrain.comm.host_memory import HostMemory
+from shardtrain.comm.hosts import host_numbers, share_memory, where_possible
+from shardtrain.comm.process_group import Interval, ProcessGroupTransport, guarded, own_interval
+from shardtrain.comm.shared_memory import SharedMemoryTransport
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
+from shardtrain.layout import Layout
+
+
+class Across(Protocol):
+    """The ranks that hold the same interval, one of each replica; ``silent`` as of a `Transport`."""
+
+    silent: bool
+
+    def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        """Start turning each interval, which every rank has, into its mean over ranks, alike on all."""
+
+
+class Everyone(Ranks, Protocol):
+    """All ranks, and their guard: see `ProcessGroupTransport`."""
+
+    def note(self, kind: str, tag: Tag) -> None: ...
+
+    def telling(self) -> AbstractContextManager[None]: ...
+
+    def fence(self, what: str) -> None: ...
+
+
+class Replicated:
+    """Movements ``inside`` a shard group and ``across`` the replicas, with an eye on ``everyone``."""
+
+    def __init__(
+        self, inside: Transport, across: Across, everyone: Everyone, speakers: Sequence[int]
+    ) -> None:
+        self.inside, self.across = inside, across
+        self.everyone, self.speakers = everyone, speakers
+        self.rank, self.world, self.in_place = inside.rank, inside.world, inside.in_place
+        self.silent = across.silent
+
+    @property
+    def reserved(self) -> int:
+        return self.inside.reserved
+
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inside.allocate(layout, like, reduced)
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        return self.inside.gradient(layout, like)
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        self.inside.discard(gradient)
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        if self.in_place:
+            self.everyone.note("gathering", tag)
+        with self.everyone.telling():
+            return self.inside.gather(tag, flats)
+
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        if self.in_place:
+            self.everyone.note("reducing", tag)
+            with self.everyone.telling():
+                self.inside.reduce(tag, gradients).wait()
+            return self._average(tag, gradients)
+        moving = self.inside.reduce(tag, gradients)
+        if gradients[0].full.device.type == "cuda":
+            return self._average(tag, gradients)  # behind it in the same stream
+
+        def finish() -> None:
+            moving.wait()
+            self._average(tag, gradients).wait()
+
+        return Pending(finish)
+
+    def fence(self, what: str) -> None:
+        self.everyone.fence(what)
+        if self.in_place and self.world > 1:
+            self.everyone.note(what, Tag(0, "the model"))
+            with self.everyone.telling():
+                self.inside.fence(what)
+
+    def _average(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        intervals = [Interval(own_interval(each, self.rank), each.full.dtype) for each in gradients]
+        return self.across.average(tag, intervals)
+
+
+def open_replicated(
+    kind: str, groups: Sequence[Sequence[int]], inside: dist.ProcessGroup, across: dist.ProcessGroup
+) -> Transport:
+    """The transport between all ranks of the world, of which each of ``groups`` is a replica. Collective.
+
+    Args:
+        kind: as for `open_transport`; memory is shared inside shard groups.
+        groups: the ranks of every shard group, in ascending order, as its columns are.
+        inside, across: this rank's shard group and column, for the backend's own collectives.
+
+    Raises:
+        ValueError: ``"shared_memory"`` is asked for and the ranks of a shard group cannot share memory.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has a process group"
+    plain = ProcessGroupTransport(world)
+    own = next(ranks for ranks in groups if plain.rank in ranks)
+    column = [ranks[own.index(plain.rank)] for ranks in groups]
+    memory = where_possible(kind, plain, lambda: _share(plain, groups)) if len(own) > 1 else None
+    everyone = guarded(plain)
+    row = everyone.part(own, inside)
+    shards: Transport = SharedMemoryTransport(row, memory) if memory is not None else row
+    shards = Alone() if len(own) == 1 else shards
+    return Replicated(shards, everyone.part(column, across), everyone, groups[0])
+
+
+def _share(plain: ProcessGroupTransport, groups: Sequence[Sequence[int]]) -> HostMemory:
+    hosts = host_numbers(plain)
+    for ranks in groups:
+        if len({hosts[rank] for rank in ranks}) > 1:
+            raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
+    return share_memory(plain, next(ranks for ranks in groups if plain.rank in ranks))

@@ -1,0 +1,442 @@
+"""Hybrid sharding on real ranks: replicas against DDP, against one another, and against theory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import shardtrain
+from shardtrain import comm
+from shardtrain.engine import engine_of
+from shardtrain.precision import Precision
+
+from pool import Pool, RankFailed
+from small import Block, OddNet, assert_same_parameters, average_gradients, images, sgd, shard, train
+
+Ranks = Callable[..., list[Any]]
+HYBRID = (2, 2)
+
+
+def mesh(replicate: int, group: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicate, group), mesh_dim_names=("replicate", "shard"))
+
+
+def mean_of_means(group: int):  # type: ignore[no-untyped-def]
+    """DDP's averaging in the engine's order: inside shard groups in rank order, then across replicas."""
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        own = bucket.buffer()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        means = [in_order(parts[first : first + group]) for first in range(0, len(parts), group)]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(in_order(means))
+        return future
+
+    return hook
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total.div_(len(parts))
+
+
+def hybrid_and_replica(
+    make: Callable[[], nn.Module], sizes: tuple[int, int], **options: Any
+) -> tuple[nn.Module, DistributedDataParallel]:
+    torch.manual_seed(0)
+    plain = make()
+    replica = DistributedDataParallel(copy.deepcopy(plain))
+    replica.register_comm_hook(None, mean_of_means(sizes[1]))
+    return shard(plain, mesh=mesh(*sizes), **options), replica
+
+
+def assert_replicas_are_equal(model: nn.Module) -> None:
+    """Every rank's pieces are those of the ranks at the same place in the other shard groups, to the bit."""
+    pieces = torch.cat([param.detach().flatten() for param in model.parameters()])
+    transport = engine_of(model).transport
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([pieces.numel()]))
+    longest = int(max(lengths))
+    padded = torch.cat([pieces, pieces.new_zeros(longest - pieces.numel())])
+    all_of_them = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(all_of_them, padded)
+    for other in range(transport.rank, len(all_of_them), transport.world):
+        assert torch.equal(all_of_them[other], padded)
+
+
+def small_resnet() -> nn.Module:
+    return torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=5)
+
+
+def small_vit() -> nn.Module:
+    vit = torchvision.models.VisionTransformer(
+        image_size=16, patch_size=8, num_layers=2, num_heads=3, hidden_dim=33, mlp_dim=45, num_classes=5
+    )
+    nn.init.normal_(vit.heads.head.weight, std=0.1)  # torchvision's zeros would give no gradients below
+    return vit
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, foreach=True)
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def exactly_like_ddp(
+    make: Callable[[], nn.Module], size: int, sizes: tuple[int, int], optimizer: Any, steps: int, options: Any
+) -> None:
+    model, replica = hybrid_and_replica(make, sizes, **options)
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return images(step, n=4, size=size)
+
+    expected = train(replica, optimizer(replica), steps, batch)
+    assert train(model, optimizer(model), steps, batch) == expected
+    assert_same_parameters(model, replica, tolerance=0)
+    assert_replicas_are_equal(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "optimizer", "steps"),
+    [(small_resnet, 16, momentum_sgd, 4), (small_vit, 16, adamw, 10), (OddNet, 5, sgd, 20)],
+    ids=["resnet", "vit", "odd sizes"],
+)
+def test_training_equals_ddp_bit_for_bit(
+    ranks: Ranks, make: Any, size: int, optimizer: Any, steps: int
+) -> None:
+    """Of DDP that sums in the engine's order, over both transports."""
+    ranks(4, exactly_like_ddp, make, size, HYBRID, optimizer, steps, {"units": None})
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (4, 1), (1, 4)], ids=str)
+def test_any_shape_of_mesh_equals_ddp(ranks: Ranks, sizes: tuple[int, int]) -> None:
+    """Shard groups of one rank are DDP, a single one is full sharding; odd sizes throughout."""
+    ranks(sizes[0] * sizes[1], exactly_like_ddp, OddNet, 5, sizes, sgd, 4, {"units": [Block]})
+
+
+class Sometimes(nn.Module):
+    """One layer is used on some ranks only, or on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if uses else x
+
+
+def used_on(users: list[int]) -> None:
+    """Weight decay would move what has a gradient of zeros; what has none must stay as it is."""
+    torch.manual_seed(0)
+    plain = Sometimes()
+    model = shard(copy.deepcopy(plain), mesh=mesh(*HYBRID), units=[])
+    optimizers = [sgd(plain), sgd(model)]
+    for step in range(3):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            net(x, dist.get_rank() in users).square().mean().backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_parameters(model, plain, tolerance=1e-6)
+    assert_replicas_are_equal(model)
+
+
+def used_here_and_there() -> None:
+    for users in ([3], [0], [1, 2], []):
+        used_on(users)
+
+
+def test_a_parameter_used_on_some_ranks_only(ranks: Ranks) -> None:
+    ranks(4, used_here_and_there)
+
+
+class Touched(nn.Module):
+    """A weight whose gradient is -0.0 where it is used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.touched = nn.Linear(5, 5), nn.Parameter(torch.ones(9))
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return self.always(x) + (self.touched * -0.0).sum() if uses else self.always(x)
+
+
+def minus_zeros(sizes: tuple[int, int], users: int) -> bool:
+    """Whether this rank has a gradient of what the first ranks use, if it has a piece."""
+    model = shard(Touched(), mesh=mesh(*sizes), units=[])
+    model(torch.ones(1, 5), dist.get_rank() < users).sum().backward()
+    return model.touched.grad is not None if model.touched.numel() else users > 0
+
+
+def minus_zeros_here_or_nowhere(sizes: tuple[int, int]) -> tuple[bool, bool]:
+    return minus_zeros(sizes, 1), minus_zeros(sizes, 0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 1)], ids=str)
+def test_a_gradient_of_minus_zeros_is_none_that_is_absent(ranks: Ranks, sizes: tuple[int, int]) -> None:
+    assert ranks(4, minus_zeros_here_or_nowhere, sizes) == [(True, False)] * 4
+
+
+def one_step(model: nn.Module, step: int, micro: int = 1) -> None:
+    for index in range(micro):
+        last = index == micro - 1
+        with contextlib.nullcontext() if last else shardtrain.no_sync(model):
+            x, y = images(10 * step + index)
+            F.cross_entropy(model(x), y).backward()
+
+
+def traffic(sizes: tuple[int, int], precision: Precision | None) -> None:
+    """Bytes that this rank sends in a step of two micro-batches, against theory."""
+    replicate, group = sizes
+    model = shard(OddNet(), mesh=mesh(*sizes), units=[Block], precision=precision)
+    engine = engine_of(model)
+    one_step(model, 0)
+    with comm.meter() as waiting, shardtrain.no_sync(model):
+        x, y = images(1)
+        F.cross_entropy(model(x), y).backward()
+    assert waiting.bytes["reduce_scatter"] == waiting.bytes["all_reduce"] == 0
+    assert waiting.calls["all_reduce"] == 0
+    with comm.meter() as found:
+        one_step(model, 2)
+    segments = [segment for unit in engine.units for segment in unit.segments]
+    intervals = [s.layout.length(engine.transport.rank) for s in segments]
+    reduced = [length * s.reduced.itemsize for length, s in zip(intervals, segments, strict=True)]
+    assert found.bytes["reduce_scatter"] == (group - 1) * sum(reduced)
+    across = 2 * (replicate - 1) * sum(reduced) / replicate
+    assert found.bytes["all_reduce"] == pytest.approx(across, abs=len(segments))
+    assert found.calls["all_reduce"] == (len(engine.units) if replicate > 1 else 0)
+    gathers = found.bytes["all_gather"] / (group - 1) if group > 1 else 0
+    root = sum(s.wire.nbytes for s in engine.units[0].segments)
+    others = sum(s.wire.nbytes for unit in engine.units[1:] for s in unit.segments)
+    assert gathers == (root + 2 * others if group > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision"),
+    [((2, 2), None), ((2, 2), Precision(param=torch.bfloat16)), ((3, 1), None)],
+    ids=["2x2", "2x2 in bf16", "3x1"],
+)
+def test_traffic_is_as_theory_says(ranks: Ranks, sizes: tuple[int, int], precision: Precision | None) -> None:
+    """Inside as in a shard group alone, across 2 (R-1)/R of the interval; nothing under no_sync."""
+    ranks(sizes[0] * sizes[1], traffic, sizes, precision)
+
+
+def accumulates_and_clips() -> None:
+    micro = 3
+    model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block])
+    optimizers = [sgd(model), sgd(replica)]
+    for step in range(4):
+        for index in range(micro):
+            x, y = images(10 * step + index)
+            for net in (model, replica):
+                last = index == micro - 1
+                no_sync = shardtrain.no_sync(net) if net is model else replica.no_sync()
+                with contextlib.nullcontext() if last else no_sync:
+                    F.cross_entropy(net(x), y).backward()
+        with comm.meter() as meter:
+            norm = shardtrain.clip_grad_norm_(model, 0.5)
+        assert meter.calls == {"all_reduce": 1}
+        expected = nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected)
+        assert shardtrain.clip_grad_norm_(model, 1e9, norm_type=float("inf")) > 0
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, replica)
+    assert_replicas_are_equal(model)
+
+
+def test_accumulation_and_clipping_equal_ddp(ranks: Ranks) -> None:
+    """Norms add up in another order: to 1e-5."""
+    ranks(4, accumulates_and_clips)
+
+
+def freeze() -> nn.Module:
+    net = OddNet()
+    net.stem.requires_grad_(False)
+    net.blocks[1].conv.requires_grad_(False)
+    return net
+
+
+def test_frozen_parameters_stay_and_are_not_reduced(ranks: Ranks) -> None:
+    ranks(4, exactly_like_ddp, freeze, 5, HYBRID, sgd, 4, {"units": [Block]})
+
+
+def in_bf16() -> None:
+    for replicate in (2, 4):
+        trains_in_bf16(replicate)
+
+
+def trains_in_bf16(replicate: int) -> None:
+    """Every replica the same bits, and near to fp32's losses."""
+    torch.manual_seed(0)
+    plain = OddNet(13)
+    nets = [
+        shard(copy.deepcopy(plain), mesh=mesh(replicate, 4 // replicate), units=[Block], precision=precision)
+        for precision in (None, Precision(param=torch.bfloat16))
+    ]
+    wide, narrow = (train(net, sgd(net), 10) for net in nets)
+    assert narrow == pytest.approx(wide, abs=0.1)
+    assert narrow != wide
+    assert_replicas_are_equal(nets[1])
+
+
+def test_bf16_keeps_replicas_equal(ranks: Ranks) -> None:
+    ranks(4, in_bf16)
+
+
+def raised(make: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        make()
+    return str(caught.value)
+
+
+def bad_meshes() -> list[str]:
+    def on(ranks: Any) -> Callable[[], nn.Module]:
+        return lambda: shard(OddNet(), mesh=DeviceMesh("cpu", ranks))
+
+    refused = [on([[[0, 1], [2, 3]]]), on([[0, 1]]), on([[0, 2], [3, 1]])]
+    texts = [raised(make) for make in refused]
+    outside = DeviceMesh("cpu", [0, 1])
+    return [*texts, raised(lambda: shard(OddNet(), mesh=outside)) if dist.get_rank() == 3 else ""]
+
+
+def in_int8() -> str:
+    precision = Precision(reduce=torch.int8)
+    return raised(lambda: shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), precision=precision))
+
+
+def test_int8_is_for_one_shard_group(on_ranks: Ranks) -> None:
+    refusal = "int8 gathers and reductions are for one shard group; use a 1-D mesh with them"
+    assert on_ranks(4, in_int8) == [refusal] * 4
+
+
+def test_bad_meshes_are_refused(on_ranks: Ranks) -> None:
+    *alike, outside = on_ranks(4, bad_meshes)[3]
+    assert alike == [
+        "mesh must be a 1-D DeviceMesh or a 2-D one (replicate, shard), got 3 dimensions",
+        "a 2-D mesh must hold every rank: expected 4 ranks, got 1×2",
+        "the ranks of a 2-D mesh must ascend along both dimensions, got [[0, 2], [3, 1]]",
+    ]
+    assert outside == "rank 3 is not in the mesh, which holds [0, 1]"
+
+
+def by_the_backend(sizes: tuple[int, int]) -> None:
+    """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
+    model, replica = hybrid_and_replica(OddNet, sizes, units=[Block], transport="process_group")
+    transport = engine_of(model).transport
+    for part in (transport.inside, transport.across):
+        part.has_gloo = False
+    expected = train(replica, sgd(replica), 4)
+    assert train(model, sgd(model), 4) == pytest.approx(expected, rel=1e-5)
+    assert_replicas_are_equal(model)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
+def test_the_backends_own_collectives_serve_as_well(on_ranks: Ranks, sizes: tuple[int, int]) -> None:
+    on_ranks(sizes[0] * sizes[1], by_the_backend, sizes)
+
+
+class TwoPaths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        for name in order.split():
+            x = getattr(self, name)(x)
+        return x
+
+
+def strays(sizes: tuple[int, int], odd: list[int], order: str) -> str:
+    model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
+
+    def step(own: str) -> None:
+        model(torch.randn(2, 9), own).sum().backward()
+
+    def strayed_step_and_another() -> None:
+        step(order if dist.get_rank() in odd else "first second")
+        step("first second")
+
+    step("first second")
+    started = time.monotonic()
+    with pytest.raises(comm.Diverged) as caught:
+        strayed_step_and_another()
+    assert time.monotonic() - started < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "odd", "order"),
+    [((2, 2), [3], "second"), ((2, 2), [2, 3], "second"), ((3, 1), [2], "second first")],
+    ids=str,
+)
+def test_a_rank_or_replica_on_another_path_is_named(
+    ranks: Ranks, sizes: tuple[int, int], odd: list[int], order: str
+) -> None:
+    texts = ranks(sizes[0] * sizes[1], strays, sizes, odd, order)
+    for text in texts:
+        assert text.startswith("step 2: "), texts
+        if len(odd) == 1:
+            assert re.search(f"rank {odd[0]} takes another path than ranks 0(, | and )1", text), texts
+        else:
+            assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, texts
+
+
+def is_killed(folder: str, sizes: tuple[int, int], where: str) -> None:
+    """The last rank ends in the third step; the others say so within 10 s."""
+    rank = dist.get_rank()
+    model = shard(OddNet(), mesh=mesh(*sizes), units=[Block])
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    if rank == dist.get_world_size() - 1:
+        block = model.blocks[1]  # type: ignore[index]
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if where == "forward":
+            block.register_forward_hook(kill)
+        else:
+            model.fc.register_full_backward_hook(kill)
+    started = time.monotonic()
+    with pytest.raises(comm.PeerLost) as caught:
+        train(model, optimizer, 2, start=2)
+    (Path(folder) / str(rank)).write_text(f"{time.monotonic() - started} {caught.value}")
+
+
+@pytest.mark.parametrize(
+    ("transport", "where"), [("process_group", "forward"), ("shared_memory", "backward")]
+)
+def test_survivors_of_a_killed_rank_leave(transport: str, where: str, tmp_path: Path) -> None:
+    pool = Pool()
+    try:
+        with pytest.raises(RankFailed):
+            pool.run(transport, 4, is_killed, str(tmp_path), HYBRID, where)
+    finally:
+        pool.stop()
+    for rank in range(3):
+        seconds, text = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert float(seconds) < 10
+        assert re.match(r"rank [123] has ended: rank \d was at step 3", text), text

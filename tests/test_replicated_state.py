@@ -1,0 +1,233 @@
+"""What replicas save and load, and whole runs of the training program with them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from test_config import configure
+from test_plan import assert_kept, measured, planned
+from test_plan import run as run_planned
+from test_replicated import HYBRID, assert_replicas_are_equal, mesh
+from torch import nn
+
+import shardtrain
+from shardtrain import checkpoint
+from shardtrain.config import shard_group
+from shardtrain.engine import engine_of
+from shardtrain.errors import UserError
+from shardtrain.optim import Ema
+
+from small import Block, OddNet, assert_at_rest, sgd, shard, train
+from test_resume import crash, run
+
+Ranks = Callable[..., list[Any]]
+
+
+def made(sizes: tuple[int, int]) -> tuple[nn.Module, torch.optim.Optimizer, Ema]:
+    torch.manual_seed(0)
+    options = {"mesh": mesh(*sizes)} if sizes[0] * sizes[1] > 1 else {}
+    model = shard(OddNet(), units=[Block], **options)
+    return model, sgd(model), Ema(model, 0.9)
+
+
+def momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole momentum buffers, by showing them as the parameters."""
+    kept = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.data.copy_(optimizer.state[param]["momentum_buffer"])
+    whole = shardtrain.full_state_dict(model)
+    for param, value in zip(model.parameters(), kept, strict=True):
+        param.data.copy_(value)
+    return {name: whole[name] for name, _ in model.named_parameters()}
+
+
+def saved(path: str, sizes: tuple[int, int]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model, optimizer, ema = made(sizes)
+    train(model, optimizer, 3)
+    ema.update(1)
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank()}, averages=ema.averages)
+    return shardtrain.full_state_dict(model), momentum(model, optimizer)
+
+
+def loaded(
+    path: str, sizes: tuple[int, int], expected: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+) -> int:
+    model, optimizer, ema = made(sizes)
+    extra = checkpoint.load(path, model, optimizer, averages=ema.averages)
+    found = shardtrain.full_state_dict(model), momentum(model, optimizer)
+    cut = [name for name, _ in model.named_parameters()]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in cut)
+        torch.testing.assert_close(ours, theirs)  # three times a buffer, divided by 3, may not be the buffer
+    assert_at_rest(model)
+    train(model, optimizer, 1, start=3)
+    assert_replicas_are_equal(model)
+    return int(extra["rank"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (HYBRID, (1, 4)),
+        (HYBRID, (3, 1)),
+        (HYBRID, (1, 1)),
+        ((1, 3), HYBRID),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_goes_from_any_mesh_to_any_other(
+    on_ranks: Ranks, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    path = str(tmp_path / "step")
+    expected = on_ranks(before[0] * before[1], saved, path, before)[0]
+    ranks = after[0] * after[1]
+    extras = on_ranks(ranks, loaded, path, after, expected)
+    assert extras == (list(range(ranks)) if ranks == before[0] * before[1] else [0] * ranks)
+
+
+def test_one_replica_writes_what_all_hold_alike(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(4, saved, str(tmp_path / "step"), HYBRID)
+    for rank in range(4):
+        with safe_open(tmp_path / "step" / f"rank-{rank:05}.safetensors", framework="pt") as file:
+            kinds = {key.split("/")[0] for key in file.keys()}  # noqa: SIM118
+        assert ("parameters" in kinds) == ("optimizer" in kinds) == ("ema" in kinds) == (rank < 2)
+        assert "buffers" in kinds
+
+
+def goes_on_exactly(path: str) -> None:
+    model, optimizer, _ = made(HYBRID)
+    train(model, optimizer, 3)
+    checkpoint.save(path, model, optimizer)
+    expected = train(model, optimizer, 3, start=3)
+    again, its_optimizer, _ = made(HYBRID)
+    checkpoint.load(path, again, its_optimizer)
+    assert train(again, its_optimizer, 3, start=3) == expected
+
+
+def test_going_on_after_a_load_is_never_having_stopped(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(4, goes_on_exactly, str(tmp_path / "step"))
+
+
+def whole_state() -> None:
+    model, _, _ = made(HYBRID)
+    with torch.no_grad(), shardtrain.unsharded(model):
+        model.fc.weight.fill_(2.0)  # type: ignore[union-attr]
+    whole = shardtrain.full_state_dict(model, rank0_only=True)
+    assert bool(whole) == (dist.get_rank() == 0)
+    if whole:
+        assert bool((whole["fc.weight"] == 2).all())
+        whole["fc.bias"].fill_(3.0)
+    shardtrain.load_full_state_dict(model, whole)
+    assert bool((shardtrain.full_state_dict(model)["fc.bias"] == 3).all())
+    for buffer in model.buffers():
+        buffer.fill_(dist.get_rank())
+    shardtrain.average_buffers(model)
+    means = {float(b.mean()) for b in model.buffers() if b.is_floating_point()}
+    assert means == {1.5}
+    assert_replicas_are_equal(model)
+
+
+def test_whole_parameters_and_buffers_are_everyones(ranks: Ranks) -> None:
+    ranks(4, whole_state)
+
+
+def differs() -> str:
+    with pytest.raises(ValueError, match="the model to shard differs") as caught:
+        shard(nn.Linear(3, 4 if dist.get_rank() == 3 else 5), mesh=mesh(*HYBRID))
+    return str(caught.value)
+
+
+def test_a_model_that_differs_in_another_replica_is_named(ranks: Ranks) -> None:
+    assert all("rank 3 has weight (4, 3)" in text for text in ranks(4, differs))
+
+
+def on_hosts(of_ranks: list[int], transport: str) -> tuple[str, bool]:
+    """What is chosen where ranks are on these hosts."""
+    os.environ["SHARDTRAIN_HOST_KEY"] = f"host {of_ranks[dist.get_rank()]}"
+    try:
+        model = shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport=transport)
+    except ValueError as error:
+        return str(error), False
+    finally:
+        del os.environ["SHARDTRAIN_HOST_KEY"]
+    train(model, sgd(model), 1)
+    assert_replicas_are_equal(model)
+    return "", engine_of(model).transport.in_place
+
+
+def test_memory_is_shared_where_every_shard_group_is_on_one_host(on_ranks: Ranks) -> None:
+    assert on_ranks(4, on_hosts, [0, 0, 1, 1], "auto") == [("", True)] * 4
+    assert on_ranks(4, on_hosts, [0, 1, 0, 1], "auto") == [("", False)] * 4
+    problem = "transport='shared_memory' is not possible: the shard group of ranks 0, 1 is on several hosts"
+    assert on_ranks(4, on_hosts, [0, 1, 0, 1], "shared_memory") == [(problem, False)] * 4
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard_size", "message"),
+    [
+        (3, None, "parallel.replicate=3 does not divide 4 ranks; 1, 2, 4 would"),
+        (
+            2,
+            3,
+            "parallel.shard=3 × parallel.replicate=2 is not the number of ranks, 4; "
+            "parallel.shard=null leaves it to parallel.replicate",
+        ),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused(replicate: int, shard_size: int | None, message: str) -> None:
+    parallel = configure(f"parallel.replicate={replicate}", f"parallel.shard={shard_size or 'null'}").parallel
+    with pytest.raises(UserError) as caught:
+        shard_group(parallel, 4)
+    assert str(caught.value) == message
+
+
+def test_sizes_of_shard_groups() -> None:
+    def group(*arguments: str) -> int:
+        return shard_group(configure(*arguments).parallel, 4)
+
+    assert group() == 4
+    assert group("parallel.replicate=2") == group("parallel.replicate=2", "parallel.shard=2") == 2
+
+
+@pytest.mark.parametrize(
+    ("world", "replicate", "more"),
+    [
+        (4, 2, ["parallel.transport=process_group"]),
+        (4, 2, ["parallel.transport=shared_memory", "parallel.precision=bf16"]),
+        (3, 3, ["train.batch_size=15"]),
+    ],
+)
+def test_a_plan_with_replicas_is_kept(on_ranks: Ranks, world: int, replicate: int, more: list[str]) -> None:
+    arguments = ["model=squeezenet1_1", f"parallel.replicate={replicate}", *more]
+    found = on_ranks(world, measured, *arguments)[0]
+    plan = planned(*arguments, f"world_size={world}")
+    assert plan.sent["all_reduce"] > 0
+    assert_kept(plan, found)
+
+
+def test_a_run_compares_its_averages_with_the_plan(on_ranks: Ranks, tmp_path: Path) -> None:
+    log = on_ranks(4, run_planned, str(tmp_path), "parallel.replicate=2")[0]
+    assert re.search(r"averages send +([\d.]+) +\1 +exact", log)
+    assert "4 ranks in 2 replicas" in log
+
+
+QUIET = ("monitor.tensorboard=false", "monitor.plan=false", "ema.decay=null")
+
+
+def runs_on(folder: str) -> list[str]:
+    quick = ("train.epochs=1", "checkpoint.every_steps=2", "checkpoint.asynchronous=false", *QUIET)
+    first = run(folder, "parallel.replicate=2", *quick, at={3: crash})
+    return [first, run(folder, "parallel.replicate=4", *quick)]
+
+
+def test_a_killed_run_goes_on_with_another_number_of_replicas(on_ranks: Ranks, tmp_path: Path) -> None:
+    assert on_ranks(4, runs_on, str(tmp_path)) == [["Crash ", "finished"]] * 4
+    assert "continuing after step 2 of 5" in (tmp_path / "log.txt").read_text()
