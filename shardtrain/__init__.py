@@ -17,7 +17,7 @@ from shardtrain.state import (
     no_sync,
     unsharded,
 )
-from shardtrain.wrap import UnitInfo, describe, shard
+from shardtrain.wrap import UnitInfo, describe, held_by_rank, shard
 
 __all__ = [
     "GradScaler",
@@ -31,6 +31,7 @@ __all__ = [
     "compile_units",
     "describe",
     "full_state_dict",
+    "held_by_rank",
     "load_full_state_dict",
     "no_sync",
     "shard",

@@ -63,8 +63,8 @@ class FlatGradient:
         self._elsewhere = [_elsewhere(piece, size, offset) for piece, size, offset in rows]
         # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
         layout = segment.layout
-        starts = {at for at in layout.offsets if at < layout.numel}
-        starts.update(takewhile(lambda at: at < layout.numel, layout.bounds))
+        starts = {at for at in layout.offsets if at < layout.end}
+        starts.update(takewhile(lambda at: at < layout.end, layout.bounds))
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
         self._clear()
@@ -96,7 +96,8 @@ class FlatGradient:
             held = self.segment.held_grad(index)
             if held is None:
                 self.segment.give_grad(index, self._own[index])
-            grad = self._own[index] if held is None else held
+            grad = self.segment.held_grad(index)
+            assert grad is not None
             self._shown[index] = Shown(grad, grad._version, own=held is None)
 
     def _heed(self, index: int, shown: Shown) -> None:

@@ -33,6 +33,7 @@ from shardtrain.checkpoint.manifest import (
     file_name,
 )
 from shardtrain.engine import Engine
+from shardtrain.shard import flattened, shown_as
 from shardtrain.state import Spec, equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
@@ -55,6 +56,14 @@ class Held(NamedTuple):
     start: int
     stop: int
     cuts: tuple[tuple[int, int], ...]
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which lies as the parameter does at rest: 1-D, in the order of ``stride``."""
+        return flattened(tensor.detach(), self.shape, self.stride)
+
+    def as_held(self, piece: torch.Tensor) -> torch.Tensor:
+        """The reverse, of this rank's elements."""
+        return shown_as(piece, self.param.shape, self.stride)
 
 
 class Content(NamedTuple):
@@ -154,7 +163,7 @@ def _describe(entry: Held) -> Parameter:
 def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """The part of ``tensor``, which lies as the parameter does, that rank ``rank`` writes; 1-D."""
     start, stop = entry.cuts[rank]
-    return tensor.detach().reshape(-1)[start - entry.start : stop - entry.start]
+    return entry.laid_out(tensor)[start - entry.start : stop - entry.start]
 
 
 def _stepped(engine: Engine, entries: list[Held], optimizer: torch.optim.Optimizer | None) -> set[str]:
