@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardtrain.layout import cut_of
+from shardtrain.layout import Policy, cut_of
 from shardtrain.shard import shown_as
 
 _SHAPES = ((2, 3), (2, 1))  # rank 0 of two holds the first four elements, or the first parameter
 
 
 def refuse_unless_right_on_pieces(
-    optimizer: torch.optim.Optimizer, device: torch.device, layout: str
+    optimizer: torch.optim.Optimizer, device: torch.device, layout: Policy
 ) -> None:
     """Raise unless every kind of group of ``optimizer`` gives on pieces what it gives on whole parameters.
 
@@ -41,7 +41,7 @@ def refuse_unless_right_on_pieces(
             )
 
 
-_ADVICE = {
+_ADVICE: dict[Policy, str] = {
     "even": "A rank holds 1-D pieces of parameters; use an element-wise optimizer such as SGD or AdamW, "
     "shard(..., layout='whole') if it looks at one parameter at a time",
     "whole": "A rank holds some of the parameters; use an optimizer that looks at one at a time",
@@ -59,7 +59,7 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _why_not(
-    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device, layout: str
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device, layout: Policy
 ) -> str:
     values = [torch.linspace(-1.0, 2.0, 6, device=device), torch.linspace(0.5, -1.0, 2, device=device)]
     wholes = [flat.view(shape) for flat, shape in zip(values, _SHAPES, strict=True)]
@@ -78,7 +78,7 @@ def _why_not(
     return "it gives a piece of a parameter other values than the whole one"
 
 
-def _pieces(values: Sequence[torch.Tensor], layout: str) -> list[torch.Tensor]:
+def _pieces(values: Sequence[torch.Tensor], layout: Policy) -> list[torch.Tensor]:
     """What rank 0 of two shows of parameters with these values (1-D) and of ``_SHAPES``."""
     cut = cut_of(layout, world=2)([flat.numel() for flat in values], 1)
     shapes = [shape if cut.whole else (len(flat),) for shape, flat in zip(_SHAPES, values, strict=True)]
@@ -97,6 +97,7 @@ def _three_steps(
     optimizer = kind([{**options, "params": params}])  # type: ignore[call-arg]
     for scale in (1.0, -0.3, 0.5):
         for param, value in zip(params, values, strict=True):
-            param.grad = scale * value.square() + 0.1
+            if value.numel():  # nothing is updated where nothing is
+                param.grad = scale * value.square() + 0.1
         optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
     return torch.cat([param.detach().flatten() for param in params])

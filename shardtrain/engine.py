@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtrain.comm.transport import Transport
 from shardtrain.elementwise import refuse_unless_right_on_pieces
+from shardtrain.layout import Policy
 from shardtrain.precision import Precision, cast
 from shardtrain.schedule import Schedule
 from shardtrain.shard import Account, Gathered, Unit
@@ -45,7 +46,7 @@ class Engine:
         reshard_after_forward: bool,
         precision: Precision | None,
         ignored: set[nn.Parameter],
-        layout: str,
+        layout: Policy,
     ) -> None:
         self.module = root
         self.units = units

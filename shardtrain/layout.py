@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Piece(NamedTuple):
@@ -89,6 +89,16 @@ class Layout:
         """Whether all intervals have one length."""
         return len({self.length(rank) for rank in range(self.world)}) == 1
 
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """Where padding lies in the flat vector."""
+        gaps, at = [], 0
+        for offset, size in [*sorted(zip(self.offsets, self.sizes, strict=True)), (self.padded, 0)]:
+            if offset > at:
+                gaps.append(slice(at, offset))
+            at = max(at, offset + size)
+        return tuple(gaps)
+
     def interval(self, rank: int) -> slice:
         """Rank ``rank``'s interval of the flat vector, padding included."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
@@ -108,11 +118,13 @@ class Layout:
         return tuple(pieces)
 
 
+Policy = Literal["even", "whole"]
+
 # `cut(sizes, align)`: the layout of one unit's parameters, every interval a multiple of ``align`` elements.
 Cut = Callable[[Sequence[int], int], Layout]
 
 
-def cut_of(policy: str, world: int) -> Cut:
+def cut_of(policy: Policy, world: int) -> Cut:
     """How ``policy`` cuts the units of one model: to be called for one after the other, on all ranks alike.
 
     Raises:

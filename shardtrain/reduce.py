@@ -245,7 +245,8 @@ class Reduction:
     def finish(self) -> list[nn.Parameter]:
         """Wait for the movement and give every parameter its piece of the mean, if there is a gradient.
 
-        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient.
+        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient; but
+        none where the parameter is whole on another rank, since not every optimizer takes it.
         """
         with waiting("reduce_scatter", self.unit.title, self.unit.device):
             self._moving.wait()
@@ -255,6 +256,8 @@ class Reduction:
             nowhere = absent([taken.own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
+                if flat.segment.is_elsewhere(index):
+                    continue
                 flat.segment.give_grad(index, taken.own[index])
                 given.append(flat.segment.params[index])
         self._under_way = []

@@ -170,6 +170,10 @@ class Segment:
         """Forget gradients put away by `show_full`."""
         self.kept_grads = [None] * len(self.params)
 
+    def is_elsewhere(self, index: int) -> bool:
+        """Whether parameter ``index`` is whole on another rank, so that there is nothing to update here."""
+        return self.layout.whole and self.pieces[index].numel < self.layout.sizes[index]
+
     def give_grad(self, index: int, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
         piece = self.shown(index, piece)
@@ -198,7 +202,7 @@ class Segment:
             module, attribute = place.owners[0]
             if (
                 module._parameters[attribute] is not param
-                or param.data_ptr() != view.data_ptr()
+                or _address(param) != _address(view)
                 or param.dtype != view.dtype
                 or param.device != view.device
             ):
@@ -337,6 +341,11 @@ class Unit:
         """Forget gradients put away by `show_full`."""
         for segment in self.segments:
             segment.drop_kept_grads()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where it lies; of an empty one, which has no address, its storage: all ranks must see a replacement."""
+    return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

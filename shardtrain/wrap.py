@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from shardtrain import comm
 from shardtrain.comm.transport import Transport
 from shardtrain.engine import Engine, engine_of, is_sharded
-from shardtrain.layout import cut_of
+from shardtrain.layout import Policy, cut_of
 from shardtrain.precision import Precision
 from shardtrain.shard import Place, Segment, Unit, segments_of
 from shardtrain.units import UnitChoice, check_forward, ignored_parameters, places_by_unit, unit_modules
@@ -41,7 +41,7 @@ def shard(
     reshard_after_forward: bool = True,
     transport: str | Transport = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
-    layout: Literal["even", "whole"] = "even",
+    layout: Policy = "even",
 ) -> nn.Module:
     """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
 

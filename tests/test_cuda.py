@@ -20,7 +20,7 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Tag, native
 from shardtrain.comm.meter import waiting
-from shardtrain.layout import even
+from shardtrain.layout import Policy, even
 
 from small import Block, OddNet, assert_at_rest, images, sgd
 
@@ -192,7 +192,7 @@ def test_bf16_on_a_gpu() -> None:
     assert_at_rest(model)
 
 
-def nccl_rank(rank: int, world: int, store: str) -> None:
+def nccl_rank(rank: int, world: int, store: str, layout: Policy) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -200,7 +200,7 @@ def nccl_rank(rank: int, world: int, store: str) -> None:
     )
     torch.manual_seed(0)
     plain = OddNet().to(device)
-    model = shardtrain.shard(copy.deepcopy(plain), units=[Block])
+    model = shardtrain.shard(copy.deepcopy(plain), units=[Block], layout=layout)
     replica = DistributedDataParallel(plain, device_ids=[rank])
     assert steps(model, rank, device) == pytest.approx(steps(replica, rank, device), rel=1e-4)
     assert_at_rest(model)
@@ -213,5 +213,7 @@ def nccl_rank(rank: int, world: int, store: str) -> None:
 
 
 @two_gpus
-def test_two_nccl_ranks_equal_ddp(tmp_path: Path) -> None:
-    mp.spawn(nccl_rank, (2, str(tmp_path / "store")), nprocs=2)
+@pytest.mark.parametrize("layout", ["even", "whole"])
+def test_two_nccl_ranks_equal_ddp(tmp_path: Path, layout: Policy) -> None:
+    """Whole parameters have uneven intervals, which NCCL moves as groups of broadcasts and reductions."""
+    mp.spawn(nccl_rank, (2, str(tmp_path / "store"), layout), nprocs=2)

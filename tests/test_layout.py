@@ -115,4 +115,4 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 2 and 0"):
         cut_of("whole", world=2)([3], 0)
     with pytest.raises(ValueError, match="layout must be 'even' or 'whole', got 'odd'"):
-        cut_of("odd", world=2)
+        cut_of("odd", world=2)  # type: ignore[arg-type]

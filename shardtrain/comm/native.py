@@ -74,7 +74,8 @@ def all_to_all(
 
 def all_gather_uneven(outputs: Sequence[torch.Tensor], input: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill ``outputs[r]`` with rank ``r``'s ``input``, of any length: on NCCL one group of broadcasts."""
-    dist.all_gather(list(outputs), input, group=group)
+    if moves_bytes(group):  # the fake one would copy the input to every output
+        dist.all_gather(list(outputs), input, group=group)
 
 
 def reduce_scatter_uneven(
@@ -84,7 +85,8 @@ def reduce_scatter_uneven(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
     """Reduce every rank's ``inputs[r]``, of any length, to rank ``r``'s ``output``."""
-    dist.reduce_scatter(output, list(inputs), op=op, group=group)
+    if moves_bytes(group):
+        dist.reduce_scatter(output, list(inputs), op=op, group=group)
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:

@@ -104,17 +104,16 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step on every parameter with a gradient. Communicates nothing; empty pieces cost nothing."""
+        """One step on every parameter with a gradient: those that this rank owns. Communicates nothing."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            begun = [param for param in group["params"] if param.grad is not None]
-            for param in begun:
-                if not self.state[param]:  # of empty pieces, too: every rank saves the same kinds of state
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if not self.state[param]:
                     self.state[param] = _first_state(param, group["use_muon"])
-            params = [param for param in begun if param.numel()]
             if group["use_muon"]:
                 for param in params:
                     self._step_matrix(param, group)
