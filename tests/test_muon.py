@@ -43,7 +43,7 @@ class Together(torch.optim.Optimizer):
         options = {"lr": 0.02, "weight_decay": 0.1}
         self.parts = [
             torch.optim.Muon(matrices, adjust_lr_fn=adjust_lr_fn, **options),
-            torch.optim.AdamW(rest, betas=(0.9, 0.95), foreach=False, **options),
+            torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **options),
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -142,6 +142,7 @@ class Muon(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
+            fused=True,  # in one pass, and without asking for the values of the counters
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -156,7 +157,7 @@ def _first_state(param: Tensor, use_muon: bool) -> dict[str, Tensor]:
     if use_muon:
         return {"momentum_buffer": torch.zeros_like(param)}
     return {
-        "step": torch.zeros((), dtype=torch.float32),
+        "step": torch.zeros((), dtype=torch.float32, device=param.device),
         "exp_avg": torch.zeros_like(param),
         "exp_avg_sq": torch.zeros_like(param),
     }
