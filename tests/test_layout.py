@@ -116,3 +116,11 @@ def test_bad_arguments_are_refused() -> None:
         cut_of("whole", world=2)([3], 0)
     with pytest.raises(ValueError, match="layout must be 'even' or 'whole', got 'odd'"):
         cut_of("odd", world=2)  # type: ignore[arg-type]
+
+
+@given(policies, sizes, worlds, aligns)
+def test_gaps_are_what_no_parameter_fills(policy: str, sizes: list[int], world: int, align: int) -> None:
+    layout = cut_of(policy, world)(sizes, align)
+    filled = {at + i for at, size in zip(layout.offsets, sizes, strict=True) for i in range(size)}
+    gaps = [element for gap in layout.gaps for element in range(gap.start, gap.stop)]
+    assert gaps == [element for element in range(layout.padded) if element not in filled]

@@ -182,6 +182,21 @@ def test_what_even_cuts_do_whole_ones_do(ranks: Ranks, world: int, scene: str) -
     ranks(world, like_even_cuts, scene)
 
 
+def as_int8() -> None:
+    """Blocks end with intervals, so other cuts round otherwise."""
+    int8 = shardtrain.Precision(gather=torch.int8, reduce=torch.int8)
+    losses = []
+    for options in ({}, {"precision": int8, "transport": "process_group"}):
+        torch.manual_seed(0)
+        model = shard(OddNet(), **whole(units=_leaves, **options))
+        losses.append(train(model, torch.optim.SGD(model.parameters(), lr=0.01)))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_uneven_intervals_move_as_int8(on_ranks: Ranks) -> None:
+    on_ranks(3, as_int8)
+
+
 def copied_averaged_edited() -> None:
     model, replica = sharded_and_replica(**whole())
     train(model, momentum_sgd(model), 2)

@@ -67,7 +67,9 @@ class Parcels:
     def __init__(self, parts: Sequence[Part], world: int) -> None:
         self.parts = tuple(parts)
         self.sizes = [sum(part.bytes(rank) for part in parts) for rank in range(world)]
-        self.layout = Layout((sum(self.sizes),), (0,), tuple(accumulate(self.sizes, initial=0)))  # of the bytes
+        self.layout = Layout(
+            (sum(self.sizes),), (0,), tuple(accumulate(self.sizes, initial=0))
+        )  # of the bytes
         even = all(len({part.layout.length(rank) for rank in range(world)}) == 1 for part in parts)
         self._alike = [range(world)] if even else [range(rank, rank + 1) for rank in range(world)]
 
