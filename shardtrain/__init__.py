@@ -18,7 +18,7 @@ from shardtrain.state import (
     unsharded,
 )
 from shardtrain.tape import deferred
-from shardtrain.wrap import UnitInfo, describe, shard
+from shardtrain.wrap import UnitInfo, describe, held_by_rank, shard
 
 __all__ = [
     "GradScaler",
@@ -33,6 +33,7 @@ __all__ = [
     "deferred",
     "describe",
     "full_state_dict",
+    "held_by_rank",
     "load_full_state_dict",
     "no_sync",
     "shard",

@@ -19,12 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardtrain
 from shardtrain import comm, data, targets
 from shardtrain.comm import Transport
-from shardtrain.config import Config, Optim, Parallel, Sgd, micro_batch, shard_group
+from shardtrain.config import AdamW, Config, Optim, Parallel, Sgd, layout_of, micro_batch, shard_group
 from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
 from shardtrain.losses import Loss, loss_of
-from shardtrain.optim import Ema, GradScaler
+from shardtrain.optim import Ema, GradScaler, Muon
+from shardtrain.optim.muon import hidden_matrices
 from shardtrain.precision import Precision
 from shardtrain.schedules import lr_factor
 from shardtrain.weights import load_weights
@@ -209,9 +210,10 @@ def shard_with_optimizer(
     model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
     """Shard ``model`` in place, over ``transport`` and on ``device`` if given, and make its optimizer."""
-    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
+    groups = _groups(model, config.optim)
     shardtrain.shard(
         model,
+        layout=layout_of(config),
         precision=precision_of(config.parallel),
         reshard_after_forward=config.parallel.reshard_after_forward,
         transport=transport or config.parallel.transport,
@@ -251,8 +253,20 @@ def _mesh(parallel: Parallel) -> DeviceMesh | None:
 
 def plain_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """The optimizer of ``model`` as it is, unsharded."""
-    groups = parameter_groups(model, config.optim.weight_decay, config.optim.decay_all)
-    return _optimizer(config.optim, groups)
+    return _optimizer(config.optim, _groups(model, config.optim))
+
+
+def _groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
+    groups = parameter_groups(model, optim.weight_decay, optim.decay_all)
+    if isinstance(optim, Sgd | AdamW):
+        return groups
+    matrices = set(hidden_matrices(model))
+    split = [
+        {**group, "params": [p for p in group["params"] if (p in matrices) is muon], "use_muon": muon}
+        for group in groups
+        for muon in (True, False)
+    ]
+    return [group for group in split if group["params"]]
 
 
 def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -260,7 +274,16 @@ def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         return torch.optim.SGD(
             groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
         )
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    if isinstance(optim, AdamW):
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return Muon(
+        groups,
+        lr=optim.lr,
+        momentum=optim.momentum,
+        nesterov=optim.nesterov,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
 
 
 def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:

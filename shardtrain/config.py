@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from shardtrain.checked import above, at_least, checked, fraction, one_of, variants
 from shardtrain.errors import UserError
+from shardtrain.layout import Policy
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,19 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class Muon:
+    name: str
+    nesterov: bool
+    betas: tuple[float, float]
+    """AdamW's, which steps on what is no hidden matrix."""
+    decay_all: bool
+    lr: float = above(0)
+    momentum: float = fraction()
+    eps: float = above(0)
+    weight_decay: float = at_least(0)
+
+
+@dataclass(frozen=True)
 class Cosine:
     name: str
     warmup_epochs: float = at_least(0)
@@ -219,6 +233,7 @@ class Parallel:
     """Copies of the model, each cut over a shard group."""
     shard: int | None = at_least(1)
     """Ranks of a shard group; None: as many as there are, over `replicate`."""
+    layout: str = one_of("auto", "even", "whole")
     transport: str = one_of("auto", "process_group", "shared_memory")
     precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
@@ -276,10 +291,10 @@ DATA = variants(
     huggingface=HuggingFace,
     fake=Fake,
 )
-OPTIM = variants(sgd=Sgd, adamw=AdamW)
+OPTIM = variants(sgd=Sgd, adamw=AdamW, muon=Muon)
 SCHED = variants(cosine=Cosine, linear=Linear, step=Step, constant=Constant)
 Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
-Optim = Sgd | AdamW
+Optim = Sgd | AdamW | Muon
 Sched = Cosine | Linear | Step | Constant
 
 
@@ -310,8 +325,20 @@ class Config:
 
 
 def from_hydra(raw: DictConfig) -> Config:
-    """Checks names, types and ranges, and returns the frozen configuration."""
-    return checked(raw, Config)
+    """Checks names, types, ranges and what does not go together, and returns the frozen configuration."""
+    config = checked(raw, Config)
+    if isinstance(config.optim, Muon) and config.parallel.layout == "even":
+        raise UserError(
+            "optim=muon needs whole matrices, and parallel.layout=even cuts them: leave parallel.layout at "
+            "auto, or set it to whole"
+        )
+    return config
+
+
+def layout_of(config: Config) -> Policy:
+    """The layout for `shard`: whole parameters where the optimizer needs them, else what balances best."""
+    asked = config.parallel.layout
+    return "whole" if asked == "whole" or (asked == "auto" and isinstance(config.optim, Muon)) else "even"
 
 
 def shard_group(parallel: Parallel, world_size: int) -> int:

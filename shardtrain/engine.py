@@ -26,7 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.comm.transport import Transport
-from shardtrain.elementwise import refuse_unless_elementwise
+from shardtrain.elementwise import refuse_unless_right_on_pieces
+from shardtrain.layout import Policy
 from shardtrain.precision import Precision, cast
 from shardtrain.schedule import Schedule
 from shardtrain.shard import Account, Gathered, Unit
@@ -45,6 +46,7 @@ class Engine:
         reshard_after_forward: bool,
         precision: Precision | None,
         ignored: set[nn.Parameter],
+        layout: Policy,
     ) -> None:
         self.module = root
         self.units = units
@@ -56,6 +58,7 @@ class Engine:
             unit.account = self.account
         self.handles: list[RemovableHandle] = []
         self._ignored = ignored
+        self._layout = layout
         self._own_hooks: dict[nn.Parameter, int] = {}  # the number of the hook that drives the schedule
         self._tree = _tree(root)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -106,7 +109,7 @@ class Engine:
         units = [unit.copied(memo) for unit in self.units]
         ignored = {memo[id(param)] for param in self._ignored if id(param) in memo}
         reshard = self.schedule.reshard_after_forward
-        Engine(module, units, self.transport, reshard, self.precision, ignored)
+        Engine(module, units, self.transport, reshard, self.precision, ignored, self._layout)
         return module
 
     @property
@@ -226,7 +229,7 @@ class Engine:
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._own_hooks for group in groups for param in group["params"]):
                 return
-            refuse_unless_elementwise(optimizer, self._shards_on)
+            refuse_unless_right_on_pieces(optimizer, self._shards_on, self._layout)
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
 

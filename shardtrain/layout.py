@@ -1,24 +1,31 @@
 """Where parameters lie in a unit's flat vector, and which interval of it each rank owns.
 
-Pure arithmetic on integers: parameters are laid end to end, and the vector is cut into one contiguous
-interval per rank. Worked numbers for parameters of 3, 4 and 6 elements, two ranks, alignment 4::
+Pure arithmetic on integers: every parameter lies somewhere in the vector, and the vector is cut into one
+contiguous interval per rank. How is a policy. Worked numbers for parameters of 3, 4 and 6 elements, two
+ranks, alignment 4::
 
-    flat vector   a a a b b b b c c c c c c . . .      13 elements, padded to 16
+    even          a a a b b b b c c c c c c . . .      13 elements, padded to 16
     rank 0        a a a b b b b c                      interval [0, 8):  a[0:3] b[0:4] c[0:1]
     rank 1                        c c c c c . . .      interval [8, 16): c[1:6]
 
-A rank's interval is rounded up to the alignment, so it holds less than one alignment unit more than
-total / world. All padding sits at the end of the vector and belongs to no parameter, so an optimizer
-never sees it. Cutting every parameter on its first dimension instead would pad every parameter.
+    whole         c c c c c c . . a a a b b b b .      the largest first, onto the rank that has least
+    rank 0        c c c c c c . .                      interval [0, 8):  c[0:6]
+    rank 1                        a a a b b b b .      interval [8, 16): a[0:3] b[0:4]
+
+``even`` lays parameters end to end and cuts wherever it must: a rank holds less than one alignment unit more
+than total / world, at any world size. Cutting every parameter on its first dimension instead would pad every
+parameter. ``whole`` never cuts a parameter, so that an optimizer may look at all of it: a rank holds at most
+total / world and the largest parameter, over all units together, so more ranks than large parameters gain
+nothing. Padding belongs to no parameter, so an optimizer never sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Piece(NamedTuple):
@@ -39,21 +46,29 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat vector of one unit: ``sizes`` elements per parameter, cut at ``bounds``.
+    """The flat vector of one unit: ``sizes`` elements per parameter from ``offsets`` on, cut at ``bounds``.
 
-    ``bounds`` holds ``world + 1`` cut points; rank ``r`` owns ``[bounds[r], bounds[r + 1])``.
-    ``bounds[-1] >= numel``: what lies beyond ``numel`` is padding.
+    ``bounds`` holds ``world + 1`` cut points; rank ``r`` owns ``[bounds[r], bounds[r + 1])``, which may be
+    empty. ``whole``: no cut falls into a parameter, so that its owner may show it in its own shape.
     """
 
     sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
     bounds: tuple[int, ...]
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.sizes):
             raise ValueError(f"parameter sizes must not be negative, got {self.sizes}")
         increasing = list(self.bounds) == sorted(self.bounds)
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or not increasing or self.bounds[-1] < self.numel:
-            raise ValueError(f"bounds {self.bounds} do not cut a vector of {self.numel} elements")
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or not increasing or self.bounds[-1] < self.end:
+            raise ValueError(f"bounds {self.bounds} do not cut a vector of {self.end} elements")
+
+    @cached_property
+    def end(self) -> int:
+        """Where the last parameter ends."""
+        ends = (at + size for at, size in zip(self.offsets, self.sizes, strict=True))
+        return max(ends, default=0)
 
     @property
     def world(self) -> int:
@@ -70,9 +85,19 @@ class Layout:
         return self.bounds[-1]
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts in the flat vector."""
-        return tuple(accumulate(self.sizes, initial=0))[:-1]
+    def equal(self) -> bool:
+        """Whether all intervals have one length."""
+        return len({self.length(rank) for rank in range(self.world)}) == 1
+
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """Where padding lies in the flat vector."""
+        gaps, at = [], 0
+        for offset, size in [*sorted(zip(self.offsets, self.sizes, strict=True)), (self.padded, 0)]:
+            if offset > at:
+                gaps.append(slice(at, offset))
+            at = max(at, offset + size)
+        return tuple(gaps)
 
     def interval(self, rank: int) -> slice:
         """Rank ``rank``'s interval of the flat vector, padding included."""
@@ -93,10 +118,63 @@ class Layout:
         return tuple(pieces)
 
 
+Policy = Literal["even", "whole"]
+
+# `cut(sizes, align)`: the layout of one unit's parameters, every interval a multiple of ``align`` elements.
+Cut = Callable[[Sequence[int], int], Layout]
+
+
+def cut_of(policy: Policy, world: int) -> Cut:
+    """How ``policy`` cuts the units of one model: to be called for one after the other, on all ranks alike.
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    if policy == "even":
+        return lambda sizes, align: even(sizes, world, align)
+    if policy == "whole":
+        return WholeCut(world)
+    raise ValueError(f"layout must be 'even' or 'whole', got {policy!r}")
+
+
 def even(sizes: Sequence[int], world: int, align: int) -> Layout:
     """Cut the vector into ``world`` intervals of one length, a multiple of ``align`` elements."""
-    if world < 1 or align < 1:
-        raise ValueError(f"world and align must be at least 1, got {world} and {align}")
+    _check(world, align)
     per_rank = -(-sum(sizes) // world)
     length = -(-per_rank // align) * align
-    return Layout(tuple(sizes), tuple(accumulate(repeat(length, world), initial=0)))
+    offsets = tuple(accumulate(sizes, initial=0))[:-1]
+    return Layout(tuple(sizes), offsets, tuple(accumulate(repeat(length, world), initial=0)))
+
+
+class WholeCut:
+    """Gives each parameter to one rank: of a unit the largest first, to the rank that has least of the model.
+
+    ``loads``: elements of each rank so far. This is list scheduling (Graham, 1966,
+    https://doi.org/10.1002/j.1538-7305.1966.tb01709.x), so no rank ever has more than total / world and the
+    largest parameter; it is better balanced the earlier large ones come.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.loads = [0] * world
+
+    def __call__(self, sizes: Sequence[int], align: int) -> Layout:
+        world = len(self.loads)
+        _check(world, align)
+        owned: list[list[int]] = [[] for _ in range(world)]
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            rank = self.loads.index(min(self.loads))
+            self.loads[rank] += sizes[index]
+            owned[rank].append(index)
+        offsets, bounds = [0] * len(sizes), [0]
+        for indices in owned:
+            at = bounds[-1]
+            for index in sorted(indices):
+                offsets[index] = at
+                at += sizes[index]
+            bounds.append(-(-at // align) * align)
+        return Layout(tuple(sizes), tuple(offsets), tuple(bounds), whole=True)
+
+
+def _check(world: int, align: int) -> None:
+    if world < 1 or align < 1:
+        raise ValueError(f"world and align must be at least 1, got {world} and {align}")

@@ -64,8 +64,8 @@ class FlatGradient:
         self._elsewhere = [_elsewhere(piece, size, offset) for piece, size, offset in rows]
         # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
         layout = segment.layout
-        starts = {at for at in layout.offsets if at < layout.numel}
-        starts.update(takewhile(lambda at: at < layout.numel, layout.bounds))
+        starts = {at for at in layout.offsets if at < layout.end}
+        starts.update(takewhile(lambda at: at < layout.end, layout.bounds))
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
         self._clear()
@@ -97,7 +97,8 @@ class FlatGradient:
             held = self.segment.held_grad(index)
             if held is None:
                 self.segment.give_grad(index, self._own[index])
-            grad = self._own[index] if held is None else held
+            grad = self.segment.held_grad(index)
+            assert grad is not None
             self._shown[index] = Shown(grad, grad._version, own=held is None)
 
     def _heed(self, index: int, shown: Shown) -> None:
@@ -256,13 +257,16 @@ class Reduction:
     def give(self) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
 
-        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient.
+        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient; but
+        none where the parameter is whole on another rank, since not every optimizer takes it.
         """
         given = []
         for flat, filled, unsure, own in self._means:
             nowhere = absent([own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
+                if flat.segment.is_elsewhere(index):
+                    continue
                 flat.segment.give_grad(index, own[index])
                 given.append(flat.segment.params[index])
         self._means = []

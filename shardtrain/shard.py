@@ -8,9 +8,9 @@ parameters never enter a reduction. A segment has two storages, or three:
 ``full``   the whole vector in that dtype; filled by a gather from ``wire``, emptied by a release
 
 Where shards are offloaded ``local`` and ``wire`` lie in host memory, ``full`` on the device that computes;
-and a segment's parameters show one of them. At rest each shows its 1-D piece of ``local`` with that piece's
-gradient; while its unit computes it shows its shaped view of ``full``, and has no gradient but the one
-that autograd is just handing over. The parameter objects stay the same for ever: only ``.data`` and
+and a segment's parameters show one of them. At rest each shows its piece of ``local`` with that piece's
+gradient (`shown`); while its unit computes it shows its shaped view of ``full``, and has no gradient but the
+one that autograd is just handing over. The parameter objects stay the same for ever: only ``.data`` and
 ``.grad`` change, which leaves autograd's version counters alone.
 
 ``full`` is one tensor for the life of the segment. Autograd may have saved a parameter, or a view of
@@ -21,6 +21,7 @@ new tensor would leave the view with stale memory.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ import torch
 from torch import nn
 
 from shardtrain.comm.transport import Flat, Pending, Tag, Transport
-from shardtrain.layout import Layout, Piece, even
+from shardtrain.layout import Cut, Layout, Piece
 from shardtrain.precision import Precision
 from shardtrain.tape import Initial, become
 
@@ -64,7 +65,12 @@ class Segment:
     """
 
     def __init__(
-        self, places: Sequence[Place], transport: Transport, precision: Precision, initial: Initial
+        self,
+        places: Sequence[Place],
+        transport: Transport,
+        precision: Precision,
+        cut: Cut,
+        initial: Initial,
     ) -> None:
         self.places = tuple(places)
         self.params = [place.parameter for place in places]
@@ -74,7 +80,7 @@ class Segment:
         self.quantised = precision.quantised(self.params[0], self.places[0].owners[0][0])
         narrowest = min(self.params[0].element_size(), self._compute_dtype().itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
-        self.layout: Layout = even([param.numel() for param in self.params], transport.world, align)
+        self.layout: Layout = cut([param.numel() for param in self.params], align)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
@@ -117,12 +123,30 @@ class Segment:
         self._storage = self.full.untyped_storage()
         self._releases = not (self._transport.in_place or self.full.is_meta)
         self.full_views = self.views_of(self.full)
-        self.local_views = [self.local[p.offset : p.offset + p.numel] for p in self.pieces]
+        self.local_views = [self.shown(i, self.part_of(self.local, i)) for i in range(len(self.pieces))]
         self.resize_full(0)
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         rows = zip(self.layout.offsets, self.layout.sizes, self.shapes, self.strides, strict=True)
         return [full[at : at + size].as_strided(shape, stride) for at, size, shape, stride in rows]
+
+    def part_of(self, local: torch.Tensor, index: int) -> torch.Tensor:
+        """The piece of parameter ``index`` in an interval that is laid out as ``local`` is; 1-D."""
+        piece = self.pieces[index]
+        return local[piece.offset : piece.offset + piece.numel]
+
+    def shown(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """``piece`` (1-D, of parameter ``index`` or its gradient) as the parameter shows it at rest; a view.
+
+        A piece is 1-D, unless parameters are whole: then it has their shape, or on the ranks that have
+        nothing of them as many dimensions. Nothing without dimensions is empty, so such a parameter has one.
+        """
+        shape = self.shapes[index] or (1,) if self.layout.whole else piece.shape
+        return shown_as(piece, shape, self.strides[index])
+
+    def laid_out(self, index: int, shown: torch.Tensor) -> torch.Tensor:
+        """The reverse: 1-D, in the order of the flat vector."""
+        return flattened(shown, self.shapes[index], self.strides[index])
 
     @property
     def flat(self) -> Flat:
@@ -165,8 +189,13 @@ class Segment:
         """Forget gradients put away by `show_full`."""
         self.kept_grads = [None] * len(self.params)
 
+    def is_elsewhere(self, index: int) -> bool:
+        """Whether parameter ``index`` is whole on another rank, so that there is nothing to update here."""
+        return self.layout.whole and self.pieces[index].numel < self.layout.sizes[index]
+
     def give_grad(self, index: int, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
+        piece = self.shown(index, piece)
         held = self.held_grad(index)
         if held is not None:
             held.add_(piece)
@@ -192,7 +221,7 @@ class Segment:
             module, attribute = place.owners[0]
             if (
                 module._parameters[attribute] is not param
-                or param.data_ptr() != view.data_ptr()
+                or _address(param) != _address(view)
                 or param.dtype != view.dtype
                 or param.device != view.device
             ):
@@ -208,11 +237,12 @@ class Segment:
         assert not self.shows_full
         self.params = [place.parameter for place in self.places]
         first = self.params[0]
-        for place, param, piece in zip(self.places, self.params, self.pieces, strict=True):
-            if param.numel() != piece.numel:
+        for place, param, view in zip(self.places, self.params, self.local_views, strict=True):
+            if param.shape != view.shape:
                 raise ValueError(
-                    f"parameter {place.name} now has {param.numel()} elements on this rank, but its local "
-                    f"piece has {piece.numel}; change whole parameters inside shardtrain.unsharded(model)"
+                    f"parameter {place.name} now has shape {tuple(param.shape)} on this rank, but its local "
+                    f"piece has {tuple(view.shape)}; change whole parameters inside "
+                    "shardtrain.unsharded(model)"
                 )
             if (param.dtype, param.device) != (first.dtype, first.device):
                 raise ValueError(
@@ -221,8 +251,8 @@ class Segment:
                     "convert the whole model, or convert it before shard()"
                 )
         local = torch.zeros(self.layout.length(self._transport.rank), dtype=first.dtype, device=first.device)
-        for param, piece in zip(self.params, self.pieces, strict=True):
-            local[piece.offset : piece.offset + piece.numel].copy_(param.data)
+        for index, param in enumerate(self.params):
+            self.shown(index, self.part_of(local, index)).copy_(param.data)
         self._adopt(local)
         self.show_local()
 
@@ -332,6 +362,11 @@ class Unit:
             segment.drop_kept_grads()
 
 
+def _address(tensor: torch.Tensor) -> int:
+    """Where it lies; of an empty one, which has no address, its storage: all ranks must see a replacement."""
+    return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)
+
+
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """``tensor``'s strides if it fills its memory without gaps (channels_last does), else row-major."""
     expected = 1
@@ -350,8 +385,22 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
 
+def shown_as(piece: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
+    """``piece`` (1-D, in the order of ``stride``) in ``shape``; in ``(0, *shape[1:])`` if empty; a view."""
+    if len(shape) == 1:
+        return piece
+    if piece.numel() == math.prod(shape):
+        return piece.as_strided(shape, stride)
+    return piece.view(0, *shape[1:])
+
+
+def flattened(shown: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
+    """What `shown_as` was given: 1-D, in the order of ``stride``; a view if ``shown`` lies that way."""
+    return in_memory_order(shown, stride) if shown.shape == torch.Size(shape) else shown.reshape(-1)
+
+
 def segments_of(
-    places: Sequence[Place], transport: Transport, precision: Precision, initial: Initial
+    places: Sequence[Place], transport: Transport, precision: Precision, cut: Cut, initial: Initial
 ) -> list[Segment]:
     """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order."""
     groups: dict[tuple[object, ...], list[Place]] = {}
@@ -360,4 +409,4 @@ def segments_of(
         traffic = precision.of_parameter(param, owner), precision.quantised(param, owner)
         kind = traffic, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(place)
-    return [Segment(group, transport, precision, initial) for group in groups.values()]
+    return [Segment(group, transport, precision, cut, initial) for group in groups.values()]

@@ -89,9 +89,7 @@ def _close(unit: Unit, transport: Transport, writeback: bool, grads: bool) -> No
     for segment in unit.segments:
         if writeback:
             for index, view in enumerate(segment.local_views):
-                piece = segment.pieces[index]
-                flat = in_memory_order(segment.params[index].data, segment.strides[index])
-                view.copy_(flat[piece.start : piece.stop])
+                view.copy_(_piece_of(segment, index, segment.params[index].data))
         if writeback and grads:
             segment.kept_grads = [_piece_of_grad(segment, i) for i in range(len(segment.params))]
     unit.pinned = False
@@ -117,18 +115,23 @@ def _whole_grads(segment: Segment, transport: Transport, unit: Unit) -> list[tor
     if not has_grad.any():
         return [None] * len(segment.params)
     local = torch.zeros_like(segment.local)
-    for param, piece in zip(segment.params, segment.pieces, strict=True):
+    for index, param in enumerate(segment.params):
         if param.grad is not None:
-            local[piece.offset : piece.offset + piece.numel].copy_(param.grad)
+            segment.part_of(local, index).copy_(segment.laid_out(index, param.grad))
     views = segment.views_of(_whole(segment, local, transport, unit))
     return [view if has else None for view, has in zip(views, has_grad.tolist(), strict=True)]
 
 
 def _piece_of_grad(segment: Segment, index: int) -> torch.Tensor | None:
-    grad, piece = segment.params[index].grad, segment.pieces[index]
-    if grad is None:
-        return None
-    return in_memory_order(grad, segment.strides[index])[piece.start : piece.stop].clone()
+    grad = segment.params[index].grad
+    return None if grad is None else _piece_of(segment, index, grad).clone()
+
+
+def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``whole``, which has the shape of parameter ``index``, as shown at rest."""
+    piece = segment.pieces[index]
+    flat = in_memory_order(whole, segment.strides[index])
+    return segment.shown(index, flat[piece.start : piece.stop])
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -206,10 +209,9 @@ def _load_segment(
                 view.copy_(state[place.name])
     transport.everyone.broadcast(full)
     own = full[segment.layout.interval(transport.rank)]
-    for place, piece in zip(segment.places, segment.pieces, strict=True):
+    for index, place in enumerate(segment.places):
         if place.name not in skipped:
-            part = slice(piece.offset, piece.offset + piece.numel)
-            segment.local[part].copy_(own[part])
+            segment.part_of(segment.local, index).copy_(segment.part_of(own, index))
 
 
 def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) -> tuple[list[str], list[str]]:

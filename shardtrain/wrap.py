@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,21 +15,23 @@ from torch.nn.parameter import is_lazy
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine import Engine, engine_of, is_sharded
+from shardtrain.layout import Policy, cut_of
 from shardtrain.precision import Precision
-from shardtrain.shard import Place, Unit, segments_of
+from shardtrain.shard import Place, Segment, Unit, segments_of
 from shardtrain.tape import Initial, become, forget
 from shardtrain.units import UnitChoice, check_forward, ignored_parameters, places_by_unit, unit_modules
 
 
 class UnitInfo(NamedTuple):
-    """One unit as `describe` reports it. ``parameters`` and ``bytes`` are the whole unit's;
-    ``local`` (elements, padding included) and ``local_bytes`` this rank's."""
+    """One unit as `describe` reports it. ``parameters`` and ``bytes`` are the whole unit's; ``local``
+    (elements, padding included) and ``local_bytes`` this rank's, ``most_bytes`` the most of any rank."""
 
     name: str
     parameters: int
     local: int
     bytes: int
     local_bytes: int
+    most_bytes: int
 
 
 def shard(
@@ -41,14 +43,15 @@ def shard(
     reshard_after_forward: bool = True,
     transport: str | Transport = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
+    layout: Policy = "even",
     device: torch.device | str | None = None,
     offload: bool = False,
 ) -> nn.Module:
     """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
 
     From then on every rank holds 1/N of each unit's parameters, gradients and optimizer state. The
-    parameters stay the same objects under the same names, and at rest each holds its local piece (1-D,
-    possibly empty); a unit's parameters are whole while it computes. Gradients are the mean over ranks.
+    parameters stay the same objects under the same names, and at rest each holds its local piece (by default
+    1-D, possibly empty); a unit's parameters are whole while it computes. Gradients are the mean over ranks.
     Initial parameters and buffers are rank 0's on every rank. With no process group and no
     ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
 
@@ -68,6 +71,9 @@ def shard(
             copy of the parameters between them; ``"auto"`` takes the latter wherever it works, unless int8
             is to move, which takes messages; a `comm.Simulated`, for a rank of a world that is not there.
         ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
+        layout: ``"even"`` cuts each unit into equal intervals, wherever they fall. ``"whole"`` gives each
+            parameter to one rank, for optimizers that look at all of it (Muon): there it has its own shape
+            at rest, on other ranks ``(0, *shape[1:])``. Ranks hold as much as whole parameters allow.
         device: where shards and buffers are to lie and units to compute; ``None`` is where they lie now, for
             a deferred model the CPU. No more than one unit at a time is whole there.
         offload: keep shards, their gradients and optimizer state in host memory, pinned, instead of on the
@@ -93,15 +99,23 @@ def shard(
         link = comm.Quantised(link)
     link = _offloaded(link, module, initial) if offload else link
     control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
-    comm.require_same(_model_lines(places), "the model to shard", link.everyone, control)
-    built = [
-        Unit(name, index, anchors[name], segments_of(found, link, precision, initial))
-        for index, (name, found) in enumerate(places.items())
-    ]
+    lines = [f"layout {layout}", *_model_lines(places)]
+    comm.require_same(lines, "the model to shard", link.everyone, control)
+    cut = cut_of(layout, link.world)
+    segments = {
+        name: segments_of(places[name], link, precision, cut, initial)
+        for name in sorted(places, key=lambda name: -_largest(places[name]))  # balances best
+    }
+    built = [Unit(name, index, anchors[name], segments[name]) for index, name in enumerate(places)]
     _place_the_rest(module, skipped, initial)
     _broadcast_buffers(module, link.everyone)
-    Engine(module, built, link, reshard_after_forward, precision, skipped)
+    Engine(module, built, link, reshard_after_forward, precision, skipped, layout)
     return module
+
+
+def _largest(places: Sequence[Place]) -> int:
+    """Elements of the largest of these parameters."""
+    return max((place.parameter.numel() for place in places), default=0)
 
 
 def _offloaded(link: Transport, module: nn.Module, initial: Initial) -> Transport:
@@ -123,7 +137,20 @@ def _describe_unit(unit: Unit) -> UnitInfo:
         local=sum(local for _, local, _ in sizes),
         bytes=sum(whole * width for whole, _, width in sizes),
         local_bytes=sum(local * width for _, local, width in sizes),
+        most_bytes=max(_held_by_rank(unit.segments), default=0),
     )
+
+
+def held_by_rank(module: nn.Module) -> list[int]:
+    """Bytes of the pieces that each rank holds of a sharded module, padding included."""
+    engine = engine_of(module)
+    held = _held_by_rank([segment for unit in engine.units for segment in unit.segments])
+    return held or [0] * engine.transport.world
+
+
+def _held_by_rank(segments: Sequence[Segment]) -> list[int]:
+    lengths = [[s.layout.length(r) * s.local.element_size() for r in range(s.layout.world)] for s in segments]
+    return [sum(held) for held in zip(*lengths, strict=True)]
 
 
 def _check(module: nn.Module, transport: str | Transport, mesh: DeviceMesh | None) -> None:

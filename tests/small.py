@@ -55,7 +55,11 @@ def images(
 
 def shard(module: nn.Module, **options: Any) -> nn.Module:
     """`shardtrain.shard` over the transport that the test runs with."""
-    return shardtrain.shard(module, **{"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], **options})
+    defaults = {
+        "transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"],
+        "layout": os.environ.get("SHARDTRAIN_TEST_LAYOUT", "even"),
+    }
+    return shardtrain.shard(module, **{**defaults, **options})
 
 
 def sharded_and_replica(
@@ -121,7 +125,7 @@ def assert_same_parameters(model: nn.Module, replica: nn.Module, tolerance: floa
 
 
 def assert_at_rest(model: nn.Module) -> None:
-    """Every parameter shows its 1-D piece, and nothing is gathered."""
+    """Every parameter shows its piece, and nothing is gathered."""
     from shardtrain.engine import engine_of
     from shardtrain.shard import State
 
@@ -131,6 +135,10 @@ def assert_at_rest(model: nn.Module) -> None:
         for segment in unit.segments:
             if not engine.transport.in_place:
                 assert segment.full.untyped_storage().nbytes() == 0, unit.name
-            for param, piece in zip(segment.params, segment.pieces, strict=True):
-                assert param.shape == (piece.numel,)
+            rows = zip(segment.params, segment.pieces, segment.shapes, strict=True)
+            for param, piece, shape in rows:
+                if not segment.layout.whole:
+                    assert param.shape == (piece.numel,)
+                elif shape:
+                    assert param.shape == (shape if piece.numel == shape.numel() else (0, *shape[1:]))
                 assert param.grad is None or param.grad.shape == param.shape

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from shardtrain import clip_grad_norm_, comm
+from shardtrain import clip_grad_norm_, comm, pictures
 from shardtrain.build import build
 from shardtrain.checkpoint.store import Store
 from shardtrain.compose import compose
@@ -23,7 +23,7 @@ from shardtrain.data import Batch, Prepare
 from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.evaluate import Evaluation, Mistake, Scores
 from shardtrain.launch import Context, Place
-from shardtrain.monitor import glance, pictures
+from shardtrain.monitor import glance
 from shardtrain.monitor.board import METRICS, TensorBoard, hyperparameters
 from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.sink import Sink

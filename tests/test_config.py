@@ -14,7 +14,7 @@ import shardtrain
 from shardtrain import compose as compose_module
 from shardtrain.checked import plain
 from shardtrain.compose import compose
-from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, micro_batch
+from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, micro_batch
 from shardtrain.errors import UserError
 
 
@@ -54,6 +54,20 @@ def test_recipe_is_overridden_by_the_command_line() -> None:
     assert (config.optim.name, config.train.epochs) == ("adamw", 2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [
+        ("", "even"),
+        ("optim=muon", "whole"),
+        ("parallel.layout=whole", "whole"),
+        ("optim=muon parallel.layout=whole", "whole"),
+        ("optim=adamw parallel.layout=even", "even"),
+    ],
+)
+def test_the_optimizer_decides_about_the_layout(arguments: str, layout: str) -> None:
+    assert layout_of(configure(*arguments.split())) == layout
+
+
 def test_fast_dry_run() -> None:
     config = configure("+recipe=resnet", "debug=fdr")
     assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 48, 0)
@@ -91,8 +105,8 @@ def test_growing_images_are_written_as_they_were_given() -> None:
         ("optim=adamw optim.momentum=0.9", r"unknown key optim.momentum.*optim.betas"),
         ("optim=adamw +optim.momentum=0.9", r"unknown key optim.momentum.*betas"),
         ("data.root=/x", r"unknown key data.root.*data.image_size"),
-        ("++optim.name=lamb", r"optim.name=lamb \(valid: sgd, adamw\)"),
-        ("++optim.name=null", r"optim.name=null \(valid: sgd, adamw\)"),
+        ("++optim.name=lamb", r"optim.name=lamb \(valid: sgd, adamw, muon\)"),
+        ("++optim.name=null", r"optim.name=null \(valid: sgd, adamw, muon\)"),
         ("~optim", r"optim is missing|unknown key optim"),
         ("~train.epochs", r"train.epochs is missing"),
         ("foo", r"cannot read 'foo': expected key=value"),
@@ -127,6 +141,11 @@ def test_growing_images_are_written_as_they_were_given() -> None:
             "parallel.traffic=int8 parallel.transport=shared_memory",
             r"parallel.traffic=int8: ranks that share memory send nothing that could be made smaller; choose "
             r"parallel.transport=process_group, or parallel.traffic=null",
+        ),
+        ("parallel.layout=odd", r"parallel.layout=odd \(valid: auto, even, whole\)"),
+        (
+            "optim=muon parallel.layout=even",
+            r"optim=muon needs whole matrices, and parallel.layout=even cuts",
         ),
         ("parallel.precision=fp16", r"parallel.precision=fp16; did you mean bf16\? \(valid: fp32, bf16\)"),
         ("checkpoint.keep=-1", r"checkpoint.keep=-1: expected at least 0"),

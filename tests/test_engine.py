@@ -716,7 +716,7 @@ def test_every_refusal_says_what_is_wrong_on_every_rank(ranks: Ranks, world: int
         "units must be module classes or a callable",
         "transport must be 'auto', 'process_group' or 'shared_memory', got 'pigeon'",
         "OddNet is not sharded: pass the module that shardtrain.shard() returned",
-        "parameter stem.weight now has 3 elements on this rank, but its local piece has",
+        "parameter stem.weight now has shape (3,) on this rank, but its local piece has",
     ]
     for texts in ranks(world, bad_arguments):
         assert len(texts) == len(expected)

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.layout import Layout, Piece, even
+from shardtrain.layout import Layout, Piece, WholeCut, cut_of, even
 
+policies = st.sampled_from(["even", "whole"])
 sizes = st.lists(st.integers(0, 200), max_size=12)
 worlds = st.integers(1, 9)
 aligns = st.sampled_from([1, 2, 4, 8])
@@ -18,26 +19,65 @@ def test_the_docstring_s_worked_numbers() -> None:
     assert layout.pieces(1) == (Piece(3, 3, 0), Piece(4, 4, 0), Piece(1, 6, 0))
 
 
-@given(sizes, worlds, aligns)
-def test_pieces_tile_every_parameter_in_rank_order(sizes: list[int], world: int, align: int) -> None:
-    layout = even(sizes, world, align)
+def test_the_docstring_s_worked_numbers_for_whole_parameters() -> None:
+    layout = cut_of("whole", world=2)([3, 4, 6], 4)
+    assert layout.bounds == (0, 8, 16)
+    assert layout.offsets == (8, 11, 0)
+    assert layout.pieces(0) == (Piece(0, 0, 0), Piece(0, 0, 0), Piece(0, 6, 0))
+    assert layout.pieces(1) == (Piece(0, 3, 0), Piece(0, 4, 3), Piece(6, 6, 0))
+
+
+@given(policies, sizes, worlds, aligns)
+def test_pieces_tile_every_parameter_in_rank_order(
+    policy: str, sizes: list[int], world: int, align: int
+) -> None:
+    layout = cut_of(policy, world)(sizes, align)
     pieces = [layout.pieces(rank) for rank in range(world)]
     for index, size in enumerate(sizes):
         covered = [e for rank in range(world) for e in range(*pieces[rank][index][:2])]
         assert covered == list(range(size))
 
 
-@given(sizes, worlds, aligns)
-def test_a_piece_lies_where_the_flat_vector_says(sizes: list[int], world: int, align: int) -> None:
-    layout = even(sizes, world, align)
-    flat = [(index, element) for index, size in enumerate(sizes) for element in range(size)]
-    flat += [(-1, -1)] * (layout.padded - layout.numel)
+@given(policies, sizes, worlds, aligns)
+def test_a_piece_lies_where_the_flat_vector_says(
+    policy: str, sizes: list[int], world: int, align: int
+) -> None:
+    layout = cut_of(policy, world)(sizes, align)
+    flat = [(-1, -1)] * layout.padded
+    for index, (at, size) in enumerate(zip(layout.offsets, sizes, strict=True)):
+        assert flat[at : at + size] == [(-1, -1)] * size, "parameters overlap"
+        flat[at : at + size] = [(index, element) for element in range(size)]
     for rank in range(world):
         mine = flat[layout.interval(rank)]
         assert len(mine) == layout.length(rank)
         for index, piece in enumerate(layout.pieces(rank)):
             expected = [(index, element) for element in range(piece.start, piece.stop)]
             assert mine[piece.offset : piece.offset + piece.numel] == expected
+
+
+@given(sizes, worlds, aligns)
+def test_whole_parameters_have_one_owner_and_intervals_are_aligned(
+    sizes: list[int], world: int, align: int
+) -> None:
+    layout = cut_of("whole", world)(sizes, align)
+    for index, size in enumerate(sizes):
+        owned = [layout.pieces(rank)[index].numel for rank in range(world)]
+        assert sorted(owned) == [0] * (world - 1) + [size]
+    for rank in range(world):
+        assert layout.length(rank) % align == 0
+        assert 0 <= layout.length(rank) - sum(piece.numel for piece in layout.pieces(rank)) < align
+    assert layout.equal == (len({layout.length(rank) for rank in range(world)}) == 1)
+
+
+@given(st.lists(sizes, max_size=8), worlds, aligns)
+def test_whole_parameters_balance_over_all_units(units: list[list[int]], world: int, align: int) -> None:
+    cut, again = WholeCut(world), WholeCut(world)
+    layouts = [cut(sizes, align) for sizes in units]
+    assert layouts == [again(sizes, align) for sizes in units], "every rank must find the same"
+    owned = [sum(piece.numel for each in layouts for piece in each.pieces(rank)) for rank in range(world)]
+    assert owned == cut.loads
+    largest = max((size for sizes in units for size in sizes), default=0)
+    assert max(owned) <= sum(owned) / world + largest
 
 
 @given(sizes, worlds, aligns)
@@ -66,9 +106,21 @@ def test_one_rank_owns_everything() -> None:
 )
 def test_bad_cuts_are_refused(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"must not be negative|do not cut"):
-        Layout(sizes, bounds)
+        Layout(sizes, (0,) * len(sizes), bounds)
 
 
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0 and 4"):
         even([3], world=0, align=4)
+    with pytest.raises(ValueError, match="at least 1, got 2 and 0"):
+        cut_of("whole", world=2)([3], 0)
+    with pytest.raises(ValueError, match="layout must be 'even' or 'whole', got 'odd'"):
+        cut_of("odd", world=2)  # type: ignore[arg-type]
+
+
+@given(policies, sizes, worlds, aligns)
+def test_gaps_are_what_no_parameter_fills(policy: str, sizes: list[int], world: int, align: int) -> None:
+    layout = cut_of(policy, world)(sizes, align)
+    filled = {at + i for at, size in zip(layout.offsets, sizes, strict=True) for i in range(size)}
+    gaps = [element for gap in layout.gaps for element in range(gap.start, gap.stop)]
+    assert gaps == [element for element in range(layout.padded) if element not in filled]

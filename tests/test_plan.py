@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardtrain.plan.__main__ import plan
 from shardtrain.plan.fit import MOST, largest_batch
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import MemoryTimeline, Point, memory_of_step
-from shardtrain.plan.report import headline
+from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.settings import Settings, read
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.plan.step import Step
@@ -277,6 +278,24 @@ def test_kinds_are_told_apart() -> None:
     assert timeline.points[-1].phase == "update"
 
 
+def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
+    arguments = ("model=squeezenet1_1", "world_size=8", "optim=muon")
+    found, even = planned(*arguments), planned(*arguments[:2])
+    by_rank = [planned_as(rank, *arguments) for rank in range(8)]
+    assert found.uneven
+    assert not even.uneven
+    assert found.parameters == max(plan.parameters for plan in by_rank) > even.parameters
+    assert sum(plan.parameters for plan in by_rank) == 4 * sum(unit.parameters for unit in found.units)
+    assert re.match(rf"rank {found.question.rank}, which has most, holds +MiB\n", rank_table(found))
+    assert rank_table(even).startswith("a rank holds")
+    assert "whole parameters" in headline(settings(*arguments).config, found)
+
+
+def planned_as(rank: int, *arguments: str) -> Plan:
+    found = settings(*arguments)
+    return simulate(found.config, replace(found.question, rank=rank))
+
+
 def run(folder: str, *arguments: str) -> str:
     """What the log says of a training run on the ranks that call this."""
     place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
@@ -287,8 +306,9 @@ def run(folder: str, *arguments: str) -> str:
     return log.read_text() if log.exists() else ""
 
 
-def test_a_run_ends_with_plan_and_measurement(on_ranks: Any, tmp_path: Path) -> None:
-    log = on_ranks(2, run, str(tmp_path), "optim=adamw", "train.accumulate=2")[0]
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_run_ends_with_plan_and_measurement(on_ranks: Any, tmp_path: Path, optim: str) -> None:
+    log = on_ranks(2, run, str(tmp_path), f"optim={optim}", "train.accumulate=2")[0]
     rows = re.findall(r"^\S+ \S+  (\w.*?)  +([\d.]+)  +([\d.]+)  (exact)$", log, re.MULTILINE)
     names = ["parameters", "gradients", "optimizer", "gathered at once", "gathers send", "reductions send"]
     assert [name for name, *_ in rows] == names

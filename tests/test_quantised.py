@@ -112,7 +112,7 @@ def from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
 def uneven(world: int) -> Layout:
     """Intervals of 300, 7, 0 and 520 elements."""
     bounds = [0, 300, 307, 307, 827][: world + 1]
-    return Layout((bounds[-1],), tuple(bounds))
+    return Layout((bounds[-1],), (0,), tuple(bounds))
 
 
 def gathers(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.layout import Policy
 from shardtrain.shard import ALIGN_BYTES
 
 from small import OddNet, sgd
@@ -28,9 +29,11 @@ def world(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def test_a_step_runs_in_a_simulated_world(world: int) -> None:
+@pytest.mark.parametrize("layout", ["even", "whole"])
+def test_a_step_runs_in_a_simulated_world(world: int, layout: Policy) -> None:
+    """Whole parameters have uneven intervals, most of them empty, and move by other collectives."""
     model = shardtrain.shard(
-        OddNet(), units=lambda name, _: name.startswith("blocks.") and name.count(".") == 1
+        OddNet(), units=lambda name, _: name.startswith("blocks.") and name.count(".") == 1, layout=layout
     )
     optimizer = sgd(model)
     for _ in range(2):

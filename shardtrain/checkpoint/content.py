@@ -12,7 +12,7 @@ Moving averages of the weights, if there are any, are `ema/w`, cut as `parameter
 
 What all ranks hold alike is in one file alone: rank 0's, or if it belongs to a parameter, that of the first
 rank with a piece of it. Empty pieces are not written, and a rank with an empty piece is not asked: it cannot
-know whether there was a gradient, so its count of steps may be another.
+know whether there was a gradient, so its count of steps may be another, or it may have no state at all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from shardtrain import comm
 from shardtrain.checkpoint.files import DTYPES
 from shardtrain.checkpoint.manifest import (
     Group,
@@ -32,10 +33,13 @@ from shardtrain.checkpoint.manifest import (
     Parameter,
     Slice,
     State,
+    dump_state,
     file_name,
+    parse_state,
 )
 from shardtrain.engine import Engine
 from shardtrain.layout import Piece
+from shardtrain.shard import flattened, shown_as
 from shardtrain.state import Spec, equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
@@ -58,6 +62,19 @@ class Held(NamedTuple):
     start: int
     stop: int
     cuts: tuple[tuple[int, int], ...]
+
+    @property
+    def first(self) -> int:
+        """The first rank that writes some of it; 0 if there is nothing to write."""
+        return next((rank for rank, (start, stop) in enumerate(self.cuts) if stop > start), 0)
+
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which lies as the parameter does at rest: 1-D, in the order of ``stride``."""
+        return flattened(tensor.detach(), self.shape, self.stride)
+
+    def as_held(self, piece: torch.Tensor) -> torch.Tensor:
+        """The reverse, of this rank's elements."""
+        return shown_as(piece, self.param.shape, self.stride)
 
 
 class Content(NamedTuple):
@@ -102,9 +119,11 @@ def collect(
 ) -> tuple[Content | None, str]:
     """This rank's content, or why there is none. Collective: buffers are averaged."""
     equal = dict(equal_buffers(engine.module, engine.transport.everyone))
-    stepped = _stepped(engine, held(engine), optimizer)
+    states, problem = _agreed_states(engine, optimizer)
+    if problem:
+        return None, problem
     try:
-        return _collect(engine, optimizer, extra, facts, averages, equal, stepped), ""
+        return _collect(engine, optimizer, extra, facts, averages, equal, states), ""
     except ValueError as error:
         return None, str(error)
 
@@ -116,7 +135,7 @@ def _collect(
     facts: Mapping[str, Any],
     averages: Averages | None,
     equal: Mapping[torch.Tensor, torch.Tensor],
-    stepped: set[str],
+    states: Mapping[str, dict[str, State]],
 ) -> Content:
     rank = engine.transport.everyone.rank
     entries = held(engine)
@@ -132,7 +151,7 @@ def _collect(
         tensors |= {key: piece for key, piece in cut.items() if piece.numel()}
     described = None
     if optimizer is not None:
-        described = _describe_optimizer(entries, optimizer, stepped)
+        described = _describe_optimizer(entries, optimizer, states)
         tensors |= _state_tensors(entries, optimizer, described, rank)
     notes = {"extra": json.dumps(encode_extra(extra, tensors))}
     for name, tensor in tensors.items():
@@ -160,20 +179,39 @@ def _describe(entry: Held) -> Parameter:
 def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """The part of ``tensor``, which lies as the parameter does, that rank ``rank`` writes; 1-D."""
     start, stop = entry.cuts[rank]
-    return tensor.detach().reshape(-1)[start - entry.start : stop - entry.start]
+    return entry.laid_out(tensor)[start - entry.start : stop - entry.start]
 
 
-def _stepped(engine: Engine, entries: list[Held], optimizer: torch.optim.Optimizer | None) -> set[str]:
-    """Names of parameters that the optimizer has a state of, as ranks with a piece say. Collective."""
-    state = {} if optimizer is None else optimizer.state
-    flags = [e.param in state and (e.param.numel() > 0 or 0 in e.shape) for e in entries]
-    found = torch.tensor(flags, dtype=torch.int32, device=engine.device)
-    engine.transport.everyone.all_reduce(found, "max")
-    return {entry.name for entry, has in zip(entries, found.tolist(), strict=True) if has}
+def _agreed_states(
+    engine: Engine, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, dict[str, State]], str]:
+    """What the optimizer keeps of each parameter, as the first rank with a piece of it says. Collective.
+
+    And what is wrong with this rank's, if anything is.
+    """
+    entries = held(engine) if optimizer is not None else []
+    everyone, ours, problem = engine.transport.everyone, {}, ""
+    try:
+        for entry in entries:
+            assert optimizer is not None
+            if entry.param in optimizer.state and (entry.param.numel() or entry.first == everyone.rank):
+                state = optimizer.state[entry.param]
+                ours[entry.name] = {k: dump_state(_describe_state(entry, k, v)) for k, v in state.items()}
+    except ValueError as error:
+        problem = str(error)
+    ours = json.loads(json.dumps(ours))  # as others will read it: tuples are lists
+    said = json.dumps({e.name: ours[e.name] for e in entries if e.name in ours and e.first == everyone.rank})
+    agreed: dict[str, Any] = {}
+    for text in comm.gather_texts(said, everyone, engine.device):
+        agreed |= json.loads(text) if text else {}  # a simulated world delivers nothing
+    odd = [name for name, state in ours.items() if agreed.get(name, state) != state]
+    if odd and not problem:
+        problem = f"the optimizer's state of {odd[0]} is {ours[odd[0]]}, expected {agreed[odd[0]]}"
+    return {name: {k: parse_state(v) for k, v in state.items()} for name, state in agreed.items()}, problem
 
 
 def _describe_optimizer(
-    entries: list[Held], optimizer: torch.optim.Optimizer, stepped: set[str]
+    entries: list[Held], optimizer: torch.optim.Optimizer, states: Mapping[str, dict[str, State]]
 ) -> Optimizer:
     names = {entry.param: entry.name for entry in entries}
     groups = []
@@ -188,13 +226,7 @@ def _describe_optimizer(
             key: _option(value, key) for key, value in group.items() if key not in ("params", "param_names")
         }
         groups.append(Group([names[param] for param in group["params"]], options))
-    state = {
-        entry.name: {
-            key: _describe_state(entry, key, value) for key, value in optimizer.state[entry.param].items()
-        }
-        for entry in entries
-        if entry.name in stepped and entry.param in optimizer.state
-    }
+    state = {entry.name: states[entry.name] for entry in entries if entry.name in states}
     return Optimizer(type(optimizer).__name__, groups, state)
 
 
@@ -236,12 +268,12 @@ def _state_tensors(
 ) -> dict[str, torch.Tensor]:
     tensors = {}
     for entry, key, state in _states(entries, described):
-        value = optimizer.state[entry.param][key]
-        first = next((rank for rank, (start, stop) in enumerate(entry.cuts) if stop > start), 0)
-        if state.whole and rank == first:
-            tensors[f"optimizer/{key}/{entry.name}"] = value
-        elif not state.whole and state.dtype is not None and (piece := _written(entry, value, rank)).numel():
-            tensors[f"optimizer/{key}/{entry.name}"] = piece
+        start, stop = entry.cuts[rank]
+        if state.whole and rank == entry.first:
+            tensors[f"optimizer/{key}/{entry.name}"] = optimizer.state[entry.param][key]
+        elif not state.whole and state.dtype is not None and stop > start:
+            value = optimizer.state[entry.param][key]
+            tensors[f"optimizer/{key}/{entry.name}"] = _written(entry, value, rank)
     return tensors
 
 

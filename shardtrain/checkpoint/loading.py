@@ -273,7 +273,7 @@ def _fill(
 def _fill_piece(manifest: Manifest, files: Files, entry: Held, kind: str, target: torch.Tensor) -> None:
     saved = manifest.parameters[entry.name]
     piece = files.piece(f"{kind}/{entry.name}", saved, saved.spec.dtype, entry)
-    target.copy_(piece.view(target.shape))
+    target.copy_(entry.as_held(piece))
 
 
 def _fill_optimizer(
@@ -318,5 +318,4 @@ def _state(manifest: Manifest, files: Files, entry: Held, key: str) -> Any:
         return state.value
     if state.whole:
         return files.tensor(_first_file(manifest.parameters[entry.name]), name).clone()
-    piece = files.piece(name, manifest.parameters[entry.name], state.dtype, entry)
-    return piece.view(entry.param.shape)
+    return entry.as_held(files.piece(name, manifest.parameters[entry.name], state.dtype, entry))

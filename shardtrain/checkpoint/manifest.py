@@ -129,14 +129,14 @@ def _dump_parameter(entry: Parameter) -> dict[str, Any]:
 
 def _dump_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     state = {
-        name: {key: _dump_state(entry) for key, entry in entries.items()}
+        name: {key: dump_state(entry) for key, entry in entries.items()}
         for name, entries in optimizer.state.items()
     }
     groups = [group._asdict() for group in optimizer.groups]
     return {"type": optimizer.type, "groups": groups, "state": state}
 
 
-def _dump_state(state: State) -> dict[str, Any]:
+def dump_state(state: State) -> dict[str, Any]:
     if state.dtype is None:
         return {"value": state.value}
     return {"whole" if state.whole else "dtype": _dtype_name(state.dtype)}
@@ -232,7 +232,7 @@ def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) 
 def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> Optimizer:
     groups = [Group([str(name) for name in g["names"]], dict(g["options"])) for g in node["groups"]]
     state = {
-        name: {key: _state(entry) for key, entry in entries.items()}
+        name: {key: parse_state(entry) for key, entry in entries.items()}
         for name, entries in node["state"].items()
     }
     for name in [*state, *(name for group in groups for name in group.names)]:
@@ -241,7 +241,7 @@ def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> 
     return Optimizer(str(node["type"]), groups, state)
 
 
-def _state(node: Mapping[str, Any]) -> State:
+def parse_state(node: Mapping[str, Any]) -> State:
     if "value" in node:
         return State(None, value=node["value"])
     whole = "whole" in node

@@ -72,6 +72,23 @@ def all_to_all(
     dist.all_to_all_single(output, input, equal, [*sizes], group=group)
 
 
+def all_gather_uneven(outputs: Sequence[torch.Tensor], input: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``outputs[r]`` with rank ``r``'s ``input``, of any length: on NCCL one group of broadcasts."""
+    if moves_bytes(group):  # the fake one would copy the input to every output
+        dist.all_gather(list(outputs), input, group=group)
+
+
+def reduce_scatter_uneven(
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """Reduce every rank's ``inputs[r]``, of any length, to rank ``r``'s ``output``."""
+    if moves_bytes(group):
+        dist.reduce_scatter(output, list(inputs), op=op, group=group)
+
+
 def has_gloo(group: dist.ProcessGroup) -> bool:
     """Whether CPU tensors can be sent point to point over gloo."""
     return "cpu:gloo" in dist.get_backend_config(group)

@@ -37,6 +37,7 @@ class Whole(NamedTuple):
     """A gradient as backends want it: own interval in place, and room of the same dtype for the mean."""
 
     full: torch.Tensor
+    layout: Layout
     out: torch.Tensor
     interval: torch.Tensor  # where the mean belongs, ``out`` itself unless it has a wider dtype
 
@@ -296,19 +297,26 @@ class ProcessGroupTransport(OneGroup):
         return parts
 
     def _gather_natively(self, flat: Flat) -> None:
-        native.all_gather(flat.full, flat.local, _living(self._backend))
+        group = _living(self._backend)
+        if flat.layout.equal:
+            native.all_gather(flat.full, flat.local, group)
+        else:
+            native.all_gather_uneven(_intervals(flat.full, flat.layout), flat.local, group)
 
     def _whole(self, gradient: Gradient) -> Whole:
         interval = own_interval(gradient, self.rank)
         gradient.full[gradient.layout.interval(self.rank)].copy_(interval)
-        return Whole(gradient.full, interval.to(gradient.full.dtype), interval)
+        return Whole(gradient.full, gradient.layout, interval.to(gradient.full.dtype), interval)
 
     def _reduce_natively(self, whole: Whole) -> None:
-        full, out, interval = whole
-        if full.device.type == "cuda":
-            native.reduce_scatter(out, full, _living(self._backend), dist.ReduceOp.AVG)
+        full, layout, out, interval = whole
+        group = _living(self._backend)
+        op = dist.ReduceOp.AVG if full.device.type == "cuda" else dist.ReduceOp.SUM
+        if layout.equal:
+            native.reduce_scatter(out, full, group, op)
         else:
-            native.reduce_scatter(out, full, _living(self._backend))
+            native.reduce_scatter_uneven(out, _intervals(full, layout), group, op)
+        if op == dist.ReduceOp.SUM:
             out.div_(self.world)
         if out is not interval:
             interval.copy_(out)

@@ -67,7 +67,9 @@ class Parcels:
     def __init__(self, parts: Sequence[Part], world: int) -> None:
         self.parts = tuple(parts)
         self.sizes = [sum(part.bytes(rank) for part in parts) for rank in range(world)]
-        self.layout = Layout((sum(self.sizes),), tuple(accumulate(self.sizes, initial=0)))  # of the bytes
+        self.layout = Layout(
+            (sum(self.sizes),), (0,), tuple(accumulate(self.sizes, initial=0))
+        )  # of the bytes
         even = all(len({part.layout.length(rank) for rank in range(world)}) == 1 for part in parts)
         self._alike = [range(world)] if even else [range(rank, rank + 1) for rank in range(world)]
 
@@ -214,7 +216,8 @@ class Quantised(OneGroup):
 
         def start() -> Pending:
             for index, gradient in enumerate(gradients):
-                gradient.full[gradient.layout.numel :].zero_()  # whatever is there must not make a scale
+                for gap in gradient.layout.gaps:  # whatever is there must not make a scale
+                    gradient.full[gap].zero_()
                 for ranks, column in packed.columns(going, index):
                     encode(rows_of(gradient.full, gradient.layout, ranks), column, gradient.quantised)
             return self.inner.exchange(tag, going, packed.sizes, coming)

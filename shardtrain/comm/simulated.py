@@ -161,12 +161,12 @@ class SimulatedReplicas:
         count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
 
 
-def simulated(world: int, replicas: int, *, in_place: bool, inbox: bool) -> Transport:
-    """Rank 0 of ``world`` ranks that hold so many replicas; see `Simulated`."""
+def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:
+    """Rank ``rank``, of the first shard group, of ``world`` ranks with so many replicas; see `Simulated`."""
     group = world // replicas
-    inside = Alone() if group == 1 else Simulated(0, group, in_place=in_place, inbox=inbox)
+    inside = Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox)
     if replicas == 1:
         return inside
     on_cpu = inbox or in_place
-    across, everyone = (SimulatedReplicas(0, ranks, inbox=on_cpu) for ranks in (replicas, world))
-    return Replicated(inside, across, everyone, range(group))
+    across = SimulatedReplicas(0, replicas, inbox=on_cpu)
+    return Replicated(inside, across, SimulatedReplicas(rank, world, inbox=on_cpu), range(group))

@@ -33,7 +33,7 @@ def watch(job: Job, config: Config, out: str | None) -> list[Finding]:
         timeline = memory_of_step(engine_of(job.model), job.optimizer, present, lambda: step(batches))
     found = [_draw(timeline, Path(out))] if out is not None else []
     if comm.rank() == 0:  # plans are rank 0's
-        found.append(compare(plan_of(config, job), held(job), traffic.bytes, timeline.peak.total))
+        found.append(compare(plan_of(config, job, rank=0), held(job), traffic.bytes, timeline.peak.total))
     return found
 
 

@@ -78,7 +78,7 @@ class Comparison(Sink):
             return
         on_cuda = self.job.val.prepare.device.type == "cuda"
         try:
-            rows = compare(plan_of(self.config, self.job), self.scalars, on_cuda=on_cuda)
+            rows = compare(plan_of(self.config, self.job, rank=0), self.scalars, on_cuda=on_cuda)
         except RuntimeError as error:  # the model needs values, say; the run has done well all the same
             text = f"no plan to compare with: {error}".split("\n", 1)[0]
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardtrain import describe
+from shardtrain import describe, held_by_rank
 from shardtrain.build import Job
 from shardtrain.config import AdamW, Config, Reference
 from shardtrain.evaluate import Evaluation
@@ -23,7 +23,9 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     place, share, optim = context.place, job.share, config.optim
     units = describe(job.model)
     parameters = sum(unit.parameters for unit in units)
-    own = sum(unit.local_bytes for unit in units) / MIB
+    held = held_by_rank(job.model)
+    own = max(held) / MIB
+    most = "at most " if min(held) < max(held) else ""
     moments = 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
     ranks = _count(place.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
@@ -32,7 +34,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
         ("cost", f"{job.forward_flops / 1e9:.3g} GFLOP an image forward"),
         ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
-        ("a rank", f"{own:.1f} MiB parameters, {own:.1f} gradients, {moments * own:.1f} optimizer"),
+        ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {moments * own:.1f} optimizer"),
         ("data", f"{job.data_name}, {config.data.image_size}×{config.data.image_size} pixels"),
         (
             "batch",
@@ -94,11 +96,11 @@ def _run_dir(config: Config, context: Context) -> str:
 
 def _unit_table(job: Job) -> str:
     units = describe(job.model)
-    rows = [(unit.name, unit.parameters, unit.local_bytes / MIB) for unit in units[:MOST_UNITS]]
+    rows = [(unit.name, unit.parameters, unit.most_bytes / MIB) for unit in units[:MOST_UNITS]]
     rest = units[MOST_UNITS:]
     if rest:
         rows.append(
-            (f"{len(rest)} more", sum(u.parameters for u in rest), sum(u.local_bytes for u in rest) / MIB)
+            (f"{len(rest)} more", sum(u.parameters for u in rest), sum(u.most_bytes for u in rest) / MIB)
         )
     width = max(len(name) for name, _, _ in rows)
     lines = [f"  {'unit':<{width}}  {'parameters':>13}  {'MiB a rank':>10}"]

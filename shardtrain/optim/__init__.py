@@ -2,6 +2,7 @@
 
 from shardtrain.optim.clip import clip_grad_norm_
 from shardtrain.optim.ema import Ema
+from shardtrain.optim.muon import Muon, muon_groups
 from shardtrain.optim.scaler import GradScaler
 
-__all__ = ["Ema", "GradScaler", "clip_grad_norm_"]
+__all__ = ["Ema", "GradScaler", "Muon", "clip_grad_norm_", "muon_groups"]

@@ -34,7 +34,7 @@ def plan(settings: Settings, place: Place, device: torch.device) -> None:
     texts = [f"{report.headline(settings.config, found)}\n\n{report.rank_table(found)}"]
     if rates is not None:
         texts[0] += f"\n{report.bound_in_words(found, rates)}"
-    largest = _largest(settings) if keys.memory else None
+    largest = _largest(settings, found) if keys.memory else None
     if largest is not None:
         texts[0] += f"\n{report.fit_in_words(found, largest)}"
     plans = _curve(settings, found) if keys.curve else [found]
@@ -64,12 +64,12 @@ def _curve(settings: Settings, found: Plan) -> list[Plan]:
     return sorted(plans, key=lambda plan: plan.question.world_size)
 
 
-def _largest(settings: Settings) -> Largest:
+def _largest(settings: Settings, found: Plan) -> Largest:
     memory = settings.keys.memory
     assert memory is not None
 
     def peak_of(images: int) -> int:
-        return simulate(settings.config, dataclasses.replace(settings.question, micro_batch=images)).peak
+        return simulate(settings.config, dataclasses.replace(found.question, micro_batch=images)).peak
 
     return Largest(memory, largest_batch(peak_of, int(memory * GIB), settings.question.micro_batch))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardtrain.columns import aligned
-from shardtrain.config import Config
+from shardtrain.config import Config, layout_of
 from shardtrain.pictures import Picture, plot
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import COLORS, MIB
@@ -41,11 +41,14 @@ def headline(config: Config, plan: Plan) -> str:
     reshard = "" if parallel.reshard_after_forward else ", kept whole after forward"
     recompute = ", activations computed again in backward" if parallel.activation_checkpoint else ""
     compiled = "; planned as if it were not compiled" if parallel.compile else ""
+    layout = ", whole parameters" if layout_of(config) == "whole" else ""
     name = config.model.get("name", config.model["_target_"])
     return (
         f"{name}, {parameters:,} parameters in {_count(len(plan.units), 'unit')}; {config.optim.name}, "
         f"{parallel.precision}, {link}{reshard}{recompute}{compiled}\n"
         f"{_count(question.world_size, 'rank')}{replicas} × {_count(plan.accumulate, 'micro-batch')} × "
+        f"{parallel.precision}, {link}{reshard}{layout}{recompute}{compiled}\n"
+        f"{_count(question.world_size, 'rank')} × {_count(plan.accumulate, 'micro-batch')} × "
         f"{_count(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
         f"{images:,} images a step"
     )
@@ -53,7 +56,8 @@ def headline(config: Config, plan: Plan) -> str:
 
 def rank_table(plan: Plan) -> str:
     """What one rank holds, sends and computes in a step."""
-    rows = [["a rank holds", "MiB"]]
+    rank = f"rank {plan.question.rank}" if plan.uneven else "a rank"
+    rows = [[f"{rank}, which has most, holds" if plan.uneven else "a rank holds", "MiB"]]
     rows += [[name, _mib(size)] for name, size in sizes(plan).items()]
     traffic = [
         f"{_count(plan.calls.get(kind, 0), noun)} sending {plan.sent.get(kind, 0) / MIB:.2f} MiB"
@@ -63,7 +67,7 @@ def rank_table(plan: Plan) -> str:
         [
             *aligned(rows),
             plan.timeline.words(),
-            f"A step has {' and '.join(traffic)}, and {plan.flops / 1e9:,.4g} GFLOP, a rank.",
+            f"A step has {' and '.join(traffic)}, and {plan.flops / 1e9:,.4g} GFLOP, {rank}.",
         ]
     )
 
@@ -143,6 +147,7 @@ def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "world_size": plan.question.world_size,
         "replicate": plan.question.replicate,
+        "rank": plan.question.rank,
         "micro_batch": plan.question.micro_batch,
         "accumulate": plan.accumulate,
         "bytes": sizes(plan),

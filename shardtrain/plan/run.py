@@ -9,8 +9,8 @@ from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import Plan, Question, simulate
 
 
-def plan_of(config: Config, job: Job) -> Plan:
-    """The plan of a job that has been built: its ranks, its transport, its batch."""
+def plan_of(config: Config, job: Job, rank: int | None = None) -> Plan:
+    """The plan of a job that has been built: its ranks, transport and batch. ``rank``: see `Question`."""
     transport = engine_of(job.model).transport
     in_place = transport.in_place and transport.world > 1
     on_cpu = job.val.prepare.device.type == "cpu"
@@ -21,6 +21,7 @@ def plan_of(config: Config, job: Job) -> Plan:
         channels=len(job.val.prepare.mean),
         in_place=in_place,
         inbox=on_cpu and not in_place,
+        rank=rank,
     )
     return simulate(config, question)
 

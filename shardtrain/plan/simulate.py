@@ -10,14 +10,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardtrain import comm, describe
+from shardtrain import comm, describe, held_by_rank
 from shardtrain.build import ema_of, plain_model, shard_with_optimizer, uncompiled
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
@@ -31,7 +31,8 @@ from shardtrain.wrap import UnitInfo
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan for. ``in_place``, ``inbox``: see `comm.Simulated`."""
+    """What to plan for. ``in_place``, ``inbox``: see `comm.Simulated`. ``rank``: whose memory and traffic;
+    None for the one that holds most parameters, the lowest of several."""
 
     world_size: int
     replicate: int
@@ -39,14 +40,19 @@ class Question:
     channels: int
     in_place: bool
     inbox: bool
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What rank 0, which holds no padding, will do in one step. Bytes, movements, operations."""
+    """What ``question.rank`` will do in one step. Bytes, movements, operations.
+
+    ``uneven``: other ranks hold less.
+    """
 
     question: Question
     accumulate: int
+    uneven: bool
     units: tuple[UnitInfo, ...]
     by_rows: int  # of this rank's parameters, were they cut as FSDP2 does; see `rows.py`
     parameters: int  # of this rank, without padding, and so are the next two
@@ -72,14 +78,13 @@ class Plan:
 def simulate(config: Config, question: Question) -> Plan:
     """Plan for ``config``, whose model's keys are complete. What a compiler would save is not known."""
     config = uncompiled(config)
-    model = _on_meta(config)
     with _without_data():
-        _give_storages(model)
-        by_rows = held_by_rows(model.parameters(), question.world_size // question.replicate)
-        transport = comm.simulated(
-            question.world_size, question.replicate, in_place=question.in_place, inbox=question.inbox
-        )
-        optimizer = shard_with_optimizer(model, config, transport)
+        model, optimizer, by_rows = _sharded(config, question)
+        held = held_by_rank(model)
+        if question.rank is None:
+            question = replace(question, rank=held.index(max(held)))
+            if question.rank:
+                model, optimizer, by_rows = _sharded(config, question)
         ema = ema_of(model, config, steps_per_epoch=1)
         loss = loss_of(config.train.loss, config.train.label_smoothing)
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
@@ -104,6 +109,7 @@ def simulate(config: Config, question: Question) -> Plan:
         return Plan(
             question=question,
             accumulate=config.train.accumulate,
+            uneven=min(held) < max(held),
             units=tuple(describe(model)),
             by_rows=by_rows,
             parameters=parameters,
@@ -117,6 +123,22 @@ def simulate(config: Config, question: Question) -> Plan:
             calls=dict(traffic.calls),
             flops=flops.get_total_flops(),
         )
+
+
+def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """The model as the question's rank has it, rank 0 if it names none; its optimizer; see `Plan.by_rows`."""
+    model = _on_meta(config)
+    _give_storages(model)
+    by_rows = held_by_rows(model.parameters(), question.world_size // question.replicate)
+    transport = comm.simulated(
+        question.world_size,
+        question.replicate,
+        question.rank or 0,
+        in_place=question.in_place,
+        inbox=question.inbox,
+    )
+    optimizer = shard_with_optimizer(model, config, transport)
+    return model, optimizer, by_rows
 
 
 @contextmanager

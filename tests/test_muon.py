@@ -1,0 +1,166 @@
+"""Muon: torch's on the whole model, on shards; filters as matrices; one optimizer with AdamW's part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from test_parity import mean_in_rank_order
+from torch import nn
+
+from shardtrain import comm
+from shardtrain.optim import Muon, muon_groups
+from shardtrain.optim.muon import hidden_matrices, orthogonalised
+
+from small import Block, OddNet, assert_same_parameters, images, shard, sharded_and_replica, train
+
+Ranks = Callable[..., list[Any]]
+every = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+class TinyViT(torchvision.models.VisionTransformer):
+    def __init__(self) -> None:
+        super().__init__(
+            image_size=8, patch_size=4, num_layers=2, num_heads=2, hidden_dim=12, mlp_dim=22, num_classes=5
+        )
+        nn.init.normal_(self.heads.head.weight)  # torchvision starts it at 0: nothing would flow back
+
+
+def vit_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return images(step, n=4, size=8)
+
+
+class Together(torch.optim.Optimizer):
+    """torch's own Muon and AdamW, stepped one after the other."""
+
+    def __init__(self, model: nn.Module, adjust_lr_fn: str) -> None:
+        matrices = hidden_matrices(model)
+        rest = [param for param in model.parameters() if param not in set(matrices)]
+        options = {"lr": 0.02, "weight_decay": 0.1}
+        self.parts = [
+            torch.optim.Muon(matrices, adjust_lr_fn=adjust_lr_fn, **options),
+            torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **options),
+        ]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def vit_like_torch_s_muon(adjust_lr_fn: str) -> None:
+    block = torchvision.models.vision_transformer.EncoderBlock
+    sharded, replica = sharded_and_replica(TinyViT, units=[block], layout="whole")
+    replica.register_comm_hook(None, mean_in_rank_order)
+    expected = train(replica, Together(replica.module, adjust_lr_fn), 5, vit_batch)
+    ours = Muon(muon_groups(sharded), lr=0.02, weight_decay=0.1, adjust_lr_fn=adjust_lr_fn)
+    assert train(sharded, ours, 5, vit_batch) == pytest.approx(expected, rel=1e-6)
+    assert_same_parameters(sharded, replica, tolerance=1e-6)
+    with comm.meter() as meter:
+        ours.step()
+    assert not meter.calls
+
+
+@pytest.mark.parametrize(
+    ("adjust_lr_fn", "world"), [*(("match_rms_adamw", world) for world in (1, 2, 3, 4)), ("original", 2)]
+)
+def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model(
+    ranks: Ranks, world: int, adjust_lr_fn: str
+) -> None:
+    ranks(world, vit_like_torch_s_muon, adjust_lr_fn)
+
+
+def muon(model: nn.Module) -> Muon:
+    return Muon(muon_groups(model), lr=0.02)
+
+
+def convolutions_like_unsharded(channels_last: bool, built_before: bool) -> None:
+    def make() -> nn.Module:
+        return OddNet().to(memory_format=torch.channels_last) if channels_last else OddNet()
+
+    torch.manual_seed(0)
+    plain = make()
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    replica.register_comm_hook(None, mean_in_rank_order)
+    before = muon(plain)
+    model = shard(plain, units=[Block], layout="whole")
+    optimizer = before if built_before else muon(model)
+    theirs = muon(replica.module)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 9]
+    assert train(model, optimizer) == pytest.approx(train(replica, theirs), rel=1e-6)
+    assert_same_parameters(model, replica, tolerance=1e-6)
+    with comm.meter() as meter:
+        optimizer.step()
+    assert not meter.calls
+    held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim)
+    assert held <= 2 * sum(param.numel() for param in model.parameters())
+
+
+@every
+def test_convolutions_on_shards_equal_unsharded_ones(ranks: Ranks, world: int) -> None:
+    ranks(world, convolutions_like_unsharded, world == 2, world == 3)
+
+
+def muon_needs_whole_parameters() -> None:
+    model, plain = shard(OddNet()), OddNet()
+    way_out = r"shard\(..., layout='whole'\)"
+    with pytest.raises(ValueError, match=f"found a parameter of shape .*{way_out}"):
+        muon(model)
+    optimizer = muon(plain)
+    shard(plain)(images(0)[0]).sum().backward()
+    with pytest.raises(ValueError, match=f"Muon cannot step on a sharded model.*{way_out}"):
+        optimizer.step()
+
+
+def test_muon_on_pieces_is_refused_with_the_way_out(on_ranks: Ranks) -> None:
+    on_ranks(2, muon_needs_whole_parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0, .*expected at least 0"),
+        ({"ns_steps": 0}, "ns_steps=0: expected at least"),
+        ({"momentum": 1.0}, r"momentum=1.0, .*expected numbers in \[0, 1\)"),
+        ({"adjust_lr_fn": "mine"}, "adjust_lr_fn must be one of match_rms_adamw, original, got 'mine'"),
+    ],
+)
+def test_bad_options_of_muon_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon(nn.Linear(3, 3, bias=False).parameters(), **options)
+    with pytest.raises(ValueError, match=r"shape \(3,\): put it into a group with use_muon=False"):
+        Muon(nn.Linear(3, 3).parameters())
+
+
+def test_a_closure_is_called() -> None:
+    layer = nn.Linear(3, 3, bias=False)
+    assert Muon(layer.parameters()).step(lambda: layer(torch.ones(3)).sum()).requires_grad
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 40), (40, 5)])
+def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), 5).float())
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("resnet18", {"conv1.weight", "fc.weight"}),
+        ("vit_b_16", {"class_token", "conv_proj.weight", "encoder.pos_embedding", "heads.head.weight"}),
+    ],
+)
+def test_stem_head_and_embeddings_are_adamw_s(name: str, left: set[str]) -> None:
+    with torch.device("meta"):
+        model = getattr(torchvision.models, name)()
+    matrices = set(hidden_matrices(model))
+    assert {key for key, p in model.named_parameters() if p.ndim > 1 and p not in matrices} == left

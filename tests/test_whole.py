@@ -1,0 +1,385 @@
+"""Whole-parameter cuts: each parameter on one rank, and optimizers that need whole parameters on top."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from test_muon import muon
+from test_parity import adamw, mean_in_rank_order, momentum_sgd
+from test_uses import Lars
+from torch import nn
+from torch.nn import functional as F
+
+import shardtrain
+from shardtrain import checkpoint, comm
+from shardtrain.engine import engine_of
+from shardtrain.optim import Ema
+
+from small import (
+    Block,
+    OddNet,
+    assert_at_rest,
+    assert_same_parameters,
+    images,
+    shard,
+    sharded_and_replica,
+    train,
+)
+from test_hosts import BLOCKS, hosts
+
+Ranks = Callable[..., list[Any]]
+several = pytest.mark.parametrize("world", [2, 3])
+
+
+def whole(**options: Any) -> dict[str, Any]:
+    return {"layout": "whole", **options}
+
+
+# what is shown
+
+
+def shows_whole_parameters() -> list[tuple[tuple[int, ...], ...]]:
+    torch.manual_seed(0)
+    plain = OddNet().to(memory_format=torch.channels_last)
+    model = shard(copy.deepcopy(plain), **whole(units=[Block]))
+    assert_at_rest(model)
+    for (name, param), full in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if param.numel() and full.ndim:
+            assert param.stride() == full.stride(), name
+            assert torch.equal(param, full), name
+    return [tuple(param.shape) for param in model.parameters()]
+
+
+@several
+def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it(ranks: Ranks, world: int) -> None:
+    shown = ranks(world, shows_whole_parameters)
+    for shapes, param in zip(zip(*shown, strict=True), OddNet().parameters(), strict=True):
+        shape = tuple(param.shape) or (1,)
+        assert sorted(shapes) == [(0, *shape[1:])] * (world - 1) + [shape]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "most"),
+    [("resnet50", 8, 1.01), ("resnet50", 64, 5.91), ("vit_b_16", 8, 1.04), ("vit_b_16", 64, 1.75)],
+)
+def test_balance_of_known_models(name: str, world: int, most: float) -> None:
+    """README's figures: the most of any rank, over total / world. At 64 that is the largest parameter."""
+    with torch.device("meta"):
+        model = getattr(torchvision.models, name)()
+    share = sum(param.numel() for param in model.parameters()) / world
+    shardtrain.shard(model, layout="whole", transport=comm.Simulated(0, world))
+    held = shardtrain.held_by_rank(model)
+    assert max(held) / (4 * share) == pytest.approx(most, abs=0.005)
+    infos = shardtrain.describe(model)
+    assert sum(info.local_bytes for info in infos) == held[0]
+    assert all(info.local_bytes <= info.most_bytes <= info.bytes + 16 for info in infos)
+
+
+# the same results as with even cuts
+
+
+def like_ddp_bit_for_bit(optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    sharded, replica = sharded_and_replica(**whole())
+    replica.register_comm_hook(None, mean_in_rank_order)
+    expected = train(replica, optimizer(replica))
+    assert train(sharded, optimizer(sharded)) == expected
+    assert_same_parameters(sharded, replica, tolerance=0.0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "world"), [*((momentum_sgd, world) for world in (1, 2, 3, 4)), (adamw, 3)]
+)
+def test_losses_are_ddp_s_bit_for_bit(ranks: Ranks, world: int, optimizer: Any) -> None:
+    ranks(world, like_ddp_bit_for_bit, optimizer)
+
+
+def _leaves(_: str, module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+class Uneven(nn.Module):
+    """A weight tied across units, a frozen one, and a layer that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 7, 3)
+        self.blocks = nn.Sequential(Block(7), Block(7))
+        self.blocks[1].conv.weight = self.blocks[0].conv.weight
+        self.rarely = nn.Linear(7, 7)
+        self.fc = nn.Linear(7, 5)
+        self.fc.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.stem(x)).mean((2, 3))
+        return self.fc(x + self.rarely(x) if dist.get_rank() == 0 else x)
+
+
+def accumulate_and_clip(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x, y = images(2 * step + micro)
+            with shardtrain.no_sync(model) if micro == 0 else contextlib.nullcontext():
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+            losses.append(loss.item())
+        shardtrain.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+    return losses
+
+
+SCENES: dict[str, dict[str, Any]] = {
+    "a step": {},
+    "every leaf a unit": {"units": _leaves},
+    "everything in the root, kept whole": {"units": [], "reshard_after_forward": False},
+    "bf16": {"precision": shardtrain.Precision(torch.bfloat16)},
+    "channels_last": {"make": lambda: OddNet().to(memory_format=torch.channels_last)},
+    "tied, frozen, used on one rank": {"make": Uneven},
+    "accumulated and clipped": {"steps": accumulate_and_clip},
+}
+
+
+def like_even_cuts(scene: str) -> None:
+    found = []
+    for layout in ("even", "whole"):
+        options = {"make": OddNet, "steps": train, "units": [Block], **SCENES[scene]}
+        make, steps = options.pop("make"), options.pop("steps")
+        torch.manual_seed(0)
+        model = shard(make(), layout=layout, **options)
+        optimizer = adamw(model)
+        losses = steps(model, optimizer)
+        assert_at_rest(model)
+        x, y = images(99)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with shardtrain.unsharded(model, grads=True):
+            grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.append((losses, shardtrain.full_state_dict(model), grads))
+    (losses, state, grads), (ours, our_state, our_grads) = found
+    exact = {"rtol": 0, "atol": 0} if scene != "accumulated and clipped" else {}  # a norm's sum has an order
+    assert ours == pytest.approx(losses, rel=1e-6 if exact == {} else 0, abs=0)
+    torch.testing.assert_close(our_state, state, **exact)
+    torch.testing.assert_close(our_grads, grads, **exact)
+
+
+@pytest.mark.parametrize(
+    ("scene", "world"),
+    [
+        (scene, 4 if scene in ("every leaf a unit", "tied, frozen, used on one rank") else 2)
+        for scene in SCENES
+    ],
+)
+def test_what_even_cuts_do_whole_ones_do(ranks: Ranks, world: int, scene: str) -> None:
+    """Bit for bit. With a unit of one or two parameters four ranks have empty intervals."""
+    ranks(world, like_even_cuts, scene)
+
+
+def as_int8() -> None:
+    """Blocks end with intervals, so other cuts round otherwise."""
+    int8 = shardtrain.Precision(gather=torch.int8, reduce=torch.int8)
+    losses = []
+    for options in ({}, {"precision": int8, "transport": "process_group"}):
+        torch.manual_seed(0)
+        model = shard(OddNet(), **whole(units=_leaves, **options))
+        losses.append(train(model, torch.optim.SGD(model.parameters(), lr=0.01)))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_uneven_intervals_move_as_int8(on_ranks: Ranks) -> None:
+    on_ranks(3, as_int8)
+
+
+def copied_averaged_edited() -> None:
+    model, replica = sharded_and_replica(**whole())
+    train(model, momentum_sgd(model), 2)
+    train(replica, momentum_sgd(replica), 2)
+    twin = copy.deepcopy(model)
+    ema = Ema(model, 0.5)
+    with shardtrain.unsharded(model), torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    ema.update(1)
+    with ema.swapped(), torch.no_grad():
+        for param in replica.module.parameters():
+            param.add_(0.5)
+        assert_same_parameters(model, replica, tolerance=1e-6)
+    assert_at_rest(model)
+    with torch.no_grad():
+        for param in replica.module.parameters():
+            param.sub_(0.5)
+    assert_same_parameters(twin, replica, tolerance=1e-6)
+    shardtrain.load_full_state_dict(model, shardtrain.full_state_dict(twin))
+    model.double()
+    model.float()
+    expected = train(twin, momentum_sgd(twin), 2)
+    assert train(model, momentum_sgd(model), 2) == expected
+    mine = next(param for param in model.parameters() if param.ndim == 4)
+    mine.data = torch.zeros(3, 3)
+    with pytest.raises(
+        ValueError, match=r"stem.weight now has shape \(3, 3\) on this rank, but its local pie"
+    ):
+        model(images(0)[0])
+
+
+@several
+def test_copies_averages_edits_and_conversions(ranks: Ranks, world: int) -> None:
+    ranks(world, copied_averaged_edited)
+
+
+# traffic
+
+
+def sent_in_a_step() -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of this rank's second step, measured and in a simulated world."""
+    measured = []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for transport in (None, comm.Simulated(rank, world)):
+        torch.manual_seed(0)
+        chosen = {} if transport is None else {"transport": transport}
+        model = shard(OddNet(), **whole(units=[Block], **chosen))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with comm.meter() as meter:
+            train(model, optimizer, 1)
+        measured.append(dict(meter.bytes))
+        shares = shardtrain.held_by_rank(model)
+        assert meter.bytes["reduce_scatter"] == sum(shares) - shares[rank]
+    return measured[0], measured[1]
+
+
+@several
+def test_a_rank_sends_what_it_holds(ranks: Ranks, world: int) -> None:
+    answers = ranks(world, sent_in_a_step)
+    assert len({sent["all_gather"] for sent, _ in answers}) > 1, "uneven"
+    for measured, simulated in answers:
+        assert measured == simulated
+
+
+def over_hosts() -> None:
+    found = []
+    for of_ranks in ([0] * 4, BLOCKS):
+        torch.manual_seed(0)
+        with hosts(of_ranks):
+            model = shardtrain.shard(OddNet(), units=_leaves, layout="whole")
+        found.append((type(engine_of(model).transport), train(model, momentum_sgd(model))))
+    assert found[1][0] is comm.HostsTransport
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+
+
+def test_hosts_exchange_uneven_intervals(on_ranks: Ranks) -> None:
+    on_ranks(4, over_hosts)
+
+
+# optimizers
+
+
+class Clipping(torch.optim.SGD):
+    """Clips by the norm of all parameters that it is given, which a rank has only some of."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def right_and_wrong() -> list[str]:
+    refusals = []
+    for kind in (torch.optim.Adafactor, torch.optim.Muon, Lars, torch.optim.LBFGS, Clipping):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
+        twin, model = copy.deepcopy(plain), shard(plain, layout="whole", units=[nn.Linear])
+        ours, theirs = kind(model.parameters(), lr=0.1), kind(twin.parameters(), lr=0.1)
+        try:
+            for _ in range(3):
+                for net, optimizer in ((model, ours), (twin, theirs)):
+                    optimizer.zero_grad()
+                    loss = net(torch.ones(2, 7)).square().sum()
+                    loss.backward()
+                    optimizer.step(lambda loss=loss: loss)
+            assert_same_parameters(model, twin, tolerance=1e-6)
+        except ValueError as error:
+            refusals.append(str(error))
+    return refusals
+
+
+@several
+def test_optimizers_that_look_at_one_parameter_are_right_and_at_all_are_refused(
+    ranks: Ranks, world: int
+) -> None:
+    for refusals in ranks(world, right_and_wrong):
+        assert [text.split(" ", 1)[0] for text in refusals] == ["LBFGS", "Clipping"]
+        assert all("use an optimizer that looks at one at a time" in text for text in refusals)
+
+
+# checkpoints
+
+
+MAKERS = {"adamw": adamw, "sgd": momentum_sgd, "muon": muon}
+
+
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Whole parameters and optimizer state by name."""
+    found = shardtrain.full_state_dict(model)
+    for unit in engine_of(model).units:
+        for segment in unit.segments:
+            for index, param in enumerate(segment.params):
+                states = {
+                    key: segment.laid_out(index, value) if value.ndim else value
+                    for key, value in (optimizer.state[param] if param.numel() else {}).items()
+                }
+                by_rank: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+                dist.all_gather_object(by_rank, states)
+                for key in {key: None for states in by_rank for key in states}:
+                    parts = [states[key] for states in by_rank if key in states]
+                    value = torch.cat(parts) if parts[0].ndim else parts[0]
+                    shape = segment.shapes[index] if value.ndim else value.shape
+                    stride = segment.strides[index] if value.ndim else ()
+                    found[f"{segment.places[index].name} {key}"] = value.as_strided(shape, stride)
+    return found
+
+
+def saved(path: str, kind: str, layout: str) -> Any:
+    torch.manual_seed(0)
+    model = shard(OddNet().to(memory_format=torch.channels_last), units=[Block], layout=layout)
+    optimizer = MAKERS[kind](model)
+    train(model, optimizer, 2)
+    checkpoint.save(path, model, optimizer)
+    return gathered(model, optimizer)
+
+
+def loaded(path: str, kind: str, layout: str) -> Any:
+    torch.manual_seed(5)
+    model = shard(OddNet(), units=_leaves, layout=layout)
+    optimizer = MAKERS[kind](model)
+    checkpoint.load(path, model, optimizer)
+    found = gathered(model, optimizer)
+    train(model, optimizer, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("muon", (3, "whole"), (2, "whole")),
+        ("muon", (2, "whole"), (4, "whole")),
+        ("adamw", (2, "whole"), (3, "even")),
+        ("sgd", (3, "even"), (2, "whole")),
+    ],
+)
+def test_checkpoints_between_layouts_and_world_sizes(
+    on_ranks: Ranks, tmp_path: Any, kind: str, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    path = str(tmp_path / "saved")
+    state = on_ranks(before[0], saved, path, kind, before[1])[0]
+    assert len(state) > 20
+    for found in on_ranks(after[0], loaded, path, kind, after[1]):
+        assert found.keys() == state.keys()
+        odd = [name for name, value in state.items() if not torch.equal(found[name], value)]
+        assert all("running_" in name for name in odd), "means over ranks are rounded, nothing else"
