@@ -256,7 +256,8 @@ def test_a_rank_holds_its_shards_and_about_one_unit(on_ranks: Ranks, world: int)
     unit = 101 * 101 * 4
     for building, sharding in on_ranks(world, most_bytes, 0):
         assert building <= 2.1 * unit
-        assert sharding <= (12 / world + 2.6) * unit, sharding / unit
+        # Beside the shards: the unit's values, laid end to end, and the memory that it is gathered into.
+        assert sharding <= (12 / world + 3) * unit, sharding / unit
 
 
 @contextmanager
@@ -274,9 +275,10 @@ def limited(extra: int) -> Iterator[None]:
 
 def starts_within(extra: int) -> int:
     Tape.__init__.__defaults__ = (1 << 20,)
-    assert ctypes.CDLL(None).mallopt(
-        MMAP_THRESHOLD, 1 << 20
-    )  # else the heap has holes, now and then half of it
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(MMAP_THRESHOLD, 1 << 20)  # else the heap has holes, now and then half of it
+    gc.collect()
+    libc.malloc_trim(0)  # what earlier tests left would be room beyond the limit
     try:
         with limited(extra), pytest.raises(RuntimeError, match="memory"):
             layers(48, 768)

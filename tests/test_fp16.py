@@ -1,8 +1,10 @@
-"""Gradients of several micro-batches in fp16."""
+"""fp16: gradients of several micro-batches, and the training program with a scaled loss."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardtrain
-from shardtrain import Precision
+from shardtrain import Precision, comm
+from shardtrain.compose import compose
+from shardtrain.config import from_hydra
+from shardtrain.launch import Context, Place
+from shardtrain.resume import Keeper
+from shardtrain.train import train
 
 from small import images, shard
 
@@ -44,3 +51,60 @@ def accumulates() -> None:
 def test_accumulation_adds_up_in_the_dtype_of_the_reduction(ranks: Ranks) -> None:
     for world in (1, 2):
         ranks(world, accumulates)
+
+
+TINY = (
+    "model=vit_cifar",
+    "model.layers=1",
+    "model.heads=1",
+    "model.width=64",
+    "model.mlp_width=64",
+    "data=fake",
+    "data.image_size=8",
+    "data.train_images=40",
+    "data.val_images=8",
+    "augment=none",
+    "parallel.precision=fp16",
+    "train.batch_size=4",
+    "train.epochs=1",
+    "train.log_every=1",
+    "optim.lr=0.01",
+    "sched=constant",
+    "checkpoint.every_steps=1",
+    "monitor.progress=none",
+    "monitor.tensorboard=false",
+    "monitor.plan=false",
+)
+
+
+def run(folder: Path, *more: str) -> list[float]:
+    """The scales that the run's checkpoints hold."""
+    config = from_hydra(compose([*TINY, *more]))  # type: ignore[arg-type]
+    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    scales = []
+    save = Keeper._save
+
+    def saved(keeper: Keeper, step: int) -> None:
+        scales.append(keeper._job.scaler.get_scale())
+        save(keeper, step)
+
+    Keeper._save = saved  # type: ignore[method-assign]
+    try:
+        train(config, Context(place, torch.device("cpu"), folder))
+    finally:
+        Keeper._save = save  # type: ignore[method-assign]
+    return scales
+
+
+def overflows_and_continues(folder: str) -> None:
+    whole, parts = Path(folder) / "whole", Path(folder) / "parts"
+    scales = run(whole, "train.max_steps=8")
+    assert scales[0] < 65536, scales  # the first step overflowed, which is no failure
+    assert len(set(scales)) < 8, scales  # others did not
+    assert run(parts, "train.max_steps=4") + run(parts, "train.max_steps=8") == scales
+
+
+def test_a_run_in_fp16_scales_its_loss(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(2, overflows_and_continues, str(tmp_path))
+    whole, parts = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts"))
+    assert whole["train/loss"] == parts["train/loss"]
