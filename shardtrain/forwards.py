@@ -35,6 +35,8 @@ from shardtrain.shard import Unit
 
 Forward = Callable[..., Any]  # takes the module, then what the module takes
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's, that capture CUDA graphs
+
 
 def compile_units(
     module: nn.Module,
@@ -56,12 +58,18 @@ def compile_units(
 
     Raises:
         ValueError: there are no units; a unit is compiled or checkpointed already, or holds parameters of
-            the root; inductor lacks what it needs. At the first forward: a unit is not one graph.
+            the root; inductor lacks what it needs; CUDA graphs are asked for. At the first forward: a unit
+            is not one graph.
     """
     engine = engine_of(module)
     units = _innermost_units(engine, "compile")
     for unit in units:
         _refuse_compiling(unit, engine)
+    if options.get("mode") in GRAPH_MODES or (options.get("options") or {}).get("triton.cudagraphs"):
+        raise ValueError(
+            "CUDA graphs read parameters where they lay when the graph was captured, but released units get "
+            "new memory: compile without triton.cudagraphs, in mode 'default' or 'max-autotune-no-cudagraphs'"
+        )
     if backend == "inductor":
         require_inductor(engine.device)
     kinds: dict[object, Compiled] = {}

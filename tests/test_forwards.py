@@ -447,6 +447,14 @@ def test_wrong_order_and_twice() -> None:
         compiled(model)
 
 
+@pytest.mark.parametrize(
+    "options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}], ids=str
+)
+def test_cuda_graphs_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="CUDA graphs read parameters where they lay"):
+        shardtrain.compile_units(elsewhere(), **options)
+
+
 def test_models_without_what_it_takes() -> None:
     alone = shardtrain.shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nothing to compile: the model has no unit besides the root"):
