@@ -118,6 +118,8 @@ class Glance(Sink):
         heights = {name: [curve.get(step, 0.0) for step in steps] for name, curve in found.items()}
         least = 0.01 * max((max(values) for values in heights.values() if values), default=0.0)
         heights = {name: values for name, values in heights.items() if values and max(values) > least}
+        if len(steps) == 1:  # an area needs a width
+            steps, heights = [steps[0] - 1, *steps], {name: 2 * values for name, values in heights.items()}
         if heights:
             colors = [COLORS[name] for name in heights]
             axes.stackplot(steps, *heights.values(), labels=list(heights), colors=colors, linewidth=0)
