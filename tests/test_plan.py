@@ -288,7 +288,9 @@ def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     assert sum(plan.parameters for plan in by_rank) == 4 * sum(unit.parameters for unit in found.units)
     assert re.match(rf"rank {found.question.rank}, which has most, holds +MiB\n", rank_table(found))
     assert rank_table(even).startswith("a rank holds")
-    assert "whole parameters" in headline(settings(*arguments).config, found)
+    said = headline(settings(*arguments).config, found)
+    assert "whole parameters" in said
+    assert said.count("\n") == 1
 
 
 def planned_as(rank: int, *arguments: str) -> Plan:

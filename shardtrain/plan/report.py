@@ -45,10 +45,8 @@ def headline(config: Config, plan: Plan) -> str:
     name = config.model.get("name", config.model["_target_"])
     return (
         f"{name}, {parameters:,} parameters in {_count(len(plan.units), 'unit')}; {config.optim.name}, "
-        f"{parallel.precision}, {link}{reshard}{recompute}{compiled}\n"
-        f"{_count(question.world_size, 'rank')}{replicas} × {_count(plan.accumulate, 'micro-batch')} × "
         f"{parallel.precision}, {link}{reshard}{layout}{recompute}{compiled}\n"
-        f"{_count(question.world_size, 'rank')} × {_count(plan.accumulate, 'micro-batch')} × "
+        f"{_count(question.world_size, 'rank')}{replicas} × {_count(plan.accumulate, 'micro-batch')} × "
         f"{_count(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
         f"{images:,} images a step"
     )
