@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# On some processors MKL adds up in another order where memory is aligned otherwise, and a unit's parameters
+# lie end to end. Tests compare bits; MKL reads this when it is first used.
+os.environ.setdefault("MKL_CBWR", "AVX2")
 
 from pool import Pool
 

@@ -147,7 +147,7 @@ def test_growing_images_are_written_as_they_were_given() -> None:
             "optim=muon parallel.layout=even",
             r"optim=muon needs whole matrices, and parallel.layout=even cuts",
         ),
-        ("parallel.precision=fp16", r"parallel.precision=fp16; did you mean bf16\? \(valid: fp32, bf16\)"),
+        ("parallel.precision=fp8", r"parallel.precision=fp8.* \(valid: fp32, bf16, fp16\)"),
         ("checkpoint.keep=-1", r"checkpoint.keep=-1: expected at least 0"),
         ("checkpoint.every_steps=0", r"checkpoint.every_steps=0: expected at least 1"),
         ("checkpoint.on_failure=ask", r"checkpoint.on_failure=ask \(valid: continue, stop\)"),

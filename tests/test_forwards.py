@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer
@@ -274,10 +275,13 @@ def test_inductor(on_ranks: Ranks) -> None:
     on_ranks(2, compiles_for_real)
 
 
-def test_inductor_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+def test_inductor_without_a_compiler() -> None:
     model = shardtrain.shard(OddNet(), units=[Block])
-    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+    missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
+    with (
+        missing,
+        pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"),
+    ):
         shardtrain.compile_units(model)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="compiling for cuda needs Triton"):

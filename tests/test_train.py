@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
@@ -94,9 +95,10 @@ def test_activations_computed_again_change_nothing(tmp_path: Path) -> None:
     assert without == with_it
 
 
-def test_compiling_without_a_compiler_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+def test_compiling_without_a_compiler_is_a_mistake() -> None:
+    # Not a monkeypatch, whose end these settings do not survive.
+    missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
         build(configure("parallel.compile=true"), 0, 1, CPU)
 
 
