@@ -101,8 +101,8 @@ def examine(settings: Settings, place: Place, device: torch.device) -> None:
 
 
 def main() -> None:
-    # On some processors MKL adds up in another order where memory is aligned otherwise, and a unit's parameters
-    # lie end to end. Bits are compared here; MKL reads this when it is first used.
+    # On some processors MKL adds up in another order where memory is aligned otherwise, and a unit's
+    # parameters lie end to end. Bits are compared here; MKL reads this when it is first used.
     os.environ.setdefault("MKL_CBWR", "AVX2")
     launch.start(read, examine)
 
