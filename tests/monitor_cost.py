@@ -4,8 +4,11 @@
 
 With it is everything of the training program at its default settings: phases, traffic and memory measured,
 ranks compared and curves written every `train.log_every` steps. Without it is the loop of a script. A round
-is `train.log_every` steps of each; what counts is the median of the rounds' ratios. With the digits it takes
-about a minute on two cores; noise of a few percent needs tens of rounds.
+is `train.log_every` steps of each.
+
+Two figures: the median of the rounds' ratios, which is as good as the machine is quiet, and the time inside
+monitoring's own calls as a share of the steps, which hardly depends on that, but leaves out what counting
+costs inside the engine. With the digits 40 rounds take two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import math
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -45,25 +51,48 @@ def bare(job: Job, steps: int) -> torch.Tensor:
     return loss.detach()
 
 
-def monitored(job: Job, steps: int, window: Window, monitor: Monitor, watch: Watch) -> torch.Tensor:
+class Stopwatch:
+    """Seconds inside calls, one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def call(self, function: Callable[..., object], *arguments: object) -> object:
+        start = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def within(self, manager: AbstractContextManager[object]) -> Iterator[None]:
+        """``manager``, of which only entering and leaving are counted."""
+        self.call(manager.__enter__)
+        yield
+        self.call(manager.__exit__, None, None, None)
+
+
+def monitored(
+    job: Job, steps: int, window: Window, monitor: Monitor, watch: Watch, own: Stopwatch
+) -> torch.Tensor:
     images, labels, _ = next(iter(job.train))
     for step in range(1, steps + 1):
-        with window.step():
-            with window.phase("data"):
+        with own.within(window.step()):
+            with own.within(window.phase("data")):
                 pass
-            with window.phase("forward"):
+            with own.within(window.phase("forward")):
                 logits = job.model(images)
                 loss = job.loss(logits, labels)
-            with window.phase("backward"):
+            with own.within(window.phase("backward")):
                 loss.backward()
-            window.add(loss, logits, labels)
+            own.call(window.add, loss, logits, labels)
             norm = clip_grad_norm_(job.model, math.inf)
             float(norm)
             job.optimizer.step()
-        monitor.step(step)
+        own.call(monitor.step, step)
         if step == steps:
-            monitor.log(step, window.close(step, norm))
-        watch.step_done(step)
+            own.call(monitor.log, step, own.call(window.close, step, norm))
+        own.call(watch.step_done, step)
         job.optimizer.zero_grad()
     return loss.detach()
 
@@ -71,20 +100,23 @@ def monitored(job: Job, steps: int, window: Window, monitor: Monitor, watch: Wat
 def measure(config: Config, place: Place, device: torch.device, folder: Path, rounds: int) -> None:
     job, config = build(config, place.rank, place.world_size, device)
     window, context, steps = Window(job), Context(place, device, folder), config.train.log_every
+    own = Stopwatch()
     tracks = {"without": Track(), "with": Track()}
     with contextlib.redirect_stdout(io.StringIO()), open_monitor(config, context, job, window) as monitor:
         watch = Watch(config, context, job, window, monitor)
         runners = {
             "without": lambda _: bare(job, steps),
-            "with": lambda _: monitored(job, steps, window, monitor, watch),
+            "with": lambda _: monitored(job, steps, window, monitor, watch, own),
         }
         interleave(runners, tracks, range(WARMUP), device, timed=False)
+        own.seconds = 0.0
         interleave(runners, tracks, range(WARMUP, WARMUP + rounds), device, timed=True)
     found = ratios(tracks["with"].seconds, tracks["without"].seconds)
     if place.rank == 0:
         without = sorted(tracks["without"].seconds)[rounds // 2] / steps
         print(
             f"with over without: {found.median:.4f} (quartiles {found.low:.4f} to {found.high:.4f}), "
+            f"inside monitoring's calls: {own.seconds / sum(tracks['with'].seconds):.2%} of the steps, "
             f"{rounds} rounds of {steps} steps of {1e3 * without:.1f} ms, {place.world_size} ranks "
             f"on {device}"
         )
