@@ -301,7 +301,7 @@ Sched = Cosine | Linear | Step | Constant
 @dataclass(frozen=True)
 class Config:
     # Groups whose files set keys of other sections and have none of their own.
-    KEYLESS_GROUPS: ClassVar = ("recipe", "debug")
+    KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
     dry_run: bool
     run: Run

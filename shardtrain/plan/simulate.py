@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm, describe, held_by_rank
@@ -152,7 +153,7 @@ def _without_data() -> Iterator[None]:
 
 def _on_meta(config: Config) -> nn.Module:
     """The unsharded model in training. On the meta device its initialisation costs nothing."""
-    with torch.device("meta"):
+    with _disable_current_modes(), torch.device("meta"):  # in the mode without data, torch 2.11 refuses meta
         model = plain_model(config.model)
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)
