@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardtrain.comm.transport import Flat, Gradient, Pending, Ranks, Tag, Transport
+from shardtrain.comm.transport import Around, Flat, Gradient, Pending, Ranks, Tag, Transport
 from shardtrain.layout import Layout
 
 
@@ -51,27 +51,20 @@ class OnDevice:
             tensor.copy_(moved)
 
 
-class Offloaded:
+class Offloaded(Around):
     """``inner``'s movements on ``device``, for shards that lie in host memory.
 
     ``inner`` must not share memory between ranks, whose shards are in host memory as it is.
     """
 
-    in_place = False
-
     def __init__(self, inner: Transport, device: torch.device) -> None:
         assert not inner.in_place or inner.world == 1
-        self.inner, self.device = inner, device
-        self.rank, self.world = inner.rank, inner.world
-        self.silent = inner.silent
-        self.everyone, self.speakers = OnDevice(inner.everyone, device), inner.speakers
+        super().__init__(inner)
+        self.device, self.in_place = device, False
+        self.everyone = OnDevice(inner.everyone, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None  # of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way
-
-    @property
-    def reserved(self) -> int:
-        return self.inner.reserved
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -84,9 +77,6 @@ class Offloaded:
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
         return self.inner.gradient(layout, like.to(self.device))
-
-    def discard(self, gradient: torch.Tensor) -> None:
-        self.inner.discard(gradient)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         with self._aside(self._now()):
@@ -122,7 +112,7 @@ class Offloaded:
 
     def fence(self, what: str) -> None:
         """``leaving``: gradients have come to the host, or no upload reads it any more."""
-        self.inner.fence(what)
+        super().fence(what)
         backward_follows = torch.is_grad_enabled() and not self._arriving
         if what == "leaving" and not backward_follows and self._last is not None:
             self._last.synchronize()

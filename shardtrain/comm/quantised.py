@@ -35,7 +35,7 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport, own_interval
 from shardtrain.comm.simulated import Simulated
-from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, Transport
+from shardtrain.comm.transport import Around, Flat, Gradient, Pending, Tag, Transport
 from shardtrain.layout import Layout
 
 BLOCK = 256  # elements; a scale adds 1.6 % to their codes
@@ -140,10 +140,8 @@ def _blocks_of(column: torch.Tensor, elements: int) -> Iterator[tuple[slice, tor
             yield span, scales[:, first:last], codes[:, span].unflatten(1, (last - first, length))
 
 
-class Quantised(OneGroup):
+class Quantised(Around):
     """``inner``, with int8 for what may be quantised (`Flat.quantised`); the rest as ever."""
-
-    in_place = False
 
     def __init__(self, inner: Transport) -> None:
         """
@@ -157,33 +155,9 @@ class Quantised(OneGroup):
                 f"int8 gathers and reductions need transport='process_group', got {type(inner).__name__}: "
                 "ranks that share memory send nothing that could be quantised"
             )
-        self.inner = inner
-        self.rank, self.world, self.silent = inner.rank, inner.world, inner.silent
+        super().__init__(inner)
+        self._messages = inner
         self._known: dict[tuple[Part, ...], Parcels] = {}
-
-    @property
-    def reserved(self) -> int:
-        return self.inner.reserved
-
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inner.allocate(layout, like, reduced)
-
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        return self.inner.gradient(layout, like)
-
-    def discard(self, gradient: torch.Tensor) -> None:
-        self.inner.discard(gradient)
-
-    def fence(self, what: str) -> None:
-        self.inner.fence(what)
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        self.inner.broadcast(tensor, src)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        self.inner.all_reduce(tensor, op)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if not any(flat.quantised for flat in flats):
@@ -203,7 +177,7 @@ class Quantised(OneGroup):
                 for ranks, column in packed.columns(parcels, index):
                     decode(column, rows_of(flat.full, flat.layout, ranks), flat.quantised)
 
-        return self.inner.staged(own.device, start, finish)
+        return self._messages.staged(own.device, start, finish)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         if not any(gradient.quantised for gradient in gradients):
@@ -220,7 +194,7 @@ class Quantised(OneGroup):
                     gradient.full[gap].zero_()
                 for ranks, column in packed.columns(going, index):
                     encode(rows_of(gradient.full, gradient.layout, ranks), column, gradient.quantised)
-            return self.inner.exchange(tag, going, packed.sizes, coming)
+            return self._messages.exchange(tag, going, packed.sizes, coming)
 
         def finish() -> None:
             came = coming.view(self.world, packed.sizes[self.rank])
@@ -228,7 +202,7 @@ class Quantised(OneGroup):
                 column = packed.column(came, index, self.rank)
                 self._average(column, gradient.full.dtype, mean, gradient.quantised)
 
-        return self.inner.staged(going.device, start, finish)
+        return self._messages.staged(going.device, start, finish)
 
     def _average(
         self, parcels: torch.Tensor, dtype: torch.dtype, mean: torch.Tensor, quantised: bool

@@ -28,15 +28,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from shardtrain.comm.host_memory import HostMemory
 from shardtrain.comm.hosts import host_numbers, share_memory, where_possible
 from shardtrain.comm.process_group import Interval, ProcessGroupTransport, guarded, own_interval
 from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
-from shardtrain.layout import Layout
+from shardtrain.comm.transport import Alone, Around, Flat, Gradient, Pending, Ranks, Tag, Transport
 
 
 class Across(Protocol):
@@ -58,45 +56,30 @@ class Everyone(Ranks, Protocol):
     def fence(self, what: str) -> None: ...
 
 
-class Replicated:
+class Replicated(Around):
     """Movements ``inside`` a shard group and ``across`` the replicas, with an eye on ``everyone``."""
 
     def __init__(
         self, inside: Transport, across: Across, everyone: Everyone, speakers: Sequence[int]
     ) -> None:
-        self.inside, self.across = inside, across
+        super().__init__(inside)
+        self.across, self._guard = across, everyone
         self.everyone, self.speakers = everyone, speakers
-        self.rank, self.world, self.in_place = inside.rank, inside.world, inside.in_place
         self.silent = across.silent
-
-    @property
-    def reserved(self) -> int:
-        return self.inside.reserved
-
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inside.allocate(layout, like, reduced)
-
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        return self.inside.gradient(layout, like)
-
-    def discard(self, gradient: torch.Tensor) -> None:
-        self.inside.discard(gradient)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if self.in_place:
-            self.everyone.note("gathering", tag)
-        with self.everyone.telling():
-            return self.inside.gather(tag, flats)
+            self._guard.note("gathering", tag)
+        with self._guard.telling():
+            return self.inner.gather(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         if self.in_place:
-            self.everyone.note("reducing", tag)
-            with self.everyone.telling():
-                self.inside.reduce(tag, gradients).wait()
+            self._guard.note("reducing", tag)
+            with self._guard.telling():
+                self.inner.reduce(tag, gradients).wait()
             return self._average(tag, gradients)
-        moving = self.inside.reduce(tag, gradients)
+        moving = self.inner.reduce(tag, gradients)
         if gradients[0].full.device.type == "cuda":
             return self._average(tag, gradients)  # behind it in the same stream
 
@@ -107,11 +90,11 @@ class Replicated:
         return Pending(finish)
 
     def fence(self, what: str) -> None:
-        self.everyone.fence(what)
+        self._guard.fence(what)
         if self.in_place and self.world > 1:
-            self.everyone.note(what, Tag(0, "the model"))
-            with self.everyone.telling():
-                self.inside.fence(what)
+            self._guard.note(what, Tag(0, "the model"))
+            with self._guard.telling():
+                self.inner.fence(what)
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         intervals = [Interval(own_interval(each, self.rank), each.full.dtype) for each in gradients]

@@ -172,6 +172,35 @@ class OneGroup:
         return range(self.world)
 
 
+class Around:
+    """A transport around ``inner``, which does what is not said otherwise."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rank, self.world = inner.rank, inner.world
+        self.in_place, self.silent = inner.in_place, inner.silent
+        self.everyone: Ranks = inner.everyone
+        self.speakers = inner.speakers
+
+    @property
+    def reserved(self) -> int:
+        return self.inner.reserved
+
+    def allocate(
+        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner.allocate(layout, like, reduced)
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        return self.inner.gradient(layout, like)
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        self.inner.discard(gradient)
+
+    def fence(self, what: str) -> None:
+        self.inner.fence(what)
+
+
 class Alone(OneGroup):
     """The transport of a single rank: the interval is the whole vector, and nothing ever moves."""
 
