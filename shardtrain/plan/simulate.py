@@ -155,9 +155,9 @@ def _on_meta(config: Config) -> nn.Module:
     """The unsharded model in training. On the meta device its initialisation costs nothing."""
     with _disable_current_modes(), torch.device("meta"):  # in the mode without data, torch 2.11 refuses meta
         model = plain_model(config.model)
-    if config.train.channels_last:
-        model.to(memory_format=torch.channels_last)
-    return model
+        if config.train.channels_last:
+            model.to(memory_format=torch.channels_last)
+        return model
 
 
 def _give_storages(model: nn.Module) -> None:
