@@ -68,10 +68,10 @@ def read(module: str, arguments: list[str]) -> object:
 
 READERS: dict[str, Callable[[list[str], bool], object]] = {
     "shardtrain.plan": plan_settings.read,
-    "shardtrain.bench": lambda words, speak: bench_settings.read([w for w in words if w != "host"], speak),
+    "shardtrain.bench": lambda words, speak: bench_settings.read([w for w in words if "=" in w], speak),
     "shardtrain.doctor": doctor.read,
 }
-PROGRAMS = ["tests/torture.py", "tests/behaviours.py"]  # their parts are tests of their own
+PROGRAMS = ["tests/torture.py", "tests/behaviours.py", "tests/monitor_cost.py"]  # their parts are tests of their own
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "shardtrain." in c and c not in ELSEWHERE])
@@ -150,3 +150,8 @@ def test_no_link_is_dead(file: Path) -> None:
         link for link in [*links, *quoted] if not (file.parent / link).exists() and not (ROOT / link).exists()
     ]
     assert missing == []
+
+
+def test_the_cost_of_monitoring_is_told(tmp_path: Path) -> None:
+    said = torchrun(str(ROOT / "tests/monitor_cost.py"), "rounds=1", "train.log_every=2", folder=tmp_path)
+    assert "inside monitoring's calls" in said, said

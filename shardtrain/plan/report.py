@@ -58,14 +58,14 @@ def rank_table(plan: Plan) -> str:
     rows = [[f"{rank}, which has most, holds" if plan.uneven else "a rank holds", "MiB"]]
     rows += [[name, _mib(size)] for name, size in sizes(plan).items()]
     traffic = [
-        f"{_count(plan.calls.get(kind, 0), noun)} sending {plan.sent.get(kind, 0) / MIB:.2f} MiB"
+        f"{_count(plan.calls.get(kind, 0), noun)} sending {plan.sent.get(kind, 0) / MIB:,.2f} MiB"
         for kind, noun in _movements(plan)
     ]
     return "\n".join(
         [
             *aligned(rows),
             plan.timeline.words(),
-            f"A step has {' and '.join(traffic)}, and {plan.flops / 1e9:,.4g} GFLOP, {rank}.",
+            f"A step has {' and '.join(traffic)}, and {plan.flops / 1e12:,.3g} TFLOP, {rank}.",
         ]
     )
 
