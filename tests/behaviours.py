@@ -67,6 +67,12 @@ class Shardtrain:
     def half(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
         return shardtrain.shard(model, units=units, precision=shardtrain.Precision(param=torch.bfloat16))
 
+    def whole(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
+        return shardtrain.shard(model, units=units, layout="whole")
+
+    def from_meta(self, build: Callable[[], nn.Module], *units: type[nn.Module]) -> nn.Module:
+        return shardtrain.shard(shardtrain.deferred(build), units=units)
+
 
 class FSDP2:
     """torch's ``fully_shard``, used as its documentation says."""
@@ -106,6 +112,18 @@ class FSDP2:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         return self.shard(model, *units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+    def whole(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
+        return self.shard(model, *units)  # it has one way to cut
+
+    def from_meta(self, build: Callable[[], nn.Module], *units: type[nn.Module]) -> nn.Module:
+        with torch.device("meta"):
+            model = build()
+        self.shard(model, *units).to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return model
 
 
 Api = Shardtrain | FSDP2
@@ -202,12 +220,25 @@ def channels_last(api: Api) -> None:
     same(api, model, replica)
 
 
-def with_optimizer(name: str, **options: Any) -> Callable[[Api], None]:
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 7, bias=False), nn.ReLU(), nn.Linear(7, 6, bias=False))
+
+
+def from_the_meta_device(api: Api) -> None:
+    torch.manual_seed(0)
+    model = api.from_meta(two_layers, nn.Linear)
+    torch.manual_seed(0)
+    replica = two_layers()
+    step_both(model, replica, squares)
+    same(api, model, replica)
+
+
+def with_optimizer(name: str, whole: bool = False, **options: Any) -> Callable[[Api], None]:
     def probe(api: Api) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(7, 7, bias=False), nn.ReLU(), nn.Linear(7, 6, bias=False))
+        model = two_layers()
         replica = copy.deepcopy(model)
-        model = api.shard(model, nn.Linear)
+        model = (api.whole if whole else api.shard)(model, nn.Linear)
         kind = getattr(torch.optim, name)
 
         def make(net: nn.Module) -> torch.optim.Optimizer:
@@ -503,10 +534,13 @@ PROBES: dict[str, Probe] = {
     "A 0-dim parameter": Probe(scalar),
     "Optimizer built before wrapping": Probe(optimizer_before),
     "Initial weights that differ between ranks become rank 0's": Probe(divergent_weights),
+    "Started on the meta device, with the initial weights of the plain model": Probe(from_the_meta_device),
     "channels_last convolutions": Probe(channels_last),
     "`SGD(fused=True)`": Probe(with_optimizer("SGD", fused=True)),
     "Adafactor": Probe(with_optimizer("Adafactor"), "Adafactor cannot step on a sharded model"),
     "Muon": Probe(with_optimizer("Muon"), "Muon only supports 2D parameters"),
+    "Adafactor, with `layout=\"whole\"`": Probe(with_optimizer("Adafactor", whole=True)),
+    "Muon, with `layout=\"whole\"`": Probe(with_optimizer("Muon", whole=True)),
     "LBFGS": Probe(with_optimizer("LBFGS"), "LBFGS cannot step on a sharded model"),
     "`inference_mode`, then training": Probe(inference_then_training),
     "Double backward": Probe(double_backward, "double backward (create_graph=True) is not supported"),
