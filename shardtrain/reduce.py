@@ -172,7 +172,7 @@ class FlatGradient:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
             full.index_add_(0, self._starts, self._zeros)
-        if self._transport.everyone.world > self._transport.world:  # replicas are sent the rest, too
+        if self._own and self._transport.everyone.world > self._transport.world:  # replicas are sent the rest
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
         for index, piece in enumerate(segment.pieces):
             if index not in self.filled:
