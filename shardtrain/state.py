@@ -58,42 +58,47 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         grads: gather gradients as well, and treat edits to them alike.
 
     Raises:
-        ValueError: a step or another ``unsharded`` is under way; gradients asked for wait under `no_sync`.
+        ValueError: a step or another ``unsharded`` is under way; gradients asked for wait under `no_sync`;
+            or, at the end, an edit gave a parameter or gradient another shape.
     """
     engine = engine_of(module)
     require_rest(engine, "unsharded")
     if grads:
         engine.schedule.require_reduced("unsharded(grads=True)")
-    for unit in engine.units:
-        _open(unit, engine.transport, grads)
     try:
-        yield
+        for unit in engine.units:
+            _open(unit, engine.transport, grads)
+        try:
+            yield
+        finally:
+            if writeback:
+                for unit in engine.units:
+                    _write_back(unit, grads)
     finally:
         for unit in engine.units:
-            _close(unit, engine.transport, writeback, grads)
+            unit.pinned = False
+            gather.release(unit)
 
 
 def _open(unit: Unit, transport: Transport, grads: bool) -> None:
     """Show private whole copies: edits are seen by nobody before they are written back."""
     gather.release(unit)
-    unit.pinned = True
     for segment in unit.segments:
         values = segment.views_of(_whole(segment, segment.local, transport, unit))
         gradients = _whole_grads(segment, transport, unit) if grads else [None] * len(values)
         segment.show_full()
         for param, value, grad in zip(segment.params, values, gradients, strict=True):
             param.data, param.grad = value, grad
+    unit.pinned = True
 
 
-def _close(unit: Unit, transport: Transport, writeback: bool, grads: bool) -> None:
+def _write_back(unit: Unit, grads: bool) -> None:
+    """Keep this rank's part of the whole copies."""
     for segment in unit.segments:
-        if writeback:
-            for index, view in enumerate(segment.local_views):
-                view.copy_(_piece_of(segment, index, segment.params[index].data))
-        if writeback and grads:
+        for index, view in enumerate(segment.local_views):
+            view.copy_(_piece_of(segment, index, segment.params[index].data))
+        if grads:
             segment.kept_grads = [_piece_of_grad(segment, i) for i in range(len(segment.params))]
-    unit.pinned = False
-    gather.release(unit)
 
 
 def _whole(segment: Segment, local: torch.Tensor, transport: Transport, unit: Unit) -> torch.Tensor:
@@ -128,7 +133,16 @@ def _piece_of_grad(segment: Segment, index: int) -> torch.Tensor | None:
 
 
 def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``whole``, which has the shape of parameter ``index``, as shown at rest."""
+    """This rank's part of ``whole``, which has the shape of parameter ``index``, as shown at rest.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if whole.shape != segment.shapes[index]:
+        raise ValueError(
+            f"parameter {segment.places[index].name} or its gradient was given shape {tuple(whole.shape)} "
+            f"inside unsharded(), expected {tuple(segment.shapes[index])}"
+        )
     piece = segment.pieces[index]
     flat = in_memory_order(whole, segment.strides[index])
     return segment.shown(index, flat[piece.start : piece.stop])
@@ -192,11 +206,11 @@ def load_full_state_dict(
         gather.release(unit)
         for segment in unit.segments:
             _load_segment(segment, state, skipped, transport)
-    for name, buffer in persistent_buffers(module):
+    for name, tensor in _uncut(engine):
         if name not in skipped:
             if everyone.rank == 0:
-                buffer.copy_(state[name])
-            everyone.broadcast(buffer)
+                tensor.copy_(state[name])
+            everyone.broadcast(tensor)
 
 
 def _load_segment(
@@ -222,14 +236,22 @@ def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) ->
         for segment in unit.segments
         for place, shape in zip(segment.places, segment.shapes, strict=True)
     }
-    expected.update((name, Spec.of(buffer)) for name, buffer in persistent_buffers(engine.module))
+    expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]
-    tied = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # further names of parameters
+    tied = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # further names
     found = {name: Spec.of(value) for name, value in state.items() if name not in tied}
     if not strict:
         found = {name: spec for name, spec in found.items() if name in expected}
         expected = {name: spec for name, spec in expected.items() if name in state}
     return differences(expected, found), missing
+
+
+def _uncut(engine: Engine) -> list[tuple[str, torch.Tensor]]:
+    """What every rank holds whole of the module's state, by name: ignored parameters and buffers."""
+    cut = {param for unit in engine.units for segment in unit.segments for param in segment.params}
+    named = engine.module.named_parameters()
+    ignored = [(name, param.data) for name, param in named if param not in cut]
+    return [*ignored, *persistent_buffers(engine.module)]
 
 
 def differences(expected: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[str]:
