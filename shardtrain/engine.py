@@ -30,7 +30,7 @@ from shardtrain.elementwise import refuse_unless_right_on_pieces
 from shardtrain.layout import Policy
 from shardtrain.precision import Precision, cast
 from shardtrain.schedule import Schedule
-from shardtrain.shard import Account, Gathered, Unit
+from shardtrain.unit import Account, Gathered, Unit
 
 _ENGINE = "_shardtrain_engine"
 

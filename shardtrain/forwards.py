@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain.engine import Engine, engine_of, tensors_in
-from shardtrain.shard import Unit
+from shardtrain.unit import Unit
 
 Forward = Callable[..., Any]  # takes the module, then what the module takes
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Pending, Transport
-from shardtrain.shard import State, Unit
+from shardtrain.unit import State, Unit
 
 
 def launch(unit: Unit, transport: Transport) -> None:

@@ -33,7 +33,9 @@ from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Gradient, Pending, Transport
 from shardtrain.layout import Piece
-from shardtrain.shard import Segment, Unit, in_memory_order
+from shardtrain.shard import Segment
+from shardtrain.strides import in_memory_order
+from shardtrain.unit import Unit
 
 
 class Shown(NamedTuple):

@@ -32,7 +32,7 @@ from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Transport
 from shardtrain.reduce import Reduction
-from shardtrain.shard import State, Unit
+from shardtrain.unit import State, Unit
 
 
 class Order:

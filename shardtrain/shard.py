@@ -21,26 +21,19 @@ new tensor would leave the view with stale memory.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardtrain.comm.transport import Flat, Pending, Tag, Transport
+from shardtrain.comm.transport import Flat, Transport
 from shardtrain.layout import Cut, Layout, Piece
 from shardtrain.precision import Precision
+from shardtrain.strides import dense_stride, flattened, shown
 from shardtrain.tape import Initial, become
 
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
-
-
-class State(Enum):
-    SHARDED = "full is empty, nothing is moving"  # --launch--> GATHERING
-    GATHERING = "a gather is filling full"  # --finish--> GATHERED
-    GATHERED = "full is valid"  # --release--> SHARDED
 
 
 class Place(NamedTuple):
@@ -142,11 +135,11 @@ class Segment:
         nothing of them as many dimensions. Nothing without dimensions is empty, so such a parameter has one.
         """
         shape = self.shapes[index] or (1,) if self.layout.whole else piece.shape
-        return shown_as(piece, shape, self.strides[index])
+        return shown(piece, shape, self.strides[index])
 
-    def laid_out(self, index: int, shown: torch.Tensor) -> torch.Tensor:
+    def flattened(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """The reverse: 1-D, in the order of the flat vector."""
-        return flattened(shown, self.shapes[index], self.strides[index])
+        return flattened(tensor, self.shapes[index], self.strides[index])
 
     @property
     def flat(self) -> Flat:
@@ -271,132 +264,9 @@ class Segment:
         return twin
 
 
-class Gathered(NamedTuple):
-    """How much of a model is gathered: units, the root among them, and bytes of their full vectors.
-
-    Ranks that share memory have those bytes once between them, gathered or not.
-    """
-
-    units: int
-    bytes: int
-
-
-class Account:
-    """What is gathered now, and the most that was since `take_peak`."""
-
-    def __init__(self) -> None:
-        self._units = self._bytes = 0
-        self._peak = Gathered(0, 0)
-
-    @property
-    def now(self) -> Gathered:
-        return Gathered(self._units, self._bytes)
-
-    def add(self, units: int, size: int) -> None:
-        self._units += units
-        self._bytes += size
-        if self._units > self._peak.units or self._bytes > self._peak.bytes:
-            self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
-
-    def take_peak(self) -> Gathered:
-        peak, self._peak = self._peak, self.now
-        return peak
-
-
-class Unit:
-    """A group of parameters that is gathered and reduced together."""
-
-    def __init__(self, name: str, index: int, module: nn.Module, segments: Sequence[Segment]) -> None:
-        self.name = name
-        self.index = index
-        self.module = module
-        self.segments = tuple(segments)
-        self.state = State.SHARDED
-        self.moving = Pending()
-        self.pinned = False  # held in full by `unsharded`: a release does nothing
-        self.account = Account()  # one for all units of a model
-
-    def copied(self, memo: Mapping[int, Any]) -> Unit:
-        """The same over copies of its modules; see `Segment.copied`."""
-        segments = [segment.copied(memo) for segment in self.segments]
-        return Unit(self.name, self.index, memo[id(self.module)], segments)
-
-    @property
-    def title(self) -> str:
-        """The unit's name, for people."""
-        return self.name or "the root"
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes; the CPU for a unit without parameters."""
-        return self.segments[0].full.device if self.segments else torch.device("cpu")
-
-    def tag(self, movement: int) -> Tag:
-        """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""
-        return Tag(self.index * 256 + movement * 128, self.title)
-
-    def holds(self, other: Unit) -> bool:
-        """Whether ``other``'s module lies inside this unit's."""
-        return not self.name or other.name.startswith(f"{self.name}.")
-
-    @property
-    def full_bytes(self) -> int:
-        return sum([segment.full.nbytes for segment in self.segments])
-
-    def show_full(self) -> None:
-        for segment in self.segments:
-            segment.show_full()
-
-    def show_local(self) -> None:
-        for segment in self.segments:
-            if segment.shows_full:
-                segment.show_local()
-
-    def cast(self) -> None:
-        for segment in self.segments:
-            segment.cast()
-
-    def drop_kept_grads(self) -> None:
-        """Forget gradients put away by `show_full`."""
-        for segment in self.segments:
-            segment.drop_kept_grads()
-
-
 def _address(tensor: torch.Tensor) -> int:
     """Where it lies; of an empty one, which has no address, its storage: all ranks must see a replacement."""
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)
-
-
-def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """``tensor``'s strides if it fills its memory without gaps (channels_last does), else row-major."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
-        expected *= size
-    return tensor.stride()
-
-
-def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` as 1-D, in the order of ``stride``; a view when it already lies that way."""
-    if tensor.stride() != stride:
-        ordered = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor)
-    return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def shown_as(piece: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
-    """``piece`` (1-D, in the order of ``stride``) in ``shape``; in ``(0, *shape[1:])`` if empty; a view."""
-    if len(shape) == 1:
-        return piece
-    if piece.numel() == math.prod(shape):
-        return piece.as_strided(shape, stride)
-    return piece.view(0, *shape[1:])
-
-
-def flattened(shown: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
-    """What `shown_as` was given: 1-D, in the order of ``stride``; a view if ``shown`` lies that way."""
-    return in_memory_order(shown, stride) if shown.shape == torch.Size(shape) else shown.reshape(-1)
 
 
 def segments_of(

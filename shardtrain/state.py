@@ -16,7 +16,9 @@ from torch import nn
 from shardtrain import comm, gather
 from shardtrain.comm.transport import Flat, Ranks, Transport
 from shardtrain.engine import Engine, engine_of
-from shardtrain.shard import Segment, Unit, in_memory_order
+from shardtrain.shard import Segment
+from shardtrain.strides import in_memory_order
+from shardtrain.unit import Unit
 
 
 class Spec(NamedTuple):
@@ -122,7 +124,7 @@ def _whole_grads(segment: Segment, transport: Transport, unit: Unit) -> list[tor
     local = torch.zeros_like(segment.local)
     for index, param in enumerate(segment.params):
         if param.grad is not None:
-            segment.part_of(local, index).copy_(segment.laid_out(index, param.grad))
+            segment.part_of(local, index).copy_(segment.flattened(index, param.grad))
     views = segment.views_of(_whole(segment, local, transport, unit))
     return [view if has else None for view, has in zip(views, has_grad.tolist(), strict=True)]
 

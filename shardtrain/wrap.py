@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
+from shardtrain.choice import UnitChoice, check_forward, ignored_parameters, places_by_unit, unit_modules
 from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine import Engine, engine_of, is_sharded
 from shardtrain.layout import Policy, cut_of
 from shardtrain.precision import Precision
-from shardtrain.shard import Place, Segment, Unit, segments_of
+from shardtrain.shard import Place, Segment, segments_of
 from shardtrain.tape import Initial, become, forget
-from shardtrain.units import UnitChoice, check_forward, ignored_parameters, places_by_unit, unit_modules
+from shardtrain.unit import Unit
 
 
 class UnitInfo(NamedTuple):

@@ -39,8 +39,8 @@ from shardtrain.checkpoint.manifest import (
 )
 from shardtrain.engine import Engine
 from shardtrain.layout import Piece
-from shardtrain.shard import flattened, shown_as
 from shardtrain.state import Spec, equal_buffers, persistent_buffers
+from shardtrain.strides import flattened, shown
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
 
@@ -68,13 +68,13 @@ class Held(NamedTuple):
         """The first rank that writes some of it; 0 if there is nothing to write."""
         return next((rank for rank, (start, stop) in enumerate(self.cuts) if stop > start), 0)
 
-    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+    def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which lies as the parameter does at rest: 1-D, in the order of ``stride``."""
         return flattened(tensor.detach(), self.shape, self.stride)
 
-    def as_held(self, piece: torch.Tensor) -> torch.Tensor:
+    def shown(self, piece: torch.Tensor) -> torch.Tensor:
         """The reverse, of this rank's elements."""
-        return shown_as(piece, self.param.shape, self.stride)
+        return shown(piece, self.param.shape, self.stride)
 
 
 class Content(NamedTuple):
@@ -179,7 +179,7 @@ def _describe(entry: Held) -> Parameter:
 def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """The part of ``tensor``, which lies as the parameter does, that rank ``rank`` writes; 1-D."""
     start, stop = entry.cuts[rank]
-    return entry.laid_out(tensor)[start - entry.start : stop - entry.start]
+    return entry.flattened(tensor)[start - entry.start : stop - entry.start]
 
 
 def _agreed_states(

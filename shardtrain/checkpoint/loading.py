@@ -34,8 +34,8 @@ from shardtrain.checkpoint.manifest import (
 )
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine import Engine
-from shardtrain.shard import in_memory_order
 from shardtrain.state import Spec, differences, persistent_buffers
+from shardtrain.strides import in_memory_order
 
 
 class Opened(NamedTuple):
@@ -273,7 +273,7 @@ def _fill(
 def _fill_piece(manifest: Manifest, files: Files, entry: Held, kind: str, target: torch.Tensor) -> None:
     saved = manifest.parameters[entry.name]
     piece = files.piece(f"{kind}/{entry.name}", saved, saved.spec.dtype, entry)
-    target.copy_(entry.as_held(piece))
+    target.copy_(entry.shown(piece))
 
 
 def _fill_optimizer(
@@ -318,4 +318,4 @@ def _state(manifest: Manifest, files: Files, entry: Held, key: str) -> Any:
         return state.value
     if state.whole:
         return files.tensor(_first_file(manifest.parameters[entry.name]), name).clone()
-    return entry.as_held(files.piece(name, manifest.parameters[entry.name], state.dtype, entry))
+    return entry.shown(files.piece(name, manifest.parameters[entry.name], state.dtype, entry))

@@ -33,6 +33,7 @@ import torch
 
 from shardtrain.checkpoint.files import DTYPES, Record, read_text
 from shardtrain.state import Spec
+from shardtrain.strides import is_dense
 
 FORMAT, VERSION = "shardtrain checkpoint", 1
 NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"
@@ -216,7 +217,7 @@ def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) 
     spec = _spec(node, name)
     stride = tuple(_count(step, f"stride of {name}") for step in node["stride"])
     slices = tuple(Slice(str(f), int(a), int(b)) for f, a, b in node["slices"])
-    if not _dense(spec.shape, stride):
+    if not is_dense(spec.shape, stride):
         raise Damaged(f"{NAME} gives {name} the stride {stride}, which does not fill the shape {spec.shape}")
     reached = 0
     for part in slices:
@@ -252,15 +253,3 @@ def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise Damaged(f"{NAME} has {str(value)[:40]} for the {what}, expected a number of at least 0")
     return value
-
-
-def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether ``stride`` visits each of the shape's elements once, without gaps."""
-    if 0 in shape:
-        return len(stride) == len(shape)
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
