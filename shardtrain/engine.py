@@ -25,7 +25,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.comm.transport import Transport
 from shardtrain.elementwise import refuse_unless_right_on_pieces
 from shardtrain.layout import Policy
 from shardtrain.precision import Precision, cast
@@ -42,17 +41,16 @@ class Engine:
         self,
         root: nn.Module,
         units: list[Unit],
-        transport: Transport,
         reshard_after_forward: bool,
-        precision: Precision | None,
+        precision: Precision,
         ignored: set[nn.Parameter],
         layout: Policy,
     ) -> None:
         self.module = root
         self.units = units
-        self.transport = transport
+        self.transport = units[0].transport
         self.precision = precision
-        self.schedule = Schedule(units, transport, reshard_after_forward, tell_reduced=_call_user_hooks)
+        self.schedule = Schedule(units, reshard_after_forward, tell_reduced=_call_user_hooks)
         self.account = Account()
         for unit in units:
             unit.account = self.account
@@ -71,8 +69,7 @@ class Engine:
             self._hook_parameters(unit)
             for module in self.entrances(unit):
                 self._hook_module(unit, module)
-        if self.precision is not None:
-            self._hook_casts(self.precision)
+        self._hook_casts()
         self.module.__dict__.update(
             {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self.__reduce_ex__}
         )
@@ -98,7 +95,8 @@ class Engine:
         Raises:
             ValueError: a step is under way.
         """
-        if not self.schedule.at_rest():
+        self.schedule.recover()
+        if not self.schedule.at_rest:
             raise ValueError("a sharded model cannot be copied inside forward, backward or unsharded()")
         self.settle()
         self._detach()
@@ -109,7 +107,7 @@ class Engine:
         units = [unit.copied(memo) for unit in self.units]
         ignored = {memo[id(param)] for param in self._ignored if id(param) in memo}
         reshard = self.schedule.reshard_after_forward
-        Engine(module, units, self.transport, reshard, self.precision, ignored, self._layout)
+        Engine(module, units, reshard, self.precision, ignored, self._layout)
         return module
 
     @property
@@ -136,7 +134,7 @@ class Engine:
         """The modules whose call needs ``unit``: its own, and for the root every direct holder."""
         if unit is not self.units[0]:
             return [unit.module]
-        holders = [m for s in unit.segments for place in s.places for m, _ in place.owners]
+        holders = [m for s in unit.segments for place in s.places for m, _ in place.holders]
         return list(dict.fromkeys([unit.module, *holders]))
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
@@ -233,21 +231,22 @@ class Engine:
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
 
-    def _hook_casts(self, precision: Precision) -> None:
+    def _hook_casts(self) -> None:
         """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
+        precision = self.precision
         if precision.param is not None:
             for unit in self.units:
                 if precision.cast_inputs:
                     self._hook_inputs(unit, unit.module, precision.param)
-                for module, dtype in self._wide_modules(unit, precision):
+                for module, dtype in self._wide_modules(unit):
                     self._hook_inputs(unit, module, dtype)
                     self._hook_output(unit, module, precision.param)
         if precision.output is not None:
             self._hook_output(self.units[0], self.module, precision.output)
 
-    def _wide_modules(self, unit: Unit, precision: Precision) -> list[tuple[nn.Module, torch.dtype]]:
-        found = [(m, s.local.dtype) for s in unit.segments for place in s.places for m, _ in place.owners]
-        return [(m, dtype) for m, dtype in dict(found).items() if precision.wants_wide_inputs(m)]
+    def _wide_modules(self, unit: Unit) -> list[tuple[nn.Module, torch.dtype]]:
+        found = [(m, s.local.dtype) for s in unit.segments for place in s.places for m, _ in place.holders]
+        return [(m, dtype) for m, dtype in dict(found).items() if self.precision.wants_wide_inputs(m)]
 
     def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
         def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -268,7 +267,8 @@ class Engine:
             ValueError: a parameter is still on the meta device, or was changed so that its piece no
                 longer fits.
         """
-        if not self.schedule.at_rest():
+        self.schedule.recover()
+        if not self.schedule.at_rest:
             return
         for unit in self.units:
             for segment in unit.segments:

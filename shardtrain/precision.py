@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-class Quantised(NamedTuple):
+class Traffic(NamedTuple):
     """Which movements of a parameter go as int8: its gathers, and the reductions of its gradient."""
 
     gather: bool
@@ -74,9 +74,9 @@ class Precision:
                 "the dtype that they compute in, precision.param"
             )
 
-    def of_parameter(self, param: torch.Tensor, owner: nn.Module) -> torch.dtype:
-        """The dtype in which ``param``, held by ``owner``, computes."""
-        kept = isinstance(owner, self.keep) or not param.dtype.is_floating_point
+    def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
+        """The dtype in which ``param``, held by ``holder``, computes."""
+        kept = isinstance(holder, self.keep) or not param.dtype.is_floating_point
         return param.dtype if kept or self.param is None else self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
@@ -90,10 +90,10 @@ class Precision:
         """Whether anything is to move as int8."""
         return torch.int8 in (self.gather, self.reduce)
 
-    def quantised(self, param: torch.Tensor, owner: nn.Module) -> Quantised:
-        """What of ``param``, held by ``owner``, moves as int8: of matrices and filters, not of ``keep``."""
-        may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(owner, self.keep)
-        return Quantised(may and self.gather is torch.int8, may and self.reduce is torch.int8)
+    def traffic(self, param: torch.Tensor, holder: nn.Module) -> Traffic:
+        """What of ``param``, held by ``holder``, moves as int8: of matrices and filters, not of ``keep``."""
+        may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(holder, self.keep)
+        return Traffic(may and self.gather is torch.int8, may and self.reduce is torch.int8)
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
         """Whether ``module``'s inputs are to be cast to its parameters' dtype, and its outputs back."""

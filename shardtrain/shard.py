@@ -40,11 +40,16 @@ class Place(NamedTuple):
     """One parameter of a unit: its fully qualified name, and every (module, attribute) that holds it."""
 
     name: str
-    owners: tuple[tuple[nn.Module, str], ...]
+    holders: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def holder(self) -> nn.Module:
+        """The first module that holds it."""
+        return self.holders[0][0]
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, attribute = self.owners[0]
+        module, attribute = self.holders[0]
         parameter = module._parameters[attribute]
         assert parameter is not None
         return parameter
@@ -53,8 +58,10 @@ class Place(NamedTuple):
 class Segment:
     """The parameters of one unit that share their dtypes and ``requires_grad``, as one flat vector.
 
+    Making one is collective: all ranks get rank 0's values.
+
     ``compute``: the dtype of ``full``. ``reduced``: the dtype in which gradients come together.
-    ``quantised``: which movements go as int8.
+    ``traffic``: which movements go as int8.
     """
 
     def __init__(
@@ -70,14 +77,14 @@ class Segment:
         self.shapes = [param.shape for param in self.params]
         self.strides = [dense_stride(param) for param in self.params]
         self._precision = precision
-        self.quantised = precision.quantised(self.params[0], self.places[0].owners[0][0])
+        self.traffic = precision.traffic(self.params[0], self.places[0].holder)
         narrowest = min(self.params[0].element_size(), self._compute_dtype().itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in self.params], align)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
-        self._transport = transport
+        self.transport = transport
         self._adopt(self._cut(initial))
         for param, view in zip(self.params, self.local_views, strict=True):
             param.grad = None
@@ -93,28 +100,28 @@ class Segment:
         first = self.params[0]
         full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
         if not full.is_meta:
-            everyone = self._transport.everyone
+            everyone = self.transport.everyone
             if everyone.rank == 0:
                 for place, param, view in zip(self.places, self.params, self.views_of(full), strict=True):
                     view.copy_(initial.value(place.name, param))
             everyone.broadcast(full)
-        own = full[self.layout.interval(self._transport.rank)]
+        own = full[self.layout.interval(self.transport.rank)]
         return own if own.numel() == full.numel() else own.clone()
 
     def _compute_dtype(self) -> torch.dtype:
-        return self._precision.of_parameter(self.params[0], self.places[0].owners[0][0])
+        return self._precision.of_parameter(self.params[0], self.places[0].holder)
 
     def _adopt(self, local: torch.Tensor) -> None:
         """Give the segment memory, and this rank's interval the values of ``local``."""
         self.compute = self._compute_dtype()
         self.reduced = self._precision.of_gradient(self.compute)
         like = local.new_empty(0, dtype=self.compute)
-        self.full, self.wire = self._transport.allocate(self.layout, like, self.reduced)
+        self.full, self.wire = self.transport.allocate(self.layout, like, self.reduced)
         same = self.compute == local.dtype
         self.local = self.wire if same else torch.empty_like(local, device=self.wire.device)
         self.local.copy_(local)
         self._storage = self.full.untyped_storage()
-        self._releases = not (self._transport.in_place or self.full.is_meta)
+        self._releases = not (self.transport.in_place or self.full.is_meta)
         self.full_views = self.views_of(self.full)
         self.local_views = [self.shown(i, self.part_of(self.local, i)) for i in range(len(self.pieces))]
         self.resize_full(0)
@@ -143,7 +150,7 @@ class Segment:
 
     @property
     def flat(self) -> Flat:
-        return Flat(self.full, self.wire, self.layout, self.quantised.gather)
+        return Flat(self.full, self.wire, self.layout, self.traffic.gather)
 
     def cast(self) -> None:
         """Bring ``wire`` up to date with ``local``, while no rank reads it."""
@@ -201,7 +208,7 @@ class Segment:
         """The gradient of this rank's piece of parameter ``index``, on show or put away."""
         return self.kept_grads[index] if self.shows_full else self.params[index].grad
 
-    def take_grad(self, index: int) -> None:
+    def drop_grad(self, index: int) -> None:
         """Let the piece of parameter ``index`` have no gradient."""
         if self.shows_full:
             self.kept_grads[index] = None
@@ -211,7 +218,7 @@ class Segment:
     def was_replaced(self) -> bool:
         """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage."""
         for place, param, view in zip(self.places, self.params, self.local_views, strict=True):
-            module, attribute = place.owners[0]
+            module, attribute = place.holders[0]
             if (
                 module._parameters[attribute] is not param
                 or _address(param) != _address(view)
@@ -243,7 +250,7 @@ class Segment:
                     f"{self.places[0].name} of the same unit is {first.dtype} on {first.device}; "
                     "convert the whole model, or convert it before shard()"
                 )
-        local = torch.zeros(self.layout.length(self._transport.rank), dtype=first.dtype, device=first.device)
+        local = torch.zeros(self.layout.length(self.transport.rank), dtype=first.dtype, device=first.device)
         for index, param in enumerate(self.params):
             self.shown(index, self.part_of(local, index)).copy_(param.data)
         self._adopt(local)
@@ -256,7 +263,7 @@ class Segment:
         """
         twin = copy.copy(self)
         twin.places = tuple(
-            Place(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.owners))
+            Place(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.holders))
             for place in self.places
         )
         twin.kept_grads = [None] * len(self.params)
@@ -272,11 +279,14 @@ def _address(tensor: torch.Tensor) -> int:
 def segments_of(
     places: Sequence[Place], transport: Transport, precision: Precision, cut: Cut, initial: Initial
 ) -> list[Segment]:
-    """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order."""
+    """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order.
+
+    Collective, since making a segment is.
+    """
     groups: dict[tuple[object, ...], list[Place]] = {}
     for place in places:
-        param, owner = place.parameter, place.owners[0][0]
-        traffic = precision.of_parameter(param, owner), precision.quantised(param, owner)
-        kind = traffic, param.dtype, initial.device(param), param.requires_grad
+        param, holder = place.parameter, place.holder
+        moves_as = precision.of_parameter(param, holder), precision.traffic(param, holder)
+        kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(place)
     return [Segment(group, transport, precision, cut, initial) for group in groups.values()]

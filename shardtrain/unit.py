@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardtrain.comm.transport import Pending, Tag
+from shardtrain.comm.transport import Pending, Tag, Transport
 from shardtrain.shard import Segment
 
 
@@ -54,20 +54,23 @@ class Account:
 class Unit:
     """A group of parameters that is gathered and reduced together."""
 
-    def __init__(self, name: str, index: int, module: nn.Module, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, name: str, index: int, module: nn.Module, segments: Sequence[Segment], transport: Transport
+    ) -> None:
         self.name = name
         self.index = index
         self.module = module
         self.segments = tuple(segments)
+        self.transport = transport
         self.state = State.SHARDED
         self.moving = Pending()
         self.pinned = False  # held in full by `unsharded`: a release does nothing
         self.account = Account()  # one for all units of a model
 
     def copied(self, memo: Mapping[int, Any]) -> Unit:
-        """The same over copies of its modules; see `Segment.copied`."""
+        """The same over copies of its modules; see `Segment.copied`. Collective."""
         segments = [segment.copied(memo) for segment in self.segments]
-        return Unit(self.name, self.index, memo[id(self.module)], segments)
+        return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
 
     @property
     def title(self) -> str:
