@@ -14,10 +14,8 @@ tells how, and what it costs in precision.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -98,19 +96,3 @@ class Precision:
     def wants_wide_inputs(self, module: nn.Module) -> bool:
         """Whether ``module``'s inputs are to be cast to its parameters' dtype, and its outputs back."""
         return isinstance(module, self.keep) and not isinstance(module, _NormBase)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor inside nested containers as ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        found = {key: cast(item, dtype) for key, item in value.items()}
-        return found if type(value) is dict else type(value)(found)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
-        items = [cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: cast(getattr(value, name), dtype) for name in fields})
-    return value

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "shardtrain"
 # The order in which to read. A room is a file or folder of `shardtrain`, and imports from those before it.
 CORE = [
     "layout",
+    "nested",
     "precision",
     "comm",
     "strides",
@@ -27,6 +28,8 @@ CORE = [
     "schedule",
     "choice",
     "elementwise",
+    "user_hooks",
+    "tree",
     "engine",
     "wrap",
     "forwards",

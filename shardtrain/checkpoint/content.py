@@ -32,7 +32,7 @@ from shardtrain.checkpoint.manifest import (
     Optimizer,
     Parameter,
     Slice,
-    State,
+    StateEntry,
     dump_state,
     file_name,
     parse_state,
@@ -135,7 +135,7 @@ def _collect(
     facts: Mapping[str, Any],
     averages: Averages | None,
     equal: Mapping[torch.Tensor, torch.Tensor],
-    states: Mapping[str, dict[str, State]],
+    states: Mapping[str, dict[str, StateEntry]],
 ) -> Content:
     rank = engine.transport.everyone.rank
     entries = held(engine)
@@ -184,7 +184,7 @@ def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _agreed_states(
     engine: Engine, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, dict[str, State]], str]:
+) -> tuple[dict[str, dict[str, StateEntry]], str]:
     """What the optimizer keeps of each parameter, as the first rank with a piece of it says. Collective.
 
     And what is wrong with this rank's, if anything is.
@@ -211,7 +211,7 @@ def _agreed_states(
 
 
 def _describe_optimizer(
-    entries: list[Held], optimizer: torch.optim.Optimizer, states: Mapping[str, dict[str, State]]
+    entries: list[Held], optimizer: torch.optim.Optimizer, states: Mapping[str, dict[str, StateEntry]]
 ) -> Optimizer:
     names = {entry.param: entry.name for entry in entries}
     groups = []
@@ -246,17 +246,17 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _describe_state(entry: Held, key: str, value: Any) -> State:
+def _describe_state(entry: Held, key: str, value: Any) -> StateEntry:
     if not isinstance(value, torch.Tensor):
         if not _is_plain(value):
             raise ValueError(
                 f"the optimizer's {key} of {entry.name} is a {type(value).__name__}, expected a tensor"
             )
-        return State(None, value=value)
+        return StateEntry(None, value=value)
     if value.shape == entry.param.shape:
-        return State(value.dtype)
+        return StateEntry(value.dtype)
     if value.dim() == 0:
-        return State(value.dtype, whole=True)
+        return StateEntry(value.dtype, whole=True)
     raise ValueError(
         f"the optimizer's {key} of {entry.name} has shape {tuple(value.shape)}, which cannot be cut like the "
         f"parameter's local piece of {tuple(entry.param.shape)}; only element-wise optimizers can be saved"
@@ -277,7 +277,7 @@ def _state_tensors(
     return tensors
 
 
-def _states(entries: list[Held], described: Optimizer) -> Iterator[tuple[Held, str, State]]:
+def _states(entries: list[Held], described: Optimizer) -> Iterator[tuple[Held, str, StateEntry]]:
     for entry in entries:
         for key, state in described.state.get(entry.name, {}).items():
             yield entry, key, state

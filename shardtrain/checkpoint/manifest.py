@@ -61,7 +61,7 @@ class Parameter(NamedTuple):
     slices: tuple[Slice, ...]
 
 
-class State(NamedTuple):
+class StateEntry(NamedTuple):
     """One entry of the optimizer's state of a parameter: cut like it, a ``whole`` 0-dim tensor, or plain."""
 
     dtype: torch.dtype | None  # None: a plain value
@@ -77,7 +77,7 @@ class Group(NamedTuple):
 class Optimizer(NamedTuple):
     type: str
     groups: list[Group]
-    state: dict[str, dict[str, State]]
+    state: dict[str, dict[str, StateEntry]]
 
 
 class Manifest(NamedTuple):
@@ -137,7 +137,7 @@ def _dump_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return {"type": optimizer.type, "groups": groups, "state": state}
 
 
-def dump_state(state: State) -> dict[str, Any]:
+def dump_state(state: StateEntry) -> dict[str, Any]:
     if state.dtype is None:
         return {"value": state.value}
     return {"whole" if state.whole else "dtype": _dtype_name(state.dtype)}
@@ -242,11 +242,11 @@ def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> 
     return Optimizer(str(node["type"]), groups, state)
 
 
-def parse_state(node: Mapping[str, Any]) -> State:
+def parse_state(node: Mapping[str, Any]) -> StateEntry:
     if "value" in node:
-        return State(None, value=node["value"])
+        return StateEntry(None, value=node["value"])
     whole = "whole" in node
-    return State(_BY_NAME[node["whole" if whole else "dtype"]], whole)
+    return StateEntry(_BY_NAME[node["whole" if whole else "dtype"]], whole)
 
 
 def _count(value: Any, what: str) -> int:
