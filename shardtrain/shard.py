@@ -28,10 +28,11 @@ import torch
 from torch import nn
 
 from shardtrain.comm.transport import Flat, Transport
+from shardtrain.initial import Initial
 from shardtrain.layout import Cut, Layout, Piece
 from shardtrain.precision import Precision
 from shardtrain.strides import dense_stride, flattened, shown
-from shardtrain.tape import Initial, become
+from shardtrain.tape import become
 
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
 

@@ -17,10 +17,11 @@ from shardtrain import comm
 from shardtrain.choice import UnitChoice, check_forward, parameters_of, places_by_unit, unit_modules
 from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine import Engine, engine_of, is_sharded
+from shardtrain.initial import Initial, forget
 from shardtrain.layout import Policy, cut_of
 from shardtrain.precision import Precision
 from shardtrain.shard import Place, Segment, segments_of
-from shardtrain.tape import Initial, become, forget
+from shardtrain.tape import become
 from shardtrain.unit import Unit
 
 
