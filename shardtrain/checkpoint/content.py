@@ -116,39 +116,22 @@ def collect(
     extra: Any,
     facts: Mapping[str, Any],
     averages: Averages | None = None,
-) -> tuple[Content | None, str]:
-    """This rank's content, or why there is none. Collective: buffers are averaged."""
-    equal = dict(equal_buffers(engine.module, engine.transport.everyone))
-    states, problem = _agreed_states(engine, optimizer)
-    if problem:
-        return None, problem
-    try:
-        return _collect(engine, optimizer, extra, facts, averages, equal, states), ""
-    except ValueError as error:
-        return None, str(error)
-
-
-def _collect(
-    engine: Engine,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    facts: Mapping[str, Any],
-    averages: Averages | None,
-    equal: Mapping[torch.Tensor, torch.Tensor],
-    states: Mapping[str, dict[str, StateEntry]],
 ) -> Content:
-    rank = engine.transport.everyone.rank
-    entries = held(engine)
+    """This rank's content. Collective: buffers are averaged, the optimizer's states compared.
+
+    Raises:
+        ValueError: on this rank alone, when nothing is communicated any more: something cannot be saved.
+    """
+    equal = dict(equal_buffers(engine.module, engine.transport.everyone))
+    states = _agreed_states(engine, optimizer)
+    entries, rank = held(engine), engine.transport.everyone.rank
     buffers = persistent_buffers(engine.module)
-    tensors = {
-        f"parameters/{e.name}": piece for e in entries if (piece := _written(e, e.param, rank)).numel()
-    }
+    tensors = _cut_tensors("parameters", entries, {e.param: e.param for e in entries}, rank)
     tensors |= {f"buffers/{name}": buffer for name, buffer in buffers}
     if rank == 0:
         tensors |= {f"averaged/{name}": equal[buffer] for name, buffer in buffers}
     if averages is not None:
-        cut = {f"ema/{e.name}": _written(e, averages[e.param], rank) for e in entries}
-        tensors |= {key: piece for key, piece in cut.items() if piece.numel()}
+        tensors |= _cut_tensors("ema", entries, averages, rank)
     described = None
     if optimizer is not None:
         described = _describe_optimizer(entries, optimizer, states)
@@ -169,6 +152,14 @@ def _collect(
     return Content(tensors, notes, manifest)
 
 
+def _cut_tensors(
+    kind: str, entries: list[Held], values: Mapping[nn.Parameter, torch.Tensor], rank: int
+) -> dict[str, torch.Tensor]:
+    """Of each parameter what rank ``rank`` writes of its value in ``values``, if that is anything."""
+    pieces = {f"{kind}/{entry.name}": _written(entry, values[entry.param], rank) for entry in entries}
+    return {key: piece for key, piece in pieces.items() if piece.numel()}
+
+
 def _describe(entry: Held) -> Parameter:
     slices = [
         Slice(file_name(rank), start, stop) for rank, (start, stop) in enumerate(entry.cuts) if stop > start
@@ -184,10 +175,11 @@ def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _agreed_states(
     engine: Engine, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, dict[str, StateEntry]], str]:
+) -> dict[str, dict[str, StateEntry]]:
     """What the optimizer keeps of each parameter, as the first rank with a piece of it says. Collective.
 
-    And what is wrong with this rank's, if anything is.
+    Raises:
+        ValueError: in the end, on this rank alone: its own cannot be saved, or is not what others say.
     """
     entries = held(engine) if optimizer is not None else []
     everyone, ours, problem = engine.transport.everyone, {}, ""
@@ -207,7 +199,9 @@ def _agreed_states(
     odd = [name for name, state in ours.items() if agreed.get(name, state) != state]
     if odd and not problem:
         problem = f"the optimizer's state of {odd[0]} is {ours[odd[0]]}, expected {agreed[odd[0]]}"
-    return {name: {k: parse_state(v) for k, v in state.items()} for name, state in agreed.items()}, problem
+    if problem:
+        raise ValueError(problem)
+    return {name: {k: parse_state(v) for k, v in state.items()} for name, state in agreed.items()}
 
 
 def _describe_optimizer(

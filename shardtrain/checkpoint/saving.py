@@ -151,8 +151,11 @@ def begin(
         SaveFailed: on every rank: ``path`` exists, the directory cannot be made, something cannot be
             saved, or the ranks hold different models or optimizers.
     """
-    content, problem = collect(engine, optimizer, extra, facts, averages)
-    temporary = ""
+    content, problem, temporary = None, "", ""
+    try:
+        content = collect(engine, optimizer, extra, facts, averages)
+    except ValueError as error:
+        problem = str(error)
     if engine.transport.everyone.rank == 0 and not problem:
         try:
             temporary = make_temporary(path).name
