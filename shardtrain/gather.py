@@ -19,9 +19,9 @@ def launch(unit: Unit) -> None:
     trace.begin("gather", unit.title)
     unit.account.add(int(bool(unit.segments)), unit.full_bytes)
     for segment in unit.segments:
-        segment.resize_full(segment.layout.padded)
+        segment.hold_full()
     flats = [segment.flat for segment in unit.segments]
-    unit.moving = unit.transport.gather(unit.tag(0), flats) if flats else Pending()
+    unit.moving = unit.transport.gather(unit.gather_tag, flats) if flats else Pending()
     unit.state = State.GATHERING
 
 
@@ -54,5 +54,5 @@ def release(unit: Unit) -> None:
         finish(unit)
     unit.account.add(-int(bool(unit.segments)), -unit.full_bytes)
     for segment in unit.segments:
-        segment.resize_full(0)
+        segment.empty_full()
     unit.state = State.SHARDED

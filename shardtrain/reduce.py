@@ -85,7 +85,7 @@ class FlatGradient:
     def begin_backward(self) -> None:
         """None has arrived; count once what to expect, since every arrival asks whether it was the last."""
         self.arrived.clear()
-        self.expected = sum(param.requires_grad for param in self.segment.params)
+        self.expected = sum([param.requires_grad for param in self.segment.params])
         while self._shown:
             self._heed(*self._shown.popitem())
 
@@ -121,8 +121,8 @@ class FlatGradient:
                 "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
             )
 
-    def collect(self, index: int) -> None:
-        """Take the gradient that autograd has just accumulated in parameter ``index``.
+    def collect(self, index: int) -> bool:
+        """Take the gradient just accumulated in parameter ``index``; whether it is the segment's last.
 
         Raises:
             ValueError: the gradient is sparse.
@@ -139,10 +139,12 @@ class FlatGradient:
         self.arrived.add(index)
         self._keep(index, in_memory_order(grad, self.segment.strides[index]))
         self.filled.add(index)
+        return len(self.arrived) == self.expected
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
         start, stop, _ = self.segment.pieces[index]
-        again, full, wide = index in self.filled, self._open(), self.segment.local.dtype
+        again, wide = index in self.filled, self.segment.local.dtype
+        full = self._open() if self._full is None else self._full
         for part, place in self._elsewhere[index]:
             given = grad[part] if start < stop else grad
             full[place].add_(given) if again else full[place].copy_(given)
@@ -222,8 +224,8 @@ class Reduction:
 
     def collect(self, segment: int, index: int) -> bool:
         """Take the gradient of one parameter; whether it was the last one that this backward brings."""
-        self.gradients[segment].collect(index)
-        return self.gradients[segment].complete and all(gradient.complete for gradient in self.gradients)
+        last = self.gradients[segment].collect(index)
+        return last and all(gradient.complete for gradient in self.gradients)
 
     @property
     def waiting(self) -> bool:
@@ -262,7 +264,7 @@ class Reduction:
                 gradient = flat.take()
                 self._sent.append(gradient)
                 self._under_way.append(Reduced(flat, filled, unsure, gradient.own))
-        self._moving = self.unit.transport.reduce(self.unit.tag(1), self._sent)
+        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._sent)
 
     def finish(self) -> None:
         """Wait for the movement."""
@@ -275,15 +277,16 @@ class Reduction:
     def give(self) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
 
-        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient; but
-        none where the parameter is whole on another rank, since not every optimizer takes it.
+        Returns those that have got one, perhaps more than once. An empty piece tells nothing, and gets an
+        empty gradient; but none where the parameter is whole on another rank, since not every optimizer
+        takes it.
         """
         given = []
         for flat, filled, unsure, own in self._means:
             nowhere = absent([own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
-                if flat.segment.is_elsewhere(index):
+                if index in flat.segment.elsewhere:
                     continue
                 flat.segment.give_grad(index, own[index])
                 given.append(flat.segment.params[index])

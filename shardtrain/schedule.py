@@ -76,14 +76,15 @@ class Backward:
 class Schedule:
     """The life of all units of one sharded module. ``engine`` calls it from hooks, and nothing else does.
 
-    ``tell_reduced`` is called with every parameter that a backward has given a reduced gradient, at its end.
+    ``tell_reduced`` is called at the end of a backward, with the parameters that it has given a reduced
+    gradient.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         reshard_after_forward: bool,
-        tell_reduced: Callable[[nn.Parameter], None],
+        tell_reduced: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
         self.units = tuple(units)
         self.root = units[0]
@@ -295,11 +296,10 @@ class Schedule:
         launched = dict.fromkeys(backward.launched)
         self._rest()
         self._fence("leaving")
-        given = dict.fromkeys(param for unit in launched for param in self._reductions[unit].give())
+        given = [param for unit in launched for param in self._reductions[unit].give()]
         for unit in self._owed:
             self._reductions[unit].show_waiting()
-        for param in given:
-            self._tell_reduced(param)
+        self._tell_reduced(given)
 
     def _reduce_the_rest(self, backward: Backward) -> None:
         due = self._owed.union(backward.entered)

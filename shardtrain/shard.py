@@ -83,6 +83,10 @@ class Segment:
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in self.params], align)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
+        # Parameters that are whole on another rank, so that there is nothing to update here.
+        sizes = zip(self.pieces, self.layout.sizes, strict=True)
+        missing = [index for index, (piece, size) in enumerate(sizes) if piece.numel < size]
+        self.elsewhere = frozenset(missing if self.layout.whole else ())
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
         self.transport = transport
@@ -121,11 +125,14 @@ class Segment:
         same = self.compute == local.dtype
         self.local = self.wire if same else torch.empty_like(local, device=self.wire.device)
         self.local.copy_(local)
+        self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
+        self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
         self._releases = not (self.transport.in_place or self.full.is_meta)
         self.full_views = self.views_of(self.full)
         self.local_views = [self.shown(i, self.part_of(self.local, i)) for i in range(len(self.pieces))]
-        self.resize_full(0)
+        self._addresses = [_address(view) for view in self.local_views]
+        self.empty_full()
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         rows = zip(self.layout.offsets, self.layout.sizes, self.shapes, self.strides, strict=True)
@@ -142,26 +149,28 @@ class Segment:
         A piece is 1-D, unless parameters are whole: then it has their shape, or on the ranks that have
         nothing of them as many dimensions. Nothing without dimensions is empty, so such a parameter has one.
         """
-        shape = self.shapes[index] or (1,) if self.layout.whole else piece.shape
-        return shown(piece, shape, self.strides[index])
+        if not self.layout.whole:
+            return piece
+        return shown(piece, self.shapes[index] or (1,), self.strides[index])
 
     def flattened(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """The reverse: 1-D, in the order of the flat vector."""
         return flattened(tensor, self.shapes[index], self.strides[index])
-
-    @property
-    def flat(self) -> Flat:
-        return Flat(self.full, self.wire, self.layout, self.traffic.gather)
 
     def cast(self) -> None:
         """Bring ``wire`` up to date with ``local``, while no rank reads it."""
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
-    def resize_full(self, elements: int) -> None:
-        """Give ``full`` memory for so many elements: all of them, or none."""
+    def hold_full(self) -> None:
+        """Give ``full`` its memory."""
         if self._releases:
-            self._storage.resize_(elements * self.full.element_size())
+            self._storage.resize_(self.full_bytes)
+
+    def empty_full(self) -> None:
+        """Give the memory of ``full`` back."""
+        if self._releases:
+            self._storage.resize_(0)
 
     def show_full(self) -> None:
         """Show every parameter in full; put the gradients of the local pieces away."""
@@ -190,10 +199,6 @@ class Segment:
         """Forget gradients put away by `show_full`."""
         self.kept_grads = [None] * len(self.params)
 
-    def is_elsewhere(self, index: int) -> bool:
-        """Whether parameter ``index`` is whole on another rank, so that there is nothing to update here."""
-        return self.layout.whole and self.pieces[index].numel < self.layout.sizes[index]
-
     def give_grad(self, index: int, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
         piece = self.shown(index, piece)
@@ -218,11 +223,12 @@ class Segment:
 
     def was_replaced(self) -> bool:
         """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage."""
-        for place, param, view in zip(self.places, self.params, self.local_views, strict=True):
+        rows = zip(self.places, self.params, self.local_views, self._addresses, strict=True)
+        for place, param, view, address in rows:
             module, attribute = place.holders[0]
             if (
                 module._parameters[attribute] is not param
-                or _address(param) != _address(view)
+                or _address(param) != address
                 or param.dtype != view.dtype
                 or param.device != view.device
             ):

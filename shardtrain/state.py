@@ -92,7 +92,7 @@ def _whole(segment: Segment, local: torch.Tensor, unit: Unit) -> torch.Tensor:
     if unit.transport.world == 1:
         return local.to(segment.full.device, copy=True)
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
-    unit.transport.gather(unit.tag(0), [Flat(full, local, segment.layout)]).wait()
+    unit.transport.gather(unit.gather_tag, [Flat(full, local, segment.layout)]).wait()
     return full
 
 

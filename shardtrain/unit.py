@@ -58,6 +58,10 @@ class Unit:
         self, name: str, index: int, module: nn.Module, segments: Sequence[Segment], transport: Transport
     ) -> None:
         self.name = name
+        self.title = name or "the root"  # for people
+        # A movement has at most 128 segments, which transports count from the tag's number on.
+        self.gather_tag = Tag(index * 256, self.title)
+        self.reduce_tag = Tag(index * 256 + 128, self.title)
         self.index = index
         self.module = module
         self.segments = tuple(segments)
@@ -73,18 +77,9 @@ class Unit:
         return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
 
     @property
-    def title(self) -> str:
-        """The unit's name, for people."""
-        return self.name or "the root"
-
-    @property
     def device(self) -> torch.device:
         """Where it computes; the CPU for a unit without parameters."""
         return self.segments[0].full.device if self.segments else torch.device("cpu")
-
-    def tag(self, movement: int) -> Tag:
-        """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""
-        return Tag(self.index * 256 + movement * 128, self.title)
 
     def holds(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""
@@ -92,7 +87,7 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        return sum([segment.full.nbytes for segment in self.segments])
+        return sum([segment.full_bytes for segment in self.segments])
 
     def show_full(self) -> None:
         for segment in self.segments:

@@ -36,9 +36,10 @@ def postpone(params: Iterable[nn.Parameter], ours: Mapping[nn.Parameter, int]) -
                 hooks[number] = Postponed(hook)
 
 
-def call(param: nn.Parameter) -> None:
-    """Call the hooks that were postponed."""
-    hooks = param._post_accumulate_grad_hooks or {}
-    for hook in list(hooks.values()) if len(hooks) > 1 else ():  # one is the engine's own
-        if isinstance(hook, Postponed):
-            hook.hook(param)
+def call(params: Iterable[nn.Parameter]) -> None:
+    """Call the hooks that were postponed, those of each parameter once."""
+    hooked = [param for param in params if len(param._post_accumulate_grad_hooks or ()) > 1]  # not ours alone
+    for param in dict.fromkeys(hooked):
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            if isinstance(hook, Postponed):
+                hook.hook(param)
