@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardtrain.layout import Policy, cut_of
-from shardtrain.shard import shown_as
+from shardtrain.strides import shown
 
 _SHAPES = ((2, 3), (2, 1))  # rank 0 of two holds the first four elements, or the first parameter
 
@@ -83,7 +83,7 @@ def _pieces(values: Sequence[torch.Tensor], layout: Policy) -> list[torch.Tensor
     cut = cut_of(layout, world=2)([flat.numel() for flat in values], 1)
     shapes = [shape if cut.whole else (len(flat),) for shape, flat in zip(_SHAPES, values, strict=True)]
     return [
-        shown_as(flat[piece.start : piece.stop], shape, (shape[-1], 1))
+        shown(flat[piece.start : piece.stop], shape, (shape[-1], 1))
         for flat, shape, piece in zip(values, shapes, cut.pieces(0), strict=True)
     ]
 

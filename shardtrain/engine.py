@@ -14,23 +14,23 @@ A fourth looks at each optimizer before it steps: see ``elementwise.py``.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.comm.transport import Transport
+from shardtrain import user_hooks
 from shardtrain.elementwise import refuse_unless_right_on_pieces
 from shardtrain.layout import Policy
-from shardtrain.precision import Precision, cast
+from shardtrain.nested import cast, tensors_in
+from shardtrain.precision import Precision
 from shardtrain.schedule import Schedule
-from shardtrain.shard import Account, Gathered, Unit
+from shardtrain.tree import Tree, refuse_strangers
+from shardtrain.unit import Account, Gathered, Unit
 
 _ENGINE = "_shardtrain_engine"
 
@@ -42,17 +42,16 @@ class Engine:
         self,
         root: nn.Module,
         units: list[Unit],
-        transport: Transport,
         reshard_after_forward: bool,
-        precision: Precision | None,
+        precision: Precision,
         ignored: set[nn.Parameter],
         layout: Policy,
     ) -> None:
         self.module = root
         self.units = units
-        self.transport = transport
+        self.transport = units[0].transport
         self.precision = precision
-        self.schedule = Schedule(units, transport, reshard_after_forward, tell_reduced=_call_user_hooks)
+        self.schedule = Schedule(units, reshard_after_forward, tell_reduced=user_hooks.call)
         self.account = Account()
         for unit in units:
             unit.account = self.account
@@ -60,7 +59,7 @@ class Engine:
         self._ignored = ignored
         self._layout = layout
         self._own_hooks: dict[nn.Parameter, int] = {}  # the number of the hook that drives the schedule
-        self._tree = _tree(root)
+        self._tree = Tree(root)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._attach()
         self._watch_optimizers()
@@ -71,10 +70,10 @@ class Engine:
             self._hook_parameters(unit)
             for module in self.entrances(unit):
                 self._hook_module(unit, module)
-        if self.precision is not None:
-            self._hook_casts(self.precision)
+        self._hook_casts()
+        # `copy` and `pickle` ask an object for these two, and so find them on this one module.
         self.module.__dict__.update(
-            {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self.__reduce_ex__}
+            {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self._refuse_pickling}
         )
 
     def _detach(self) -> None:
@@ -86,7 +85,7 @@ class Engine:
         for name in (_ENGINE, "__deepcopy__", "__reduce_ex__"):
             del self.module.__dict__[name]
 
-    def __reduce__(self) -> str:
+    def _refuse_pickling(self, protocol: int) -> NoReturn:
         raise ValueError(
             "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
             "shardtrain.full_state_dict(model)"
@@ -98,7 +97,8 @@ class Engine:
         Raises:
             ValueError: a step is under way.
         """
-        if not self.schedule.at_rest():
+        self.schedule.recover()
+        if not self.schedule.at_rest:
             raise ValueError("a sharded model cannot be copied inside forward, backward or unsharded()")
         self.settle()
         self._detach()
@@ -109,7 +109,7 @@ class Engine:
         units = [unit.copied(memo) for unit in self.units]
         ignored = {memo[id(param)] for param in self._ignored if id(param) in memo}
         reshard = self.schedule.reshard_after_forward
-        Engine(module, units, self.transport, reshard, self.precision, ignored, self._layout)
+        Engine(module, units, reshard, self.precision, ignored, self._layout)
         return module
 
     @property
@@ -132,11 +132,14 @@ class Engine:
         """Where the first shard lies, and so its optimizer works."""
         return next(segment.local.device for unit in self.units for segment in unit.segments)
 
+    def _sharded(self) -> list[nn.Parameter]:
+        return [param for unit in self.units for segment in unit.segments for param in segment.params]
+
     def entrances(self, unit: Unit) -> list[nn.Module]:
         """The modules whose call needs ``unit``: its own, and for the root every direct holder."""
         if unit is not self.units[0]:
             return [unit.module]
-        holders = [m for s in unit.segments for place in s.places for m, _ in place.owners]
+        holders = [m for s in unit.segments for place in s.places for m, _ in place.holders]
         return list(dict.fromkeys([unit.module, *holders]))
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
@@ -169,7 +172,7 @@ class Engine:
 
         def announce(grad: torch.Tensor) -> None:
             if not self.schedule.in_backward:
-                self._defer_user_hooks()
+                user_hooks.postpone(self._sharded(), self._own_hooks)
             self.schedule.before_backward(unit)
 
         found = list(tensors_in(output))
@@ -198,16 +201,6 @@ class Engine:
         self.handles.append(param.register_post_accumulate_grad_hook(arrived))
         self._own_hooks[param] = self.handles[-1].id
 
-    def _defer_user_hooks(self) -> None:
-        """Take users' post-accumulate hooks from autograd, under the handles that they were given."""
-        for unit in self.units:
-            for segment in unit.segments:
-                for param in segment.params:
-                    hooks = param._post_accumulate_grad_hooks or {}
-                    for number, hook in hooks.items() if len(hooks) > 1 else ():
-                        if number != self._own_hooks.get(param) and not isinstance(hook, Deferred):
-                            hooks[number] = Deferred(hook)
-
     def _watch_optimizers(self) -> None:
         this = weakref.ref(self)
 
@@ -233,21 +226,22 @@ class Engine:
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
 
-    def _hook_casts(self, precision: Precision) -> None:
+    def _hook_casts(self) -> None:
         """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
+        precision = self.precision
         if precision.param is not None:
             for unit in self.units:
                 if precision.cast_inputs:
                     self._hook_inputs(unit, unit.module, precision.param)
-                for module, dtype in self._wide_modules(unit, precision):
+                for module, dtype in self._wide_modules(unit):
                     self._hook_inputs(unit, module, dtype)
                     self._hook_output(unit, module, precision.param)
         if precision.output is not None:
             self._hook_output(self.units[0], self.module, precision.output)
 
-    def _wide_modules(self, unit: Unit, precision: Precision) -> list[tuple[nn.Module, torch.dtype]]:
-        found = [(m, s.local.dtype) for s in unit.segments for place in s.places for m, _ in place.owners]
-        return [(m, dtype) for m, dtype in dict(found).items() if precision.wants_wide_inputs(m)]
+    def _wide_modules(self, unit: Unit) -> list[tuple[nn.Module, torch.dtype]]:
+        found = [(m, s.local.dtype) for s in unit.segments for place in s.places for m, _ in place.holders]
+        return [(m, dtype) for m, dtype in dict(found).items() if self.precision.wants_wide_inputs(m)]
 
     def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
         def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -268,32 +262,22 @@ class Engine:
             ValueError: a parameter is still on the meta device, or was changed so that its piece no
                 longer fits.
         """
-        if not self.schedule.at_rest():
+        self.schedule.recover()
+        if not self.schedule.at_rest:
             return
         for unit in self.units:
             for segment in unit.segments:
                 if not segment.shows_full and segment.was_replaced():
                     segment.take_over()
             self._hook_parameters(unit)
-        if any(node.has_changed() for node in self._tree):
-            self._refuse_attached()
-            self._tree = _tree(self.module)
+        if self._tree.has_changed():
+            refuse_strangers(self.module, self._ignored.union(self._sharded()))
+            self._tree = Tree(self.module)
         on_meta = [p.name for u in self.units for s in u.segments if s.local.is_meta for p in s.places]
         if on_meta:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
                 "with module.to_empty(device=...) and load or initialise their values first"
-            )
-
-    def _refuse_attached(self) -> None:
-        known = {
-            p for unit in self.units for segment in unit.segments for p in segment.params
-        } | self._ignored
-        new = [name for name, param in self.module.named_parameters() if param not in known]
-        if new:
-            raise ValueError(
-                f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
-                "Attach them first, then shard"
             )
 
 
@@ -314,57 +298,3 @@ def engine_of(module: nn.Module) -> Engine:
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` is what `shard` returned."""
     return _ENGINE in module.__dict__
-
-
-class Deferred:
-    """A user's post-accumulate hook of a sharded parameter.
-
-    Autograd would call it with a gradient that is whole, and this rank's alone. It is called once at the
-    end of each backward that reduces, when the parameter shows its piece with the reduced gradient, and
-    owners may write: an optimizer may step in it.
-    """
-
-    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
-        self.hook = hook
-
-    def __call__(self, param: torch.Tensor) -> None:
-        pass
-
-
-def _call_user_hooks(param: nn.Parameter) -> None:
-    hooks = param._post_accumulate_grad_hooks or {}
-    for hook in list(hooks.values()) if len(hooks) > 1 else ():  # one is the engine's own
-        if isinstance(hook, Deferred):
-            hook.hook(param)
-
-
-class Node(NamedTuple):
-    """One module, with its children and how many parameters it holds."""
-
-    module: nn.Module
-    children: tuple[nn.Module | None, ...]
-    parameters: int
-
-    def has_changed(self) -> bool:
-        held = self.module._parameters, self.module._modules
-        return len(held[0]) != self.parameters or tuple(held[1].values()) != self.children
-
-
-def _tree(root: nn.Module) -> list[Node]:
-    """Every module as it is now. None can join them without a change of one of them."""
-    return [Node(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside nested lists, tuples, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

@@ -30,8 +30,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.engine import Engine, engine_of, tensors_in
-from shardtrain.shard import Unit
+from shardtrain.engine import Engine, engine_of
+from shardtrain.nested import tensors_in
+from shardtrain.unit import Unit
 
 Forward = Callable[..., Any]  # takes the module, then what the module takes
 
@@ -81,7 +82,7 @@ def compile_units(
             name = f"{type(unit.module).__name__}_{len(kinds)}"
             run = torch.compile(_entry(forward, name), backend=backend, fullgraph=fullgraph, **options)
             kinds[kind] = Compiled(run, unit.title)
-        _exchange(unit, kinds[kind])
+        _set_forward(unit, kinds[kind])
 
 
 def checkpoint_activations(module: nn.Module) -> None:
@@ -101,7 +102,7 @@ def checkpoint_activations(module: nn.Module) -> None:
         if isinstance(_forward_of(unit), Checkpointed):
             raise ValueError(f"the activations of {unit.title} are checkpointed already")
     for unit in units:
-        _exchange(unit, Checkpointed(_forward_of(unit), unit.title))
+        _set_forward(unit, Checkpointed(_forward_of(unit), unit.title))
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ def _forward_of(unit: Unit) -> Forward:
     return bound.__func__
 
 
-def _exchange(unit: Unit, forward: Forward) -> None:
+def _set_forward(unit: Unit, forward: Forward) -> None:
     unit.module.forward = MethodType(forward, unit.module)
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.transport import Pending, Transport
-from shardtrain.shard import State, Unit
+from shardtrain.comm.transport import Pending
+from shardtrain.unit import State, Unit
 
 
-def launch(unit: Unit, transport: Transport) -> None:
+def launch(unit: Unit) -> None:
     """Start gathering ``unit``. Nothing may be read from its full vector before ``finish``."""
     assert unit.state is State.SHARDED, f"{unit.name}: {unit.state}"
     trace.begin("gather", unit.title)
     unit.account.add(int(bool(unit.segments)), unit.full_bytes)
     for segment in unit.segments:
-        segment.resize_full(segment.layout.padded)
+        segment.hold_full()
     flats = [segment.flat for segment in unit.segments]
-    unit.moving = transport.gather(unit.tag(0), flats) if flats else Pending()
+    unit.moving = unit.transport.gather(unit.gather_tag, flats) if flats else Pending()
     unit.state = State.GATHERING
 
 
@@ -34,10 +34,10 @@ def finish(unit: Unit) -> None:
     unit.state = State.GATHERED
 
 
-def open_full(unit: Unit, transport: Transport) -> None:
+def open_full(unit: Unit) -> None:
     """Whatever the state, let the parameters show their full values."""
     if unit.state is State.SHARDED:
-        launch(unit, transport)
+        launch(unit)
     if unit.state is State.GATHERING:
         finish(unit)
     unit.show_full()
@@ -54,5 +54,5 @@ def release(unit: Unit) -> None:
         finish(unit)
     unit.account.add(-int(bool(unit.segments)), -unit.full_bytes)
     for segment in unit.segments:
-        segment.resize_full(0)
+        segment.empty_full()
     unit.state = State.SHARDED

@@ -14,10 +14,8 @@ tells how, and what it costs in precision.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-class Quantised(NamedTuple):
+class Traffic(NamedTuple):
     """Which movements of a parameter go as int8: its gathers, and the reductions of its gradient."""
 
     gather: bool
@@ -74,9 +72,9 @@ class Precision:
                 "the dtype that they compute in, precision.param"
             )
 
-    def of_parameter(self, param: torch.Tensor, owner: nn.Module) -> torch.dtype:
-        """The dtype in which ``param``, held by ``owner``, computes."""
-        kept = isinstance(owner, self.keep) or not param.dtype.is_floating_point
+    def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
+        """The dtype in which ``param``, held by ``holder``, computes."""
+        kept = isinstance(holder, self.keep) or not param.dtype.is_floating_point
         return param.dtype if kept or self.param is None else self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
@@ -90,27 +88,11 @@ class Precision:
         """Whether anything is to move as int8."""
         return torch.int8 in (self.gather, self.reduce)
 
-    def quantised(self, param: torch.Tensor, owner: nn.Module) -> Quantised:
-        """What of ``param``, held by ``owner``, moves as int8: of matrices and filters, not of ``keep``."""
-        may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(owner, self.keep)
-        return Quantised(may and self.gather is torch.int8, may and self.reduce is torch.int8)
+    def traffic(self, param: torch.Tensor, holder: nn.Module) -> Traffic:
+        """What of ``param``, held by ``holder``, moves as int8: of matrices and filters, not of ``keep``."""
+        may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(holder, self.keep)
+        return Traffic(may and self.gather is torch.int8, may and self.reduce is torch.int8)
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
         """Whether ``module``'s inputs are to be cast to its parameters' dtype, and its outputs back."""
         return isinstance(module, self.keep) and not isinstance(module, _NormBase)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor inside nested containers as ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        found = {key: cast(item, dtype) for key, item in value.items()}
-        return found if type(value) is dict else type(value)(found)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
-        items = [cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: cast(getattr(value, name), dtype) for name in fields})
-    return value

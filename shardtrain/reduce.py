@@ -31,9 +31,11 @@ from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.transport import Gradient, Pending, Transport
+from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.layout import Piece
-from shardtrain.shard import Segment, Unit, in_memory_order
+from shardtrain.shard import Segment
+from shardtrain.strides import in_memory_order
+from shardtrain.unit import Unit
 
 
 class Shown(NamedTuple):
@@ -54,12 +56,11 @@ class FlatGradient:
     with a gradient of any backward since the last reduction (accumulation under ``no_sync``).
     """
 
-    def __init__(self, segment: Segment, transport: Transport) -> None:
+    def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.arrived: set[int] = set()
         self.expected = 0  # trainable parameters, as of the last `begin_backward`
         self.filled: set[int] = set()
-        self._transport = transport
         rows = zip(segment.pieces, segment.layout.sizes, segment.layout.offsets, strict=True)
         self._elsewhere = [_elsewhere(piece, size, offset) for piece, size, offset in rows]
         # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
@@ -84,7 +85,7 @@ class FlatGradient:
     def begin_backward(self) -> None:
         """None has arrived; count once what to expect, since every arrival asks whether it was the last."""
         self.arrived.clear()
-        self.expected = sum(param.requires_grad for param in self.segment.params)
+        self.expected = sum([param.requires_grad for param in self.segment.params])
         while self._shown:
             self._heed(*self._shown.popitem())
 
@@ -110,7 +111,7 @@ class FlatGradient:
         now = self.segment.held_grad(index)
         if now is shown.grad and now._version == shown.version:
             if shown.own:
-                self.segment.take_grad(index)
+                self.segment.drop_grad(index)
         elif now is None or not now.any():
             self.filled.discard(index)
         else:
@@ -120,8 +121,8 @@ class FlatGradient:
                 "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
             )
 
-    def collect(self, index: int) -> None:
-        """Take the gradient that autograd has just accumulated in parameter ``index``.
+    def collect(self, index: int) -> bool:
+        """Take the gradient just accumulated in parameter ``index``; whether it is the segment's last.
 
         Raises:
             ValueError: the gradient is sparse.
@@ -138,10 +139,12 @@ class FlatGradient:
         self.arrived.add(index)
         self._keep(index, in_memory_order(grad, self.segment.strides[index]))
         self.filled.add(index)
+        return len(self.arrived) == self.expected
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
         start, stop, _ = self.segment.pieces[index]
-        again, full, wide = index in self.filled, self._open(), self.segment.local.dtype
+        again, wide = index in self.filled, self.segment.local.dtype
+        full = self._open() if self._full is None else self._full
         for part, place in self._elsewhere[index]:
             given = grad[part] if start < stop else grad
             full[place].add_(given) if again else full[place].copy_(given)
@@ -155,24 +158,24 @@ class FlatGradient:
     def _open(self) -> torch.Tensor:
         if self._full is None:
             like = self.segment.local.new_empty(0, dtype=self.segment.reduced)
-            self._full = self._transport.gradient(self.segment.layout, like)
+            self._full = self.segment.transport.gradient(self.segment.layout, like)
         return self._full
 
     def unsure(self) -> list[int]:
         """Indices of trainable parameters without a gradient on this rank: another may have one."""
-        if self._transport.silent:
+        if self.segment.transport.silent:
             return []
         return [i for i, p in enumerate(self.segment.params) if p.requires_grad and i not in self.filled]
 
     def take(self) -> Gradient:
         """What has come together, -0.0 where nothing arrived on this rank."""
-        segment = self.segment
+        segment, transport = self.segment, self.segment.transport
         full = self._open()
-        if self._transport.world > 1:
+        if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
             full.index_add_(0, self._starts, self._zeros)
-        if self._transport.everyone.world > self._transport.world:  # replicas are sent the rest, too
+        if self._own and transport.everyone.world > transport.world:  # replicas are sent the rest, too
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
         for index, piece in enumerate(segment.pieces):
             if index not in self.filled:
@@ -180,7 +183,7 @@ class FlatGradient:
                 for _, place in self._elsewhere[index]:
                     full[place].fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
-        gradient = Gradient(full, own, segment.layout, segment.pieces, segment.quantised.reduce)
+        gradient = Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce)
         self._clear()
         return gradient
 
@@ -189,27 +192,40 @@ class FlatGradient:
         self.arrived.clear()
         for index, shown in self._shown.items():
             if shown.own and self.segment.held_grad(index) is shown.grad:
-                self.segment.take_grad(index)
+                self.segment.drop_grad(index)
         if self._full is not None:
-            self._transport.discard(self._full)
+            self.segment.transport.discard(self._full)
         self._clear()
+
+
+class Reduced(NamedTuple):
+    """What is reduced of one segment, or has been.
+
+    ``filled`` and ``unsure``: indices of parameters that have a gradient on this rank, and of trainable ones
+    that have none. ``own``: this rank's part of each parameter, which becomes the mean.
+    """
+
+    flat: FlatGradient
+    filled: list[int]
+    unsure: list[int]
+    own: list[torch.Tensor]
 
 
 class Reduction:
     """The reduction of one unit: gradients on their way in, then one movement under way."""
 
-    def __init__(self, unit: Unit, transport: Transport) -> None:
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.gradients = [FlatGradient(segment, transport) for segment in unit.segments]
-        self._transport = transport
+        self.gradients = [FlatGradient(segment) for segment in unit.segments]
         self._moving = Pending()
-        self._under_way: list[tuple[FlatGradient, list[int], list[int], Gradient]] = []
-        self._means: list[tuple[FlatGradient, list[int], list[int], list[torch.Tensor]]] = []
+        self._sent: list[Gradient] = []  # kept until they have moved: a stream may still read them
+        self._under_way: list[Reduced] = []
+        self._means: list[Reduced] = []
 
     def collect(self, segment: int, index: int) -> bool:
         """Take the gradient of one parameter; whether it was the last one that this backward brings."""
-        self.gradients[segment].collect(index)
-        return self.gradients[segment].complete and all(gradient.complete for gradient in self.gradients)
+        last = self.gradients[segment].collect(index)
+        return last and all(gradient.complete for gradient in self.gradients)
 
     @property
     def waiting(self) -> bool:
@@ -242,30 +258,35 @@ class Reduction:
     def launch(self) -> None:
         """Start reducing what has been collected."""
         trace.begin("reduce", self.unit.title)
-        trainable = [flat for flat in self.gradients if flat.expected]
-        self._under_way = [(flat, sorted(flat.filled), flat.unsure(), flat.take()) for flat in trainable]
-        self._moving = self._transport.reduce(self.unit.tag(1), [taken for *_, taken in self._under_way])
+        for flat in self.gradients:
+            if flat.expected:
+                filled, unsure = sorted(flat.filled), flat.unsure()  # before `take`, which forgets them
+                gradient = flat.take()
+                self._sent.append(gradient)
+                self._under_way.append(Reduced(flat, filled, unsure, gradient.own))
+        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._sent)
 
     def finish(self) -> None:
         """Wait for the movement."""
         with waiting("reduce_scatter", self.unit.title, self.unit.device):
             self._moving.wait()
         trace.end("reduce", self.unit.title)
-        self._means += [(flat, filled, unsure, taken.own) for flat, filled, unsure, taken in self._under_way]
-        self._under_way = []
+        self._means += self._under_way
+        self._sent, self._under_way = [], []
 
     def give(self) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
 
-        Returns those that have got one. An empty piece tells nothing, and gets an empty gradient; but
-        none where the parameter is whole on another rank, since not every optimizer takes it.
+        Returns those that have got one, perhaps more than once. An empty piece tells nothing, and gets an
+        empty gradient; but none where the parameter is whole on another rank, since not every optimizer
+        takes it.
         """
         given = []
         for flat, filled, unsure, own in self._means:
             nowhere = absent([own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
-                if flat.segment.is_elsewhere(index):
+                if index in flat.segment.elsewhere:
                     continue
                 flat.segment.give_grad(index, own[index])
                 given.append(flat.segment.params[index])
@@ -275,7 +296,7 @@ class Reduction:
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
-        self._under_way, self._means = [], []
+        self._sent, self._under_way, self._means = [], [], []
         for gradient in self.gradients:
             gradient.drop()
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,9 +32,8 @@ from torch import nn
 from shardtrain import gather
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.transport import Transport
 from shardtrain.reduce import Reduction
-from shardtrain.shard import State, Unit
+from shardtrain.unit import State, Unit
 
 
 class Order:
@@ -56,60 +57,65 @@ class Order:
         return self._expected[at + 1] if follows else None
 
 
+@dataclass(eq=False)
+class Backward:
+    """One backward under way."""
+
+    position: dict[Unit, int]  # when forward first entered each unit
+    to_reduce: deque[Unit]  # units whose reduction has not been started, in order
+    entered: dict[Unit, None] = field(default_factory=dict)  # units whose backward has begun, in that order
+    current: list[Unit] = field(default_factory=list)  # those of them that autograd has not left behind
+    completed: set[Unit] = field(default_factory=set)  # units all of whose gradients have arrived
+    launched: list[Unit] = field(default_factory=list)  # units whose reduction has been started
+
+    def enter(self, unit: Unit) -> None:
+        self.entered[unit] = None
+        self.current.append(unit)
+
+
 class Schedule:
     """The life of all units of one sharded module. ``engine`` calls it from hooks, and nothing else does.
 
-    ``tell_reduced`` is called with every parameter that a backward has given a reduced gradient, at its end.
+    ``tell_reduced`` is called at the end of a backward, with the parameters that it has given a reduced
+    gradient.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        transport: Transport,
         reshard_after_forward: bool,
-        tell_reduced: Callable[[nn.Parameter], None],
+        tell_reduced: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        self.transport = transport
         self.reshard_after_forward = reshard_after_forward
         self._tell_reduced = tell_reduced
         self.reduce_gradients = True  # False inside `no_sync`
-        self._reductions = {unit: Reduction(unit, transport) for unit in units}
-        self._forward, self._backward = Order(), Order()
+        self._reductions = {unit: Reduction(unit) for unit in units}
+        self._forward_order, self._backward_order = Order(), Order()
         self._depth = dict.fromkeys(units, 0)  # calls of a unit's modules that are under way
         self._in_forward = False  # inside the root module's forward
-        self._in_backward = False
-        self._entered: dict[Unit, None] = {}  # units whose backward has begun, in that order
-        self._current: list[Unit] = []  # those of them that autograd has not left behind
-        self._completed: set[Unit] = set()  # units all of whose gradients have arrived
-        self._position: dict[Unit, int] = {}  # when forward first entered each unit
-        self._to_reduce: deque[Unit] = deque()  # units whose reduction has not been started, in order
-        self._launched: list[Unit] = []  # units whose reduction has been started in this backward
+        self._backward: Backward | None = None
         self._left: dict[Unit, None] = {}  # units whose backward must come, in the order forward left them
         self._owed: set[Unit] = set()  # units whose gradients wait under `no_sync`
 
+    @property
     def at_rest(self) -> bool:
-        """Whether no step is under way, so that every parameter shows its local piece.
-
-        A backward that an exception ended is forgotten here.
-        """
-        if self._in_backward and not in_autograd():
-            self.recover()
-        return not (self._in_forward or self._in_backward or self.root.pinned)
+        """Whether no step is under way, so that every parameter shows its local piece."""
+        return not (self._in_forward or self._backward or self.root.pinned)
 
     @property
     def under_way(self) -> tuple[str, Unit | None]:
         """What goes on now, for those who watch: the phase, and the unit that computes if it is known."""
-        if self._in_backward:
-            return "backward", next(reversed([*self._entered]), None)
+        if self._backward:
+            return "backward", next(reversed(self._backward.entered), None)
         if self._in_forward:
             return "forward", next((unit for unit in reversed(self.units) if self._depth[unit]), None)
         return "rest", None
 
     def _fence(self, what: str) -> None:
         with waiting("fence", "the model", self.root.device):
-            self.transport.fence(what)
+            self.root.transport.fence(what)
 
     # forward
 
@@ -122,20 +128,20 @@ class Schedule:
 
         A forward still under way was interrupted from the keyboard, which runs no hooks.
         """
-        if self._in_backward:
+        if self._backward:
             return
         for unit in self.units:
             self._depth[unit] = 0
             gather.release(unit)
             unit.cast()
         self._fence("entering")
-        self._forward.begin()
+        self._forward_order.begin()
         self._left.clear()
         self._in_forward = True
 
     def end_forward(self, failed: bool) -> None:
         """The root module is left, by return or (``failed``) by exception: nothing stays half gathered."""
-        if self._in_backward:
+        if self._backward:
             return
         self._in_forward = False
         for unit in self.units:
@@ -149,13 +155,13 @@ class Schedule:
         self._depth[unit] += 1
         if self._depth[unit] > 1:
             return
-        if not (self._in_forward or self._in_backward):
+        if not (self._in_forward or self._backward):
             gather.release(unit)  # called by itself: gathered before some update, perhaps
             unit.cast()
             self._fence("entering")
-        gather.open_full(unit, self.transport)
-        if self._in_forward and not self._in_backward:
-            self._prefetch(self._forward.next_after(unit))
+        gather.open_full(unit)
+        if self._in_forward and not self._backward:
+            self._prefetch(self._forward_order.next_after(unit))
         trace.begin("forward", unit.title)
 
     def after_forward(self, unit: Unit, backward_will_tell: bool, failed: bool) -> None:
@@ -167,7 +173,7 @@ class Schedule:
         self._depth[unit] = max(0, self._depth[unit] - 1)
         if not self._depth[unit]:
             trace.end("forward", unit.title)
-        if self._depth[unit] or self._in_backward or unit.pinned:
+        if self._depth[unit] or self._backward or unit.pinned:
             return
         if not (self._in_forward or failed):
             self._fence("leaving")
@@ -180,7 +186,7 @@ class Schedule:
 
     def expect_backward(self, unit: Unit) -> None:
         """Forward leaves ``unit`` now, with outputs whose gradients will announce its backward."""
-        if self._in_forward and not self._in_backward:
+        if self._in_forward and not self._backward:
             self._left.pop(unit, None)
             self._left[unit] = None
 
@@ -188,26 +194,21 @@ class Schedule:
 
     @property
     def in_backward(self) -> bool:
-        return self._in_backward
+        return self._backward is not None
 
     def before_backward(self, unit: Unit) -> None:
         """The gradient of one of ``unit``'s outputs is known: its parameters must be whole."""
-        if not self._in_backward:
-            self._begin_backward()
-        if unit in self._entered:
-            gather.open_full(unit, self.transport)
+        backward = self._backward or self._begin_backward()
+        if unit in backward.entered:
+            gather.open_full(unit)
             return
         if unit in self._left:
             self._enter_skipped(unit)
-        self._pass_over_units_after(unit)
-        gather.open_full(unit, self.transport)
-        self._enter(unit)
-        self._prefetch(self._backward.next_after(unit))
+        self._pass_over_units_after(backward, unit)
+        gather.open_full(unit)
+        backward.enter(unit)
+        self._prefetch(self._backward_order.next_after(unit))
         trace.begin("backward", unit.title)
-
-    def _enter(self, unit: Unit) -> None:
-        self._entered[unit] = None
-        self._current.append(unit)
 
     def _enter_skipped(self, until: Unit | None = None) -> None:
         """Enter units whose outputs have got no gradient on this rank: last left first, down to ``until``."""
@@ -217,7 +218,7 @@ class Schedule:
                 break
             self.before_backward(unit)
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self) -> Backward:
         """The first sign of a backward.
 
         Raises:
@@ -228,23 +229,27 @@ class Schedule:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        self._in_backward = True
-        self._backward.begin()
+        self._backward_order.begin()
         for reduction in self._reductions.values():
             reduction.begin_backward()
-        seen = dict.fromkeys(self._forward.seen)
+        seen = dict.fromkeys(self._forward_order.seen)
         unseen = [unit for unit in self.units if unit not in seen]
-        self._position = {unit: position for position, unit in enumerate([*seen, *unseen])}
         order = [*reversed(seen), *reversed(unseen)]
-        self._to_reduce = deque(unit for unit in order if self._reductions[unit].trainable)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        self._backward = backward = Backward(
+            position={unit: position for position, unit in enumerate([*seen, *unseen])},
+            to_reduce=deque(unit for unit in order if self._reductions[unit].trainable),
+        )
+        end = partial(self._end_backward, backward)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        return backward
 
-    def _pass_over_units_after(self, unit: Unit) -> None:
+    def _pass_over_units_after(self, backward: Backward, unit: Unit) -> None:
         """Close every unit that forward entered after ``unit`` was left: autograd is done with it."""
-        position = self._position[unit]
-        for other in [o for o in self._current if self._position[o] > position and not unit.holds(o)]:
-            self._current.remove(other)
-            self._complete(other)
+        position = backward.position
+        at = position[unit]
+        for other in [o for o in backward.current if position[o] > at and not unit.holds(o)]:
+            backward.current.remove(other)
+            self._complete(backward, other)
             if not self._depth[other]:
                 gather.release(other)
 
@@ -252,59 +257,57 @@ class Schedule:
         """Autograd has accumulated the gradient of one parameter."""
         if not unit.segments[segment].shows_full:
             return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
-        if not self._in_backward:
-            self._begin_backward()
-        if unit not in self._entered:
-            self._enter(unit)
+        backward = self._backward or self._begin_backward()
+        if unit not in backward.entered:
+            backward.enter(unit)
         reduction = self._reductions[unit]
         if reduction.collect(segment, index):
-            self._complete(unit)
+            self._complete(backward, unit)
             # Autograd accumulates a gradient after every use of the parameter that feeds it.
             if reduction.all_trainable and not self._depth[unit]:
                 gather.release(unit)
 
-    def _complete(self, unit: Unit) -> None:
+    def _complete(self, backward: Backward, unit: Unit) -> None:
         """All gradients of ``unit`` that will come have come; start the reductions whose turn it is."""
         trace.end("backward", unit.title)
         self._reductions[unit].begin_again()
-        self._completed.add(unit)
-        while self._to_reduce and self._to_reduce[0] in self._completed:
-            next_unit = self._to_reduce.popleft()
+        backward.completed.add(unit)
+        while backward.to_reduce and backward.to_reduce[0] in backward.completed:
+            next_unit = backward.to_reduce.popleft()
             if self.reduce_gradients:
-                self._launch(next_unit)
+                self._launch(backward, next_unit)
 
-    def _launch(self, unit: Unit) -> None:
-        self._finish_last()
+    def _launch(self, backward: Backward, unit: Unit) -> None:
+        self._finish_last(backward)
         self._reductions[unit].launch()
-        self._launched.append(unit)
+        backward.launched.append(unit)
 
-    def _finish_last(self) -> None:
-        if self._launched:
-            self._reductions[self._launched[-1]].finish()
+    def _finish_last(self, backward: Backward) -> None:
+        if backward.launched:
+            self._reductions[backward.launched[-1]].finish()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, backward: Backward) -> None:
         """Autograd is done: reduce what had to wait, go back to rest, and tell users."""
         self._enter_skipped()
         if self.reduce_gradients:
-            self._reduce_the_rest()
+            self._reduce_the_rest(backward)
         else:
-            self._owed.update(self._entered)
-        launched = dict.fromkeys(self._launched)
+            self._owed.update(backward.entered)
+        launched = dict.fromkeys(backward.launched)
         self._rest()
         self._fence("leaving")
-        given = dict.fromkeys(param for unit in launched for param in self._reductions[unit].give())
+        given = [param for unit in launched for param in self._reductions[unit].give()]
         for unit in self._owed:
             self._reductions[unit].show_waiting()
-        for param in given:
-            self._tell_reduced(param)
+        self._tell_reduced(given)
 
-    def _reduce_the_rest(self) -> None:
-        due = self._owed.union(self._entered)
-        late = [unit for unit in self._to_reduce if unit in due]
-        again = [unit for unit in self._launched if self._reductions[unit].waiting]
+    def _reduce_the_rest(self, backward: Backward) -> None:
+        due = self._owed.union(backward.entered)
+        late = [unit for unit in backward.to_reduce if unit in due]
+        again = [unit for unit in backward.launched if self._reductions[unit].waiting]
         for unit in [*late, *again]:
-            self._launch(unit)
-        self._finish_last()
+            self._launch(backward, unit)
+        self._finish_last(backward)
         self._owed.clear()
 
     def require_reduced(self, what: str) -> None:
@@ -320,27 +323,25 @@ class Schedule:
             )
 
     def recover(self) -> None:
-        """Forget a backward that did not end: an exception went through it."""
+        """Forget a backward that an exception ended, if there is one."""
+        if self._backward is None or in_autograd():
+            return
         for reduction in self._reductions.values():
             reduction.drop()
-        for unit in self._entered:
+        for unit in self._backward.entered:
             unit.drop_kept_grads()
         self._owed.clear()
         self._rest()
 
     def _rest(self) -> None:
-        self._in_backward = False
-        self._entered.clear()
-        self._current.clear()
-        self._completed.clear()
-        self._launched.clear()
+        self._backward = None
         self._left.clear()
         for unit in self.units:
             gather.release(unit)
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.state is State.SHARDED and not unit.pinned:
-            gather.launch(unit, self.transport)
+            gather.launch(unit)
 
 
 def in_autograd() -> bool:

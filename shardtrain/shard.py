@@ -21,37 +21,36 @@ new tensor would leave the view with stale memory.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardtrain.comm.transport import Flat, Pending, Tag, Transport
+from shardtrain.comm.transport import Flat, Transport
+from shardtrain.initial import Initial
 from shardtrain.layout import Cut, Layout, Piece
 from shardtrain.precision import Precision
-from shardtrain.tape import Initial, become
+from shardtrain.strides import dense_stride, flattened, shown
+from shardtrain.tape import become
 
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
-
-
-class State(Enum):
-    SHARDED = "full is empty, nothing is moving"  # --launch--> GATHERING
-    GATHERING = "a gather is filling full"  # --finish--> GATHERED
-    GATHERED = "full is valid"  # --release--> SHARDED
 
 
 class Place(NamedTuple):
     """One parameter of a unit: its fully qualified name, and every (module, attribute) that holds it."""
 
     name: str
-    owners: tuple[tuple[nn.Module, str], ...]
+    holders: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def holder(self) -> nn.Module:
+        """The first module that holds it."""
+        return self.holders[0][0]
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, attribute = self.owners[0]
+        module, attribute = self.holders[0]
         parameter = module._parameters[attribute]
         assert parameter is not None
         return parameter
@@ -60,8 +59,10 @@ class Place(NamedTuple):
 class Segment:
     """The parameters of one unit that share their dtypes and ``requires_grad``, as one flat vector.
 
+    Making one is collective: all ranks get rank 0's values.
+
     ``compute``: the dtype of ``full``. ``reduced``: the dtype in which gradients come together.
-    ``quantised``: which movements go as int8.
+    ``traffic``: which movements go as int8.
     """
 
     def __init__(
@@ -77,14 +78,18 @@ class Segment:
         self.shapes = [param.shape for param in self.params]
         self.strides = [dense_stride(param) for param in self.params]
         self._precision = precision
-        self.quantised = precision.quantised(self.params[0], self.places[0].owners[0][0])
+        self.traffic = precision.traffic(self.params[0], self.places[0].holder)
         narrowest = min(self.params[0].element_size(), self._compute_dtype().itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in self.params], align)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
+        # Parameters that are whole on another rank, so that there is nothing to update here.
+        sizes = zip(self.pieces, self.layout.sizes, strict=True)
+        missing = [index for index, (piece, size) in enumerate(sizes) if piece.numel < size]
+        self.elsewhere = frozenset(missing if self.layout.whole else ())
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
-        self._transport = transport
+        self.transport = transport
         self._adopt(self._cut(initial))
         for param, view in zip(self.params, self.local_views, strict=True):
             param.grad = None
@@ -100,31 +105,34 @@ class Segment:
         first = self.params[0]
         full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
         if not full.is_meta:
-            everyone = self._transport.everyone
+            everyone = self.transport.everyone
             if everyone.rank == 0:
                 for place, param, view in zip(self.places, self.params, self.views_of(full), strict=True):
                     view.copy_(initial.value(place.name, param))
             everyone.broadcast(full)
-        own = full[self.layout.interval(self._transport.rank)]
+        own = full[self.layout.interval(self.transport.rank)]
         return own if own.numel() == full.numel() else own.clone()
 
     def _compute_dtype(self) -> torch.dtype:
-        return self._precision.of_parameter(self.params[0], self.places[0].owners[0][0])
+        return self._precision.of_parameter(self.params[0], self.places[0].holder)
 
     def _adopt(self, local: torch.Tensor) -> None:
         """Give the segment memory, and this rank's interval the values of ``local``."""
         self.compute = self._compute_dtype()
         self.reduced = self._precision.of_gradient(self.compute)
         like = local.new_empty(0, dtype=self.compute)
-        self.full, self.wire = self._transport.allocate(self.layout, like, self.reduced)
+        self.full, self.wire = self.transport.allocate(self.layout, like, self.reduced)
         same = self.compute == local.dtype
         self.local = self.wire if same else torch.empty_like(local, device=self.wire.device)
         self.local.copy_(local)
+        self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
+        self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
-        self._releases = not (self._transport.in_place or self.full.is_meta)
+        self._releases = not (self.transport.in_place or self.full.is_meta)
         self.full_views = self.views_of(self.full)
         self.local_views = [self.shown(i, self.part_of(self.local, i)) for i in range(len(self.pieces))]
-        self.resize_full(0)
+        self._addresses = [_address(view) for view in self.local_views]
+        self.empty_full()
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         rows = zip(self.layout.offsets, self.layout.sizes, self.shapes, self.strides, strict=True)
@@ -141,26 +149,28 @@ class Segment:
         A piece is 1-D, unless parameters are whole: then it has their shape, or on the ranks that have
         nothing of them as many dimensions. Nothing without dimensions is empty, so such a parameter has one.
         """
-        shape = self.shapes[index] or (1,) if self.layout.whole else piece.shape
-        return shown_as(piece, shape, self.strides[index])
+        if not self.layout.whole:
+            return piece
+        return shown(piece, self.shapes[index] or (1,), self.strides[index])
 
-    def laid_out(self, index: int, shown: torch.Tensor) -> torch.Tensor:
+    def flattened(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """The reverse: 1-D, in the order of the flat vector."""
-        return flattened(shown, self.shapes[index], self.strides[index])
-
-    @property
-    def flat(self) -> Flat:
-        return Flat(self.full, self.wire, self.layout, self.quantised.gather)
+        return flattened(tensor, self.shapes[index], self.strides[index])
 
     def cast(self) -> None:
         """Bring ``wire`` up to date with ``local``, while no rank reads it."""
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
-    def resize_full(self, elements: int) -> None:
-        """Give ``full`` memory for so many elements: all of them, or none."""
+    def hold_full(self) -> None:
+        """Give ``full`` its memory."""
         if self._releases:
-            self._storage.resize_(elements * self.full.element_size())
+            self._storage.resize_(self.full_bytes)
+
+    def empty_full(self) -> None:
+        """Give the memory of ``full`` back."""
+        if self._releases:
+            self._storage.resize_(0)
 
     def show_full(self) -> None:
         """Show every parameter in full; put the gradients of the local pieces away."""
@@ -189,10 +199,6 @@ class Segment:
         """Forget gradients put away by `show_full`."""
         self.kept_grads = [None] * len(self.params)
 
-    def is_elsewhere(self, index: int) -> bool:
-        """Whether parameter ``index`` is whole on another rank, so that there is nothing to update here."""
-        return self.layout.whole and self.pieces[index].numel < self.layout.sizes[index]
-
     def give_grad(self, index: int, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
         piece = self.shown(index, piece)
@@ -208,7 +214,7 @@ class Segment:
         """The gradient of this rank's piece of parameter ``index``, on show or put away."""
         return self.kept_grads[index] if self.shows_full else self.params[index].grad
 
-    def take_grad(self, index: int) -> None:
+    def drop_grad(self, index: int) -> None:
         """Let the piece of parameter ``index`` have no gradient."""
         if self.shows_full:
             self.kept_grads[index] = None
@@ -217,11 +223,12 @@ class Segment:
 
     def was_replaced(self) -> bool:
         """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage."""
-        for place, param, view in zip(self.places, self.params, self.local_views, strict=True):
-            module, attribute = place.owners[0]
+        rows = zip(self.places, self.params, self.local_views, self._addresses, strict=True)
+        for place, param, view, address in rows:
+            module, attribute = place.holders[0]
             if (
                 module._parameters[attribute] is not param
-                or _address(param) != _address(view)
+                or _address(param) != address
                 or param.dtype != view.dtype
                 or param.device != view.device
             ):
@@ -250,7 +257,7 @@ class Segment:
                     f"{self.places[0].name} of the same unit is {first.dtype} on {first.device}; "
                     "convert the whole model, or convert it before shard()"
                 )
-        local = torch.zeros(self.layout.length(self._transport.rank), dtype=first.dtype, device=first.device)
+        local = torch.zeros(self.layout.length(self.transport.rank), dtype=first.dtype, device=first.device)
         for index, param in enumerate(self.params):
             self.shown(index, self.part_of(local, index)).copy_(param.data)
         self._adopt(local)
@@ -263,7 +270,7 @@ class Segment:
         """
         twin = copy.copy(self)
         twin.places = tuple(
-            Place(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.owners))
+            Place(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.holders))
             for place in self.places
         )
         twin.kept_grads = [None] * len(self.params)
@@ -271,142 +278,22 @@ class Segment:
         return twin
 
 
-class Gathered(NamedTuple):
-    """How much of a model is gathered: units, the root among them, and bytes of their full vectors.
-
-    Ranks that share memory have those bytes once between them, gathered or not.
-    """
-
-    units: int
-    bytes: int
-
-
-class Account:
-    """What is gathered now, and the most that was since `take_peak`."""
-
-    def __init__(self) -> None:
-        self._units = self._bytes = 0
-        self._peak = Gathered(0, 0)
-
-    @property
-    def now(self) -> Gathered:
-        return Gathered(self._units, self._bytes)
-
-    def add(self, units: int, size: int) -> None:
-        self._units += units
-        self._bytes += size
-        if self._units > self._peak.units or self._bytes > self._peak.bytes:
-            self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
-
-    def take_peak(self) -> Gathered:
-        peak, self._peak = self._peak, self.now
-        return peak
-
-
-class Unit:
-    """A group of parameters that is gathered and reduced together."""
-
-    def __init__(self, name: str, index: int, module: nn.Module, segments: Sequence[Segment]) -> None:
-        self.name = name
-        self.index = index
-        self.module = module
-        self.segments = tuple(segments)
-        self.state = State.SHARDED
-        self.moving = Pending()
-        self.pinned = False  # held in full by `unsharded`: a release does nothing
-        self.account = Account()  # one for all units of a model
-
-    def copied(self, memo: Mapping[int, Any]) -> Unit:
-        """The same over copies of its modules; see `Segment.copied`."""
-        segments = [segment.copied(memo) for segment in self.segments]
-        return Unit(self.name, self.index, memo[id(self.module)], segments)
-
-    @property
-    def title(self) -> str:
-        """The unit's name, for people."""
-        return self.name or "the root"
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes; the CPU for a unit without parameters."""
-        return self.segments[0].full.device if self.segments else torch.device("cpu")
-
-    def tag(self, movement: int) -> Tag:
-        """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""
-        return Tag(self.index * 256 + movement * 128, self.title)
-
-    def holds(self, other: Unit) -> bool:
-        """Whether ``other``'s module lies inside this unit's."""
-        return not self.name or other.name.startswith(f"{self.name}.")
-
-    @property
-    def full_bytes(self) -> int:
-        return sum([segment.full.nbytes for segment in self.segments])
-
-    def show_full(self) -> None:
-        for segment in self.segments:
-            segment.show_full()
-
-    def show_local(self) -> None:
-        for segment in self.segments:
-            if segment.shows_full:
-                segment.show_local()
-
-    def cast(self) -> None:
-        for segment in self.segments:
-            segment.cast()
-
-    def drop_kept_grads(self) -> None:
-        """Forget gradients put away by `show_full`."""
-        for segment in self.segments:
-            segment.drop_kept_grads()
-
-
 def _address(tensor: torch.Tensor) -> int:
     """Where it lies; of an empty one, which has no address, its storage: all ranks must see a replacement."""
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)
 
 
-def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """``tensor``'s strides if it fills its memory without gaps (channels_last does), else row-major."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
-        expected *= size
-    return tensor.stride()
-
-
-def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` as 1-D, in the order of ``stride``; a view when it already lies that way."""
-    if tensor.stride() != stride:
-        ordered = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor)
-    return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def shown_as(piece: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
-    """``piece`` (1-D, in the order of ``stride``) in ``shape``; in ``(0, *shape[1:])`` if empty; a view."""
-    if len(shape) == 1:
-        return piece
-    if piece.numel() == math.prod(shape):
-        return piece.as_strided(shape, stride)
-    return piece.view(0, *shape[1:])
-
-
-def flattened(shown: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
-    """What `shown_as` was given: 1-D, in the order of ``stride``; a view if ``shown`` lies that way."""
-    return in_memory_order(shown, stride) if shown.shape == torch.Size(shape) else shown.reshape(-1)
-
-
 def segments_of(
     places: Sequence[Place], transport: Transport, precision: Precision, cut: Cut, initial: Initial
 ) -> list[Segment]:
-    """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order."""
+    """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order.
+
+    Collective, since making a segment is.
+    """
     groups: dict[tuple[object, ...], list[Place]] = {}
     for place in places:
-        param, owner = place.parameter, place.owners[0][0]
-        traffic = precision.of_parameter(param, owner), precision.quantised(param, owner)
-        kind = traffic, param.dtype, initial.device(param), param.requires_grad
+        param, holder = place.parameter, place.holder
+        moves_as = precision.of_parameter(param, holder), precision.traffic(param, holder)
+        kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(place)
     return [Segment(group, transport, precision, cut, initial) for group in groups.values()]

@@ -1,6 +1,7 @@
 """Whole parameters for users: to look at and edit, to save, to load; and buffers made equal.
 
-Everything here is collective: every rank must call it.
+`unsharded`, `full_state_dict`, `load_full_state_dict`, `average_buffers` and `equal_buffers` are collective:
+every rank must call them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 from shardtrain import comm, gather
-from shardtrain.comm.transport import Flat, Ranks, Transport
+from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.engine import Engine, engine_of
-from shardtrain.shard import Segment, Unit, in_memory_order
+from shardtrain.shard import Segment
+from shardtrain.strides import in_memory_order
+from shardtrain.unit import Unit
 
 
 class Spec(NamedTuple):
@@ -31,23 +34,6 @@ class Spec(NamedTuple):
 
 
 @contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Gradient accumulation: a backward in here keeps its gradients whole on each rank, and reduces nothing.
-
-    The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter that has
-    no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too;
-    an optimizer's step, clipping and other changes of it are refused.
-    """
-    schedule = engine_of(module).schedule
-    before, alone = schedule.reduce_gradients, schedule.transport.everyone.world == 1
-    schedule.reduce_gradients = alone
-    try:
-        yield
-    finally:
-        schedule.reduce_gradients = before
-
-
-@contextmanager
 def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False) -> Iterator[None]:
     """Inside, every parameter is whole and shaped, on every rank; with ``grads``, gradients too.
 
@@ -58,67 +44,72 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         grads: gather gradients as well, and treat edits to them alike.
 
     Raises:
-        ValueError: a step or another ``unsharded`` is under way; gradients asked for wait under `no_sync`.
+        ValueError: a step or another ``unsharded`` is under way; gradients asked for wait under `no_sync`;
+            or, at the end, an edit gave a parameter or gradient another shape.
     """
     engine = engine_of(module)
     require_rest(engine, "unsharded")
     if grads:
         engine.schedule.require_reduced("unsharded(grads=True)")
-    for unit in engine.units:
-        _open(unit, engine.transport, grads)
     try:
-        yield
+        for unit in engine.units:
+            _open(unit, grads)
+        try:
+            yield
+        finally:
+            if writeback:
+                for unit in engine.units:
+                    _write_back(unit, grads)
     finally:
         for unit in engine.units:
-            _close(unit, engine.transport, writeback, grads)
+            unit.pinned = False
+            gather.release(unit)
 
 
-def _open(unit: Unit, transport: Transport, grads: bool) -> None:
+def _open(unit: Unit, grads: bool) -> None:
     """Show private whole copies: edits are seen by nobody before they are written back."""
     gather.release(unit)
-    unit.pinned = True
     for segment in unit.segments:
-        values = segment.views_of(_whole(segment, segment.local, transport, unit))
-        gradients = _whole_grads(segment, transport, unit) if grads else [None] * len(values)
+        values = segment.views_of(_whole(segment, segment.local, unit))
+        gradients = _whole_grads(segment, unit) if grads else [None] * len(values)
         segment.show_full()
         for param, value, grad in zip(segment.params, values, gradients, strict=True):
             param.data, param.grad = value, grad
+    unit.pinned = True
 
 
-def _close(unit: Unit, transport: Transport, writeback: bool, grads: bool) -> None:
+def _write_back(unit: Unit, grads: bool) -> None:
+    """Keep this rank's part of the whole copies."""
     for segment in unit.segments:
-        if writeback:
-            for index, view in enumerate(segment.local_views):
-                view.copy_(_piece_of(segment, index, segment.params[index].data))
-        if writeback and grads:
+        for index, view in enumerate(segment.local_views):
+            view.copy_(_piece_of(segment, index, segment.params[index].data))
+        if grads:
             segment.kept_grads = [_piece_of_grad(segment, i) for i in range(len(segment.params))]
-    unit.pinned = False
-    gather.release(unit)
 
 
-def _whole(segment: Segment, local: torch.Tensor, transport: Transport, unit: Unit) -> torch.Tensor:
+def _whole(segment: Segment, local: torch.Tensor, unit: Unit) -> torch.Tensor:
     """A private flat vector where the unit computes, gathered from every rank's ``local`` interval."""
-    if transport.world == 1:
+    if unit.transport.world == 1:
         return local.to(segment.full.device, copy=True)
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
-    transport.gather(unit.tag(0), [Flat(full, local, segment.layout)]).wait()
+    unit.transport.gather(unit.gather_tag, [Flat(full, local, segment.layout)]).wait()
     return full
 
 
-def _whole_grads(segment: Segment, transport: Transport, unit: Unit) -> list[torch.Tensor | None]:
+def _whole_grads(segment: Segment, unit: Unit) -> list[torch.Tensor | None]:
     """Every parameter's gradient, gathered and shaped; None where there is none.
 
     Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
     """
     has_grad = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
-    transport.everyone.all_reduce(has_grad, "max")
+    segment.transport.everyone.all_reduce(has_grad, "max")
     if not has_grad.any():
         return [None] * len(segment.params)
     local = torch.zeros_like(segment.local)
     for index, param in enumerate(segment.params):
         if param.grad is not None:
-            segment.part_of(local, index).copy_(segment.laid_out(index, param.grad))
-    views = segment.views_of(_whole(segment, local, transport, unit))
+            segment.part_of(local, index).copy_(segment.flattened(index, param.grad))
+    views = segment.views_of(_whole(segment, local, unit))
     return [view if has else None for view, has in zip(views, has_grad.tolist(), strict=True)]
 
 
@@ -128,7 +119,16 @@ def _piece_of_grad(segment: Segment, index: int) -> torch.Tensor | None:
 
 
 def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``whole``, which has the shape of parameter ``index``, as shown at rest."""
+    """This rank's part of ``whole``, which has the shape of parameter ``index``, as shown at rest.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if whole.shape != segment.shapes[index]:
+        raise ValueError(
+            f"parameter {segment.places[index].name} or its gradient was given shape {tuple(whole.shape)} "
+            f"inside unsharded(), expected {tuple(segment.shapes[index])}"
+        )
     piece = segment.pieces[index]
     flat = in_memory_order(whole, segment.strides[index])
     return segment.shown(index, flat[piece.start : piece.stop])
@@ -150,7 +150,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     values: dict[torch.Tensor, torch.Tensor] = {}
     for unit in engine.units:
         for segment in unit.segments:
-            views = segment.views_of(_whole(segment, segment.local, engine.transport, unit))
+            views = segment.views_of(_whole(segment, segment.local, unit))
             if wanted:
                 values.update(zip(segment.params, (v.to("cpu", copy=True) for v in views), strict=True))
     for buffer, value in equal_buffers(module, engine.transport.everyone):
@@ -179,38 +179,36 @@ def load_full_state_dict(
     """
     engine = engine_of(module)
     require_rest(engine, "load_full_state_dict")
-    transport, device = engine.transport, engine.device
-    everyone = transport.everyone
-    problems, missing = _compare(engine, state, strict) if everyone.rank == 0 else ([], [])
-    found = {"problems": problems, "missing": missing}
+    everyone, device = engine.transport.everyone, engine.device
+    problems, lacking = _compare(engine, state, strict) if everyone.rank == 0 else ([], [])
+    found = {"problems": problems, "missing": lacking}
     message = comm.broadcast_text(json.dumps(found), everyone, device)
     verdict = json.loads(message) if message else found  # a simulated world delivers nothing
     if verdict["problems"]:
         raise ValueError("nothing was loaded: " + "; ".join(verdict["problems"]))
-    skipped = set(verdict["missing"])
+    missing = set(verdict["missing"])
     for unit in engine.units:
         gather.release(unit)
         for segment in unit.segments:
-            _load_segment(segment, state, skipped, transport)
-    for name, buffer in persistent_buffers(module):
-        if name not in skipped:
+            _load_segment(segment, state, missing)
+    for name, tensor in _uncut(engine):
+        if name not in missing:
             if everyone.rank == 0:
-                buffer.copy_(state[name])
-            everyone.broadcast(buffer)
+                tensor.copy_(state[name])
+            everyone.broadcast(tensor)
 
 
-def _load_segment(
-    segment: Segment, state: Mapping[str, torch.Tensor], skipped: set[str], transport: Transport
-) -> None:
+def _load_segment(segment: Segment, state: Mapping[str, torch.Tensor], missing: set[str]) -> None:
+    everyone = segment.transport.everyone
     full = segment.local.new_zeros(segment.layout.padded)
-    if transport.everyone.rank == 0:
+    if everyone.rank == 0:
         for place, view in zip(segment.places, segment.views_of(full), strict=True):
-            if place.name not in skipped:
+            if place.name not in missing:
                 view.copy_(state[place.name])
-    transport.everyone.broadcast(full)
-    own = full[segment.layout.interval(transport.rank)]
+    everyone.broadcast(full)
+    own = full[segment.layout.interval(segment.transport.rank)]
     for index, place in enumerate(segment.places):
-        if place.name not in skipped:
+        if place.name not in missing:
             segment.part_of(segment.local, index).copy_(segment.part_of(own, index))
 
 
@@ -222,14 +220,22 @@ def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) ->
         for segment in unit.segments
         for place, shape in zip(segment.places, segment.shapes, strict=True)
     }
-    expected.update((name, Spec.of(buffer)) for name, buffer in persistent_buffers(engine.module))
+    expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]
-    tied = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # further names of parameters
+    tied = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # further names
     found = {name: Spec.of(value) for name, value in state.items() if name not in tied}
     if not strict:
         found = {name: spec for name, spec in found.items() if name in expected}
         expected = {name: spec for name, spec in expected.items() if name in state}
     return differences(expected, found), missing
+
+
+def _uncut(engine: Engine) -> list[tuple[str, torch.Tensor]]:
+    """What every rank holds whole of the module's state, by name: ignored parameters and buffers."""
+    cut = {param for unit in engine.units for segment in unit.segments for param in segment.params}
+    named = engine.module.named_parameters()
+    ignored = [(name, param.data) for name, param in named if param not in cut]
+    return [*ignored, *persistent_buffers(engine.module)]
 
 
 def differences(expected: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[str]:
@@ -285,6 +291,7 @@ def require_rest(engine: Engine, what: str) -> None:
     Raises:
         ValueError: a step or `unsharded` is under way, so that ``what`` cannot be called.
     """
-    if not engine.schedule.at_rest():
+    engine.schedule.recover()
+    if not engine.schedule.at_rest:
         raise ValueError(f"{what}() cannot be called inside forward, backward or unsharded()")
     engine.settle()

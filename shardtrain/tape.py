@@ -20,32 +20,24 @@ what an operation reads or writes through a view counts as its memory's.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_TAPE = "_shardtrain_tape"
-KEPT = 1 << 26  # bytes of values that are kept for operations to come
-_SMALL = 1 << 12  # bytes; not worth forgetting
+from shardtrain.memories import Memories, address
 
 # They fill their first operand without reading it.
 _FILLS = {
     getattr(torch.ops.aten, name)
     for name in ("uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_")
 }
-# They read memory without an operation that the mode would see.
-_PEEKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__repr__}
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -89,88 +81,14 @@ class Entry(NamedTuple):
                 memories[memory] = tensor.untyped_storage()
 
 
-class Memories:
-    """The memory of the tensors that were made on a tape: numbered, given back when it has not been used
-    lately, and resized when it is to be used again.
-
-    ``number`` of a memory outlives the memory itself.
-    """
-
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._count = 0
-        self._numbers: dict[int, int] = {}  # address of a living storage → its number
-        self._living: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._present: OrderedDict[int, int] = OrderedDict()  # number → bytes, least recently used first
-        self.forgotten: dict[int, int] = {}  # number → bytes that it had
-        self._pinned: set[int] = set()  # others than operations may look at these
-
-    def number(self, tensor: Tensor) -> int | None:
-        return self._numbers.get(_address(tensor))
-
-    def size(self, tensor: Tensor) -> int:
-        """Bytes of its memory, there or not."""
-        number = self.number(tensor)
-        known = None if number is None else self.forgotten.get(number)
-        return tensor.untyped_storage().nbytes() if known is None else known
-
-    def add(self, tensor: Tensor) -> int:
-        """Give new memory its number."""
-        storage = tensor.untyped_storage()
-        address, self._count = storage._cdata, self._count + 1
-        number = self._numbers[address] = self._count
-
-        def died(_: object) -> None:
-            del self._living[number]
-            self._present.pop(number, None)
-            self.forgotten.pop(number, None)
-            if self._numbers.get(address) == number:
-                del self._numbers[address]
-
-        self._living[number] = weakref.ref(storage, died)
-        return number
-
-    def pin(self, number: int) -> None:
-        self._pinned.add(number)
-
-    def is_pinned(self, number: int) -> bool:
-        return number in self._pinned
-
-    def use(self, number: int) -> None:
-        """Note that it is there, and has just been used."""
-        storage = self._living[number]()
-        assert storage is not None
-        self._present[number] = storage.nbytes()
-        self._present.move_to_end(number)
-
-    def open(self, number: int) -> UntypedStorage:
-        """Give forgotten memory its size again; what it holds is undefined."""
-        storage = self._living[number]()
-        assert storage is not None
-        storage.resize_(self.forgotten.pop(number))
-        return storage
-
-    def forget(self, keep: set[int]) -> None:
-        """Give back what has not been used for longest, but not ``keep``, while there is too much."""
-        held = sum(self._present.values())
-        for number, size in list(self._present.items()):
-            if held <= self._kept:
-                return
-            storage = self._living[number]()
-            if number not in keep | self._pinned and size > _SMALL and storage is not None:
-                self.forgotten[number] = self._present.pop(number)
-                storage.resize_(0)
-                held -= size
-
-
 class Tape(TorchDispatchMode):
-    """While it is entered, writes down operations on CPU tensors; keeps about ``kept`` bytes of values."""
+    """While it is entered, writes down operations on CPU tensors."""
 
-    def __init__(self, kept: int = KEPT) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._entries: list[Entry] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)  # memory → entries, in order
-        self._memories = Memories(kept)
+        self._memories = Memories()
         self._parameters: dict[nn.Parameter, tuple[Window, int]] = {}  # with its version since it is on meta
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,7 +137,7 @@ class Tape(TorchDispatchMode):
         if func.overloadpacket not in _FILLS or not given:
             return None
         first, *others = given
-        shared = any(_address(other) == _address(first) for other in others)
+        shared = any(address(other) == address(first) for other in others)
         whole = first.is_contiguous() and first.nbytes == self._memories.size(first)
         return first if whole and not shared else None
 
@@ -253,7 +171,6 @@ class Tape(TorchDispatchMode):
             self._parameters[param] = (window, param._version)
         for number in list(self._memories.forgotten):
             self._restore(number)
-        model.__dict__[_TAPE] = self
 
     def __contains__(self, param: object) -> bool:
         return param in self._parameters
@@ -309,72 +226,11 @@ class Tape(TorchDispatchMode):
         return twin
 
 
-class _Peeks(TorchFunctionMode):
-    """Tells the tape who looks at memory without an operation."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PEEKS:
-            self._tape.peek(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def deferred(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
-    """``build(*args, **kwargs)`` with its parameters on the meta device, to be given to `shard`.
-
-    `shard` then computes the initial values unit by unit, on rank 0, and they are bit for bit those that
-    ``build`` would have given without `deferred`. Random number generators are left where ``build`` leaves
-    them. Never more than the largest unit and 64 MiB of values are whole on a rank, so a model need not fit
-    in its memory. Until `shard` the parameters can be converted (``.to(dtype)``, channels_last), but have no
-    values to look at or to change. Buffers have theirs.
-    """
-    tape = Tape()
-    with tape, _Peeks(tape):
-        model = build(*args, **kwargs)
-    tape.defer(model)
-    return model
-
-
-class Initial:
-    """The parameters' values before they are cut, and where they are to lie.
-
-    ``device``: None leaves parameters where they are, and deferred ones on the CPU.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
-        self._device = device
-        self._tapes = [m.__dict__[_TAPE] for m in module.modules() if _TAPE in m.__dict__]
-
-    def device(self, tensor: Tensor) -> torch.device:
-        found = torch.device("cpu") if self._tape(tensor) else tensor.device
-        return self._device if self._device is not None and found.type != "meta" else found
-
-    def value(self, name: str, param: nn.Parameter) -> Tensor:
-        tape = self._tape(param)
-        return param.detach() if tape is None else tape.value(name, param)
-
-    def _tape(self, param: Tensor) -> Tape | None:
-        return next((tape for tape in self._tapes if param in tape), None)
-
-
-def forget(module: nn.Module) -> None:
-    """Leave no tape behind."""
-    for part in module.modules():
-        part.__dict__.pop(_TAPE, None)
-
-
 def become(param: nn.Parameter, tensor: Tensor) -> None:
     """Let the object ``param`` be ``tensor`` from now on, where setting ``.data`` is not allowed."""
     fresh = nn.Parameter(tensor, param.requires_grad)
     fresh.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, fresh)  # type: ignore[no-untyped-call]
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(value: Any) -> list[Tensor]:

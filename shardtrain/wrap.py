@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
+from shardtrain.choice import UnitChoice, check_forward, parameters_of, places_by_unit, unit_modules
 from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine import Engine, engine_of, is_sharded
+from shardtrain.initial import Initial, forget
 from shardtrain.layout import Policy, cut_of
 from shardtrain.precision import Precision
-from shardtrain.shard import Place, Segment, Unit, segments_of
-from shardtrain.tape import Initial, become, forget
-from shardtrain.units import UnitChoice, check_forward, ignored_parameters, places_by_unit, unit_modules
+from shardtrain.shard import Place, Segment, segments_of
+from shardtrain.tape import become
+from shardtrain.unit import Unit
 
 
 class UnitInfo(NamedTuple):
@@ -87,9 +90,9 @@ def shard(
     """
     precision = precision or Precision()
     _check(module, transport, mesh)
-    skipped = ignored_parameters(ignored)
+    left_alone = parameters_of(ignored)
     anchors = unit_modules(module, units)
-    places = places_by_unit(module, anchors, skipped)
+    places = places_by_unit(module, anchors, left_alone)
     initial = Initial(module, None if device is None else torch.device(device))
     on_cpu = all(initial.device(param).type in ("cpu", "meta") for param in module.parameters())
     in_messages = precision.quantises or not on_cpu
@@ -106,10 +109,10 @@ def shard(
         name: segments_of(places[name], link, precision, cut, initial)
         for name in sorted(places, key=lambda name: -_largest(places[name]))  # balances best
     }
-    built = [Unit(name, index, anchors[name], segments[name]) for index, name in enumerate(places)]
-    _place_the_rest(module, skipped, initial)
+    built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(places)]
+    _place_the_rest(module, left_alone, initial)
     _broadcast_buffers(module, link.everyone)
-    Engine(module, built, link, reshard_after_forward, precision, skipped, layout)
+    Engine(module, built, reshard_after_forward, precision, left_alone, layout)
     return module
 
 
@@ -122,6 +125,23 @@ def _offloaded(link: Transport, module: nn.Module, initial: Initial) -> Transpor
     """``link`` for shards in host memory, if that is not where the units compute."""
     device = next((initial.device(param) for param in module.parameters()), torch.device("cpu"))
     return link if device.type in ("cpu", "meta") else comm.Offloaded(link, device)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Gradient accumulation: a backward in here keeps its gradients whole on each rank, and reduces nothing.
+
+    The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter that has
+    no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too;
+    an optimizer's step, clipping and other changes of it are refused.
+    """
+    engine = engine_of(module)
+    schedule, before = engine.schedule, engine.schedule.reduce_gradients
+    schedule.reduce_gradients = engine.transport.everyone.world == 1  # alone there is nothing to wait for
+    try:
+        yield
+    finally:
+        schedule.reduce_gradients = before
 
 
 def describe(module: nn.Module) -> list[UnitInfo]:
@@ -207,10 +227,10 @@ def _model_lines(places: Mapping[str, list[Place]]) -> list[str]:
     ]
 
 
-def _place_the_rest(module: nn.Module, skipped: set[nn.Parameter], initial: Initial) -> None:
+def _place_the_rest(module: nn.Module, ignored: set[nn.Parameter], initial: Initial) -> None:
     """What is not sharded: give ignored parameters their values, move them and buffers; drop the tapes."""
     for name, param in module.named_parameters():
-        if param in skipped:
+        if param in ignored:
             value = initial.value(name, param).to(initial.device(param))
             if param.is_meta and not value.is_meta:
                 become(param, value)

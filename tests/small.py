@@ -127,7 +127,7 @@ def assert_same_parameters(model: nn.Module, replica: nn.Module, tolerance: floa
 def assert_at_rest(model: nn.Module) -> None:
     """Every parameter shows its piece, and nothing is gathered."""
     from shardtrain.engine import engine_of
-    from shardtrain.shard import State
+    from shardtrain.unit import State
 
     engine = engine_of(model)
     for unit in engine.units:

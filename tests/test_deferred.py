@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models.convnext import CNBlockConfig
 
 import shardtrain
-from shardtrain import comm
-from shardtrain.tape import KEPT, Tape, deferred
+from shardtrain import comm, memories
+from shardtrain.initial import deferred
 
 from small import Block, OddNet, assert_same_parameters, shard, train
 
@@ -83,10 +83,6 @@ class Unusual(nn.Module):
 MODELS = [resnet18, resnet50, small_vit, small_convnext, Unusual]
 
 
-def small_tape(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    monkeypatch.setattr(Tape.__init__, "__defaults__", (kept,))
-
-
 @pytest.mark.parametrize("kept", [0, 1 << 16, 1 << 26])
 @pytest.mark.parametrize("make", MODELS)
 def test_values_are_the_constructor_s_own(
@@ -95,7 +91,7 @@ def test_values_are_the_constructor_s_own(
     """Whatever is forgotten on the way; and random numbers go on where they would."""
     if kept < 1 << 26 and make is resnet50:
         pytest.skip("it says nothing more than resnet18 here")
-    small_tape(monkeypatch, kept)
+    monkeypatch.setattr(memories, "KEPT", kept)
     torch.manual_seed(5)
     expected, after = make(), torch.rand(3)
     torch.manual_seed(5)
@@ -236,19 +232,18 @@ def layers(count: int, width: int) -> nn.Module:
 
 def most_bytes(rank: int, world: int) -> tuple[int, int]:
     """While the model is built, and while it is cut; nothing is sent, which would be held a while longer."""
-    Tape.__init__.__defaults__ = (0,)
-    try:
-        with Counter() as counter:
-            model = deferred(layers, 12, 101)
-            building, counter.most = counter.most, 0
-            shardtrain.shard(model, units=[nn.Linear], transport=comm.Simulated(rank, world))
-        return building, counter.most
-    finally:
-        Tape.__init__.__defaults__ = (KEPT,)
+    with Counter() as counter:
+        model = deferred(layers, 12, 101)
+        building, counter.most = counter.most, 0
+        shardtrain.shard(model, units=[nn.Linear], transport=comm.Simulated(rank, world))
+    return building, counter.most
 
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (0, 3), (1, 3), (2, 3)])
-def test_a_rank_holds_its_shards_and_about_one_unit(rank: int, world: int) -> None:
+def test_a_rank_holds_its_shards_and_about_one_unit(
+    rank: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memories, "KEPT", 0)
     unit = 101 * 101 * 4
     building, sharding = most_bytes(rank, world)
     assert building <= 2.1 * unit

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import shardtrain
 from shardtrain import comm
 from shardtrain.engine import engine_of
-from shardtrain.shard import ALIGN_BYTES, State
+from shardtrain.shard import ALIGN_BYTES
+from shardtrain.unit import State
 
 from small import (
     Block,

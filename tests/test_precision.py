@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.engine import engine_of
-from shardtrain.precision import cast
+from shardtrain.nested import cast
 
 from small import Block, OddNet, assert_at_rest, images, sgd, shard, train
 

@@ -174,6 +174,45 @@ def test_a_parameter_used_on_some_ranks_only(ranks: Ranks) -> None:
     ranks(4, used_here_and_there)
 
 
+class TwoHeads(nn.Module):
+    """A loss may leave the second output alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 3), nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.body(x)
+        return self.first(x), self.second(x)
+
+
+def heads_heard_on(users: list[int]) -> None:
+    torch.manual_seed(0)
+    plain = TwoHeads()
+    model = shard(copy.deepcopy(plain), mesh=mesh(*HYBRID), units=[nn.Linear])
+    optimizers = [sgd(plain), sgd(model)]
+    for step in range(2):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        for net, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            first, second = net(x)
+            (first.square().mean() + (second.mean() if dist.get_rank() in users else 0.0)).backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_parameters(model, plain, tolerance=1e-6)
+    assert_replicas_are_equal(model)
+
+
+def heads_heard_here_and_there() -> None:
+    for users in ([], [3], [1, 2]):
+        heads_heard_on(users)
+
+
+def test_a_unit_whose_output_the_loss_leaves_alone(ranks: Ranks) -> None:
+    ranks(4, heads_heard_here_and_there)
+
+
 class Touched(nn.Module):
     """A weight whose gradient is -0.0 where it is used at all."""
 

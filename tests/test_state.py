@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardtrain
+from shardtrain.engine import engine_of
 
 from small import (
     Block,
@@ -18,6 +20,7 @@ from small import (
     assert_at_rest,
     assert_same_parameters,
     sgd,
+    shard,
     sharded_and_replica,
     train,
 )
@@ -47,6 +50,19 @@ def edits(writeback: bool) -> None:
 @pytest.mark.parametrize("writeback", [True, False])
 def test_unsharded_keeps_or_drops_edits(ranks: Ranks, world: int, writeback: bool) -> None:
     ranks(world, edits, writeback)
+
+
+def edits_shape() -> None:
+    model, _ = sharded_and_replica()
+    named = "parameter fc.weight or its gradient was given shape (6, 7) inside unsharded(), expected (5, 7)"
+    with pytest.raises(ValueError, match=re.escape(named)), shardtrain.unsharded(model):
+        model.fc.weight.data = torch.zeros(6, 7)
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_edit_of_a_shape_is_refused(ranks: Ranks, world: int) -> None:
+    ranks(world, edits_shape)
 
 
 def edits_gradients(writeback: bool) -> None:
@@ -183,6 +199,62 @@ def tied() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_tied_weights_are_saved_under_both_names(ranks: Ranks, world: int) -> None:
     ranks(world, tied)
+
+
+class Twice(OddNet):
+    """Its head and its stem have two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.first = self.fc, self.stem
+
+
+def loads_ignored() -> None:
+    torch.manual_seed(7)
+    source = Twice().state_dict()
+    model = Twice()
+    shard(model, units=[Block], ignored=[model.fc])
+    lacking = {name: value for name, value in source.items() if not name.startswith(("fc", "again"))}
+    with pytest.raises(ValueError, match=r"^nothing was loaded: fc\.weight is missing; fc\.bias is missing$"):
+        shardtrain.load_full_state_dict(model, lacking if dist.get_rank() == 0 else {})
+    shardtrain.load_full_state_dict(model, lacking if dist.get_rank() == 0 else {}, strict=False)
+    assert not torch.equal(model.fc.weight, source["fc.weight"])
+    shardtrain.load_full_state_dict(model, source if dist.get_rank() == 0 else {})
+    whole = shardtrain.full_state_dict(model)
+    assert list(whole) == list(source)
+    assert all(torch.equal(whole[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ignored_parameters_are_loaded_too(ranks: Ranks, world: int) -> None:
+    ranks(world, loads_ignored)
+
+
+def runs_out_of_memory() -> None:
+    """A gather fails at the second unit, as it does where memory ends."""
+    model, replica = sharded_and_replica()
+    train(model, torch.optim.SGD(model.parameters(), 0.0), 1)
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    segment = engine_of(model).units[1].segments[0]
+    fitting = segment.views_of
+
+    def too_large(full: torch.Tensor) -> list[torch.Tensor]:
+        raise MemoryError("no memory")
+
+    segment.views_of = too_large
+    with pytest.raises(MemoryError, match="no memory"), shardtrain.unsharded(model, grads=True):
+        raise AssertionError("opened all the same")
+    segment.views_of = fitting
+    assert_at_rest(model)
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(param.grad, grad)
+    assert_same_parameters(model, replica, tolerance=0)
+    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_unsharded_that_cannot_open_leaves_all_as_it_was(ranks: Ranks, world: int) -> None:
+    ranks(world, runs_out_of_memory)
 
 
 def test_units_are_kept_apart_from_blocks() -> None:

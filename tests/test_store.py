@@ -159,16 +159,16 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(
 
 def slow_copy(path: str) -> None:
     """An update waits for the copy and a forward does not; the copy is of the state before both."""
-    copy = saving.HostMemory.copy
+    copy = saving.Snapshot.copy
 
-    def slowly(memory: saving.HostMemory, tensors: Any) -> Any:
+    def slowly(memory: saving.Snapshot, tensors: Any) -> Any:
         time.sleep(0.4)
         return copy(memory, tensors)
 
     model, optimizer = fresh()
     train(model, optimizer, 1)
     store = opened(path, asynchronous=True)
-    with patch.object(saving.HostMemory, "copy", slowly):
+    with patch.object(saving.Snapshot, "copy", slowly):
         before = [value.detach().clone() for value in [*model.parameters(), *model.buffers()]]
         start = time.perf_counter()
         store.save(1, model, optimizer, extra={}, facts={}, best=None)
@@ -189,12 +189,12 @@ def test_only_an_update_waits_for_the_copy(on_ranks: Ranks, tmp_path: Path) -> N
 
 
 def thread_fails(path: str) -> str:
-    def fails(memory: saving.HostMemory, tensors: Any) -> Any:
+    def fails(memory: saving.Snapshot, tensors: Any) -> Any:
         raise MemoryError("no room for a copy")
 
     model, optimizer = fresh()
     store = opened(path, asynchronous=True)
-    with patch.object(saving.HostMemory, "copy", fails):
+    with patch.object(saving.Snapshot, "copy", fails):
         store.save(1, model, optimizer, extra={}, facts={}, best=None)
         store.settle()
         with pytest.raises(checkpoint.SaveFailed) as caught:

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.engine import engine_of
-from shardtrain.shard import Gathered
+from shardtrain.unit import Gathered
 
 from small import (
     Block,

@@ -331,7 +331,7 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
         for segment in unit.segments:
             for index, param in enumerate(segment.params):
                 states = {
-                    key: segment.laid_out(index, value) if value.ndim else value
+                    key: segment.flattened(index, value) if value.ndim else value
                     for key, value in (optimizer.state[param] if param.numel() else {}).items()
                 }
                 by_rank: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()

@@ -1,7 +1,8 @@
 """Checkpoints: saved whole or not at all, verified before anything is loaded, no pickle anywhere.
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
-``content.py`` (what each rank puts into its file), ``saving.py`` (the commit protocol) and ``loading.py``.
+``content.py`` (what each rank puts into its file), ``saving.py`` (the commit protocol), ``reading.py`` (what
+a rank needs of whose files) and ``loading.py``.
 """
 
 from __future__ import annotations

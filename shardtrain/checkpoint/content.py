@@ -32,15 +32,15 @@ from shardtrain.checkpoint.manifest import (
     Optimizer,
     Parameter,
     Slice,
-    State,
+    StateEntry,
     dump_state,
     file_name,
     parse_state,
 )
 from shardtrain.engine import Engine
 from shardtrain.layout import Piece
-from shardtrain.shard import flattened, shown_as
 from shardtrain.state import Spec, equal_buffers, persistent_buffers
+from shardtrain.strides import flattened, shown
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
 
@@ -68,13 +68,13 @@ class Held(NamedTuple):
         """The first rank that writes some of it; 0 if there is nothing to write."""
         return next((rank for rank, (start, stop) in enumerate(self.cuts) if stop > start), 0)
 
-    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+    def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, which lies as the parameter does at rest: 1-D, in the order of ``stride``."""
         return flattened(tensor.detach(), self.shape, self.stride)
 
-    def as_held(self, piece: torch.Tensor) -> torch.Tensor:
+    def shown(self, piece: torch.Tensor) -> torch.Tensor:
         """The reverse, of this rank's elements."""
-        return shown_as(piece, self.param.shape, self.stride)
+        return shown(piece, self.param.shape, self.stride)
 
 
 class Content(NamedTuple):
@@ -116,39 +116,22 @@ def collect(
     extra: Any,
     facts: Mapping[str, Any],
     averages: Averages | None = None,
-) -> tuple[Content | None, str]:
-    """This rank's content, or why there is none. Collective: buffers are averaged."""
-    equal = dict(equal_buffers(engine.module, engine.transport.everyone))
-    states, problem = _agreed_states(engine, optimizer)
-    if problem:
-        return None, problem
-    try:
-        return _collect(engine, optimizer, extra, facts, averages, equal, states), ""
-    except ValueError as error:
-        return None, str(error)
-
-
-def _collect(
-    engine: Engine,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    facts: Mapping[str, Any],
-    averages: Averages | None,
-    equal: Mapping[torch.Tensor, torch.Tensor],
-    states: Mapping[str, dict[str, State]],
 ) -> Content:
-    rank = engine.transport.everyone.rank
-    entries = held(engine)
+    """This rank's content. Collective: buffers are averaged, the optimizer's states compared.
+
+    Raises:
+        ValueError: on this rank alone, when nothing is communicated any more: something cannot be saved.
+    """
+    equal = dict(equal_buffers(engine.module, engine.transport.everyone))
+    states = _agreed_states(engine, optimizer)
+    entries, rank = held(engine), engine.transport.everyone.rank
     buffers = persistent_buffers(engine.module)
-    tensors = {
-        f"parameters/{e.name}": piece for e in entries if (piece := _written(e, e.param, rank)).numel()
-    }
+    tensors = _cut_tensors("parameters", entries, {e.param: e.param for e in entries}, rank)
     tensors |= {f"buffers/{name}": buffer for name, buffer in buffers}
     if rank == 0:
         tensors |= {f"averaged/{name}": equal[buffer] for name, buffer in buffers}
     if averages is not None:
-        cut = {f"ema/{e.name}": _written(e, averages[e.param], rank) for e in entries}
-        tensors |= {key: piece for key, piece in cut.items() if piece.numel()}
+        tensors |= _cut_tensors("ema", entries, averages, rank)
     described = None
     if optimizer is not None:
         described = _describe_optimizer(entries, optimizer, states)
@@ -169,6 +152,14 @@ def _collect(
     return Content(tensors, notes, manifest)
 
 
+def _cut_tensors(
+    kind: str, entries: list[Held], values: Mapping[nn.Parameter, torch.Tensor], rank: int
+) -> dict[str, torch.Tensor]:
+    """Of each parameter what rank ``rank`` writes of its value in ``values``, if that is anything."""
+    pieces = {f"{kind}/{entry.name}": _written(entry, values[entry.param], rank) for entry in entries}
+    return {key: piece for key, piece in pieces.items() if piece.numel()}
+
+
 def _describe(entry: Held) -> Parameter:
     slices = [
         Slice(file_name(rank), start, stop) for rank, (start, stop) in enumerate(entry.cuts) if stop > start
@@ -179,15 +170,16 @@ def _describe(entry: Held) -> Parameter:
 def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """The part of ``tensor``, which lies as the parameter does, that rank ``rank`` writes; 1-D."""
     start, stop = entry.cuts[rank]
-    return entry.laid_out(tensor)[start - entry.start : stop - entry.start]
+    return entry.flattened(tensor)[start - entry.start : stop - entry.start]
 
 
 def _agreed_states(
     engine: Engine, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, dict[str, State]], str]:
+) -> dict[str, dict[str, StateEntry]]:
     """What the optimizer keeps of each parameter, as the first rank with a piece of it says. Collective.
 
-    And what is wrong with this rank's, if anything is.
+    Raises:
+        ValueError: in the end, on this rank alone: its own cannot be saved, or is not what others say.
     """
     entries = held(engine) if optimizer is not None else []
     everyone, ours, problem = engine.transport.everyone, {}, ""
@@ -207,11 +199,13 @@ def _agreed_states(
     odd = [name for name, state in ours.items() if agreed.get(name, state) != state]
     if odd and not problem:
         problem = f"the optimizer's state of {odd[0]} is {ours[odd[0]]}, expected {agreed[odd[0]]}"
-    return {name: {k: parse_state(v) for k, v in state.items()} for name, state in agreed.items()}, problem
+    if problem:
+        raise ValueError(problem)
+    return {name: {k: parse_state(v) for k, v in state.items()} for name, state in agreed.items()}
 
 
 def _describe_optimizer(
-    entries: list[Held], optimizer: torch.optim.Optimizer, states: Mapping[str, dict[str, State]]
+    entries: list[Held], optimizer: torch.optim.Optimizer, states: Mapping[str, dict[str, StateEntry]]
 ) -> Optimizer:
     names = {entry.param: entry.name for entry in entries}
     groups = []
@@ -246,17 +240,17 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _describe_state(entry: Held, key: str, value: Any) -> State:
+def _describe_state(entry: Held, key: str, value: Any) -> StateEntry:
     if not isinstance(value, torch.Tensor):
         if not _is_plain(value):
             raise ValueError(
                 f"the optimizer's {key} of {entry.name} is a {type(value).__name__}, expected a tensor"
             )
-        return State(None, value=value)
+        return StateEntry(None, value=value)
     if value.shape == entry.param.shape:
-        return State(value.dtype)
+        return StateEntry(value.dtype)
     if value.dim() == 0:
-        return State(value.dtype, whole=True)
+        return StateEntry(value.dtype, whole=True)
     raise ValueError(
         f"the optimizer's {key} of {entry.name} has shape {tuple(value.shape)}, which cannot be cut like the "
         f"parameter's local piece of {tuple(entry.param.shape)}; only element-wise optimizers can be saved"
@@ -277,7 +271,7 @@ def _state_tensors(
     return tensors
 
 
-def _states(entries: list[Held], described: Optimizer) -> Iterator[tuple[Held, str, State]]:
+def _states(entries: list[Held], described: Optimizer) -> Iterator[tuple[Held, str, StateEntry]]:
     for entry in entries:
         for key, state in described.state.get(entry.name, {}).items():
             yield entry, key, state

@@ -5,36 +5,30 @@
     fill      every rank maps the files and copies the elements that it owns, whoever wrote them
 
 The ranks agree after each phase, so all go on or all raise, and until the last nothing has been touched.
-A parameter's elements are intervals of its memory, so other world sizes and other units need no more than
-intersecting intervals. A parameter of 10 elements saved by two ranks as 0:8 and 8:10, loaded by three as
-0:4, 4:8 and 8:10: ranks 0 and 1 read halves of the first file, rank 2 the second.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from shardtrain import comm
-from shardtrain.checkpoint.content import Averages, Held, decode_extra, held
-from shardtrain.checkpoint.files import DTYPES, problem_with
+from shardtrain.checkpoint.content import Averages, Held, held
+from shardtrain.checkpoint.files import problem_with
 from shardtrain.checkpoint.manifest import (
     Damaged,
     Manifest,
-    Parameter,
-    Slice,
     file_name,
     parse,
     read,
 )
+from shardtrain.checkpoint.reading import Source
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine import Engine
-from shardtrain.shard import in_memory_order
 from shardtrain.state import Spec, differences, persistent_buffers
 
 
@@ -92,23 +86,20 @@ def load_into(
     """
     everyone, device = engine.transport.everyone, engine.device
     entries = held(engine)
-    files = Files(opened.path)
+    source = Source(opened.path, opened.manifest, everyone)
     problems = _compare(opened.manifest, engine, entries, optimizer)
     if averages is not None and not opened.manifest.ema:
         problems.append("it was saved without moving averages of the parameters")
     kinds = ["parameters", *(["ema"] if averages is not None else [])]
-    problems = problems or _compare_files(opened.manifest, files, entries, engine, kinds)
-    extra, more = ([], "") if problems else _read_extra(opened.manifest, files, engine)
+    problems = problems or source.problems(entries, kinds)
+    extra, more = ([], "") if problems else source.extra()
     found = comm.gather_texts("; ".join([*problems, more] if more else problems), everyone, device)
     if any(found):
         differing = "; ".join(dict.fromkeys(filter(None, found)))
         raise ValueError(f"{opened.path} does not fit, nothing was loaded: {differing}")
     problem = ""
     try:
-        _fill(opened.manifest, files, engine, entries, optimizer)
-        if averages is not None:
-            for entry in entries:
-                _fill_piece(opened.manifest, files, entry, "ema", averages[entry.param])
+        _fill(source, engine, entries, optimizer, averages)
     except (OSError, SafetensorError) as error:
         problem = str(error)
     problems = _gathered(problem, everyone, device)
@@ -117,57 +108,6 @@ def load_into(
             f"{opened.path} became unreadable, the model is half loaded: {'; '.join(problems)}"
         )
     return extra
-
-
-class Files:
-    """The data files of a checkpoint, mapped when first needed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._handles: dict[str, Any] = {}
-
-    def handle(self, file: str) -> Any:
-        if file not in self._handles:
-            self._handles[file] = safe_open(self._path / file, framework="pt", device="cpu")
-        return self._handles[file]
-
-    def tensor(self, file: str, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = self.handle(file).get_tensor(key)
-        return tensor
-
-    def problem(self, file: str, key: str, spec: Spec) -> str:
-        """Whether ``file`` holds ``key`` as ``spec`` says."""
-        try:
-            found = self.handle(file).get_slice(key)
-        except (SafetensorError, OSError) as error:
-            return f"{file}: {error}"
-        dtype, shape = found.get_dtype(), tuple(found.get_shape())
-        expected = DTYPES[spec.dtype], spec.shape
-        if (dtype, shape) != expected:
-            return f"{file} has {key} as {dtype} {shape}, expected {expected[0]} {expected[1]}"
-        return ""
-
-    def span(self, key: str, entry: Parameter, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start:stop`` of what is cut like ``entry``, from whichever files hold them; 1-D."""
-        span = torch.empty(stop - start, dtype=dtype)
-        for part in needed(entry.slices, start, stop):
-            low, high = max(start, part.start), min(stop, part.stop)
-            source = self.handle(part.file).get_slice(key)
-            span[low - start : high - start] = source[low - part.start : high - part.start]
-        return span
-
-    def piece(self, key: str, entry: Parameter, dtype: torch.dtype, target: Held) -> torch.Tensor:
-        """What ``target`` holds of it on this rank, 1-D, in the order of ``target``'s strides."""
-        if entry.stride == target.stride:
-            return self.span(key, entry, dtype, target.start, target.stop)
-        whole = self.span(key, entry, dtype, 0, entry.slices[-1].stop if entry.slices else 0)
-        ordered = in_memory_order(whole.as_strided(target.shape, entry.stride), target.stride)
-        return ordered[target.start : target.stop].clone()  # a view would keep the whole alive
-
-
-def needed(slices: Sequence[Slice], start: int, stop: int) -> list[Slice]:
-    """The slices that have elements of ``start:stop``."""
-    return [part for part in slices if max(start, part.start) < min(stop, part.stop)]
 
 
 def _compare(
@@ -202,85 +142,27 @@ def _compare_optimizer(
     return problems
 
 
-def _compare_files(
-    manifest: Manifest, files: Files, entries: Sequence[Held], engine: Engine, kinds: Sequence[str]
-) -> list[str]:
-    """Everything that this rank needs and that the files do not hold as the manifest says.
-
-    ``kinds``: what there is of each parameter, beside the optimizer's state.
-    """
-    problems = []
-    for entry in entries:
-        saved = manifest.parameters[entry.name]
-        states = manifest.optimizer.state.get(entry.name, {}) if manifest.optimizer else {}
-        cut = {f"{kind}/{entry.name}": saved.spec.dtype for kind in kinds}
-        cut |= {f"optimizer/{k}/{entry.name}": s.dtype for k, s in states.items() if s.dtype and not s.whole}
-        whole = saved.stride != entry.stride
-        parts = saved.slices if whole else needed(saved.slices, entry.start, entry.stop)
-        for key, dtype in cut.items():
-            problems += [files.problem(p.file, key, Spec(dtype, (p.stop - p.start,))) for p in parts]
-        for key, state in states.items():
-            if state.whole and state.dtype:
-                spec = Spec(state.dtype, ())
-                problems.append(files.problem(_first_file(saved), f"optimizer/{key}/{entry.name}", spec))
-    file, kind = _buffer_source(manifest, engine)
-    problems += [files.problem(file, f"{kind}/{name}", spec) for name, spec in manifest.buffers.items()]
-    return [problem for problem in problems if problem]
-
-
-def _first_file(saved: Parameter) -> str:
-    """Where what belongs to all of a parameter is."""
-    return saved.slices[0].file if saved.slices else file_name(0)
-
-
-def _same_world(manifest: Manifest, engine: Engine) -> bool:
-    return manifest.world_size == engine.transport.everyone.world
-
-
-def _buffer_source(manifest: Manifest, engine: Engine) -> tuple[str, str]:
-    """Each rank's own running statistics again if there are as many ranks as saved, else their mean."""
-    own = _same_world(manifest, engine)
-    return (file_name(engine.transport.everyone.rank), "buffers") if own else (file_name(0), "averaged")
-
-
-def _read_extra(manifest: Manifest, files: Files, engine: Engine) -> tuple[Any, str]:
-    """This rank's extra, or rank 0's if there were more or fewer ranks; and what is wrong with it."""
-    name = file_name(engine.transport.everyone.rank if _same_world(manifest, engine) else 0)
-    try:
-        file = files.handle(name)
-        tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("extra/")}  # noqa: SIM118
-        return decode_extra(json.loads(file.metadata()["extra"]), tensors), ""
-    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
-        return None, f"{name} has no readable extra: {type(error).__name__} {error}"
-
-
 def _fill(
-    manifest: Manifest,
-    files: Files,
+    source: Source,
     engine: Engine,
     entries: Sequence[Held],
     optimizer: torch.optim.Optimizer | None,
+    averages: Averages | None,
 ) -> None:
     for entry in entries:
-        _fill_piece(manifest, files, entry, "parameters", entry.param.data)
+        entry.param.data.copy_(source.piece("parameters", entry))
     if optimizer is not None:
-        _fill_optimizer(manifest, files, entries, optimizer)
-    file, kind = _buffer_source(manifest, engine)
+        _fill_optimizer(source, entries, optimizer)
     for name, buffer in persistent_buffers(engine.module):
-        buffer.copy_(files.tensor(file, f"{kind}/{name}"))
+        buffer.copy_(source.buffer(name))
+    if averages is not None:
+        for entry in entries:
+            averages[entry.param].copy_(source.piece("ema", entry))
 
 
-def _fill_piece(manifest: Manifest, files: Files, entry: Held, kind: str, target: torch.Tensor) -> None:
-    saved = manifest.parameters[entry.name]
-    piece = files.piece(f"{kind}/{entry.name}", saved, saved.spec.dtype, entry)
-    target.copy_(entry.as_held(piece))
-
-
-def _fill_optimizer(
-    manifest: Manifest, files: Files, entries: Sequence[Held], optimizer: torch.optim.Optimizer
-) -> None:
+def _fill_optimizer(source: Source, entries: Sequence[Held], optimizer: torch.optim.Optimizer) -> None:
     """By the optimizer's own `load_state_dict`, which knows where its counters belong."""
-    saved = manifest.optimizer
+    saved = source.manifest.optimizer
     assert saved is not None, "compared"
     by_param = {entry.param: entry for entry in entries}
     state: dict[int, dict[str, Any]] = {}
@@ -293,7 +175,7 @@ def _fill_optimizer(
             entry = by_param[param]
             values = saved.state.get(entry.name)
             if values is not None:
-                state[index] = {key: _state(manifest, files, entry, key) for key in values}
+                state[index] = {key: source.state(key, entry) for key in values}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -308,14 +190,3 @@ def _options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
             value = torch.full_like(ours, value)
         options[key] = value
     return options
-
-
-def _state(manifest: Manifest, files: Files, entry: Held, key: str) -> Any:
-    assert manifest.optimizer is not None, "compared"
-    state = manifest.optimizer.state[entry.name][key]
-    name = f"optimizer/{key}/{entry.name}"
-    if state.dtype is None:
-        return state.value
-    if state.whole:
-        return files.tensor(_first_file(manifest.parameters[entry.name]), name).clone()
-    return entry.as_held(files.piece(name, manifest.parameters[entry.name], state.dtype, entry))

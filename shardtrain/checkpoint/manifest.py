@@ -33,6 +33,7 @@ import torch
 
 from shardtrain.checkpoint.files import DTYPES, Record, read_text
 from shardtrain.state import Spec
+from shardtrain.strides import is_dense
 
 FORMAT, VERSION = "shardtrain checkpoint", 1
 NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"
@@ -60,7 +61,7 @@ class Parameter(NamedTuple):
     slices: tuple[Slice, ...]
 
 
-class State(NamedTuple):
+class StateEntry(NamedTuple):
     """One entry of the optimizer's state of a parameter: cut like it, a ``whole`` 0-dim tensor, or plain."""
 
     dtype: torch.dtype | None  # None: a plain value
@@ -76,7 +77,7 @@ class Group(NamedTuple):
 class Optimizer(NamedTuple):
     type: str
     groups: list[Group]
-    state: dict[str, dict[str, State]]
+    state: dict[str, dict[str, StateEntry]]
 
 
 class Manifest(NamedTuple):
@@ -136,7 +137,7 @@ def _dump_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return {"type": optimizer.type, "groups": groups, "state": state}
 
 
-def dump_state(state: State) -> dict[str, Any]:
+def dump_state(state: StateEntry) -> dict[str, Any]:
     if state.dtype is None:
         return {"value": state.value}
     return {"whole" if state.whole else "dtype": _dtype_name(state.dtype)}
@@ -216,7 +217,7 @@ def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) 
     spec = _spec(node, name)
     stride = tuple(_count(step, f"stride of {name}") for step in node["stride"])
     slices = tuple(Slice(str(f), int(a), int(b)) for f, a, b in node["slices"])
-    if not _dense(spec.shape, stride):
+    if not is_dense(spec.shape, stride):
         raise Damaged(f"{NAME} gives {name} the stride {stride}, which does not fill the shape {spec.shape}")
     reached = 0
     for part in slices:
@@ -241,26 +242,14 @@ def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> 
     return Optimizer(str(node["type"]), groups, state)
 
 
-def parse_state(node: Mapping[str, Any]) -> State:
+def parse_state(node: Mapping[str, Any]) -> StateEntry:
     if "value" in node:
-        return State(None, value=node["value"])
+        return StateEntry(None, value=node["value"])
     whole = "whole" in node
-    return State(_BY_NAME[node["whole" if whole else "dtype"]], whole)
+    return StateEntry(_BY_NAME[node["whole" if whole else "dtype"]], whole)
 
 
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise Damaged(f"{NAME} has {str(value)[:40]} for the {what}, expected a number of at least 0")
     return value
-
-
-def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether ``stride`` visits each of the shape's elements once, without gaps."""
-    if 0 in shape:
-        return len(stride) == len(shape)
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True

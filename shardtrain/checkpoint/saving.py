@@ -48,8 +48,8 @@ class Stage(Enum):
     DONE = "the checkpoint is there"
 
 
-class HostMemory:
-    """Memory of the host for one snapshot; the next one finds it allocated, which halves its time."""
+class Snapshot:
+    """Host memory that a save copies into; the next one finds it allocated, which halves its time."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -77,22 +77,22 @@ class Saving:
         self.stage = Stage.WRITE
         self._temporary = temporary
         self._content = content
-        self._memory: HostMemory | None = None
+        self._memory: Snapshot | None = None
         self.copied = Event()  # the live tensors are not needed any more
         self._everyone, self._device = engine.transport.everyone, engine.device
         self._record: Record | None = None
         self._records: dict[str, Record] = {}
         self.problem = ""
 
-    def copy_first(self, memory: HostMemory) -> None:
+    def copy_first(self, memory: Snapshot) -> None:
         """Let `work` copy everything into ``memory`` before it writes.
 
         Parameters and optimizer state do not change before the next update, so that is time enough (see
         `copied`). What a forward changes is copied at once.
         """
-        soon = {name: t for name, t in self._content.tensors.items() if not name.startswith(_CUT)}
-        now = {name: tensor.detach().clone() for name, tensor in soon.items()}
-        self._content = self._content._replace(tensors=self._content.tensors | now)
+        tensors = self._content.tensors
+        copies = {name: t.detach().clone() for name, t in tensors.items() if not name.startswith(_CUT)}
+        self._content = self._content._replace(tensors=tensors | copies)
         self._memory = memory
 
     def work(self) -> None:
@@ -151,8 +151,11 @@ def begin(
         SaveFailed: on every rank: ``path`` exists, the directory cannot be made, something cannot be
             saved, or the ranks hold different models or optimizers.
     """
-    content, problem = collect(engine, optimizer, extra, facts, averages)
-    temporary = ""
+    content, problem, temporary = None, "", ""
+    try:
+        content = collect(engine, optimizer, extra, facts, averages)
+    except ValueError as error:
+        problem = str(error)
     if engine.transport.everyone.rank == 0 and not problem:
         try:
             temporary = make_temporary(path).name

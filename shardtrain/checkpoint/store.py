@@ -31,7 +31,7 @@ from shardtrain import comm
 from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
-from shardtrain.checkpoint.saving import TEMPORARY, HostMemory, Saving, Stage, begin
+from shardtrain.checkpoint.saving import TEMPORARY, Saving, Snapshot, Stage, begin
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine import engine_of
 from shardtrain.state import require_rest
@@ -96,7 +96,7 @@ class Store:
         self._everyone, self._device = everyone, device
         self._step = 0  # of the save that began last
         self._best: int | None = None
-        self._memory = HostMemory()
+        self._memory = Snapshot()
         self._saving: Saving | None = None
         self._thread: Thread | None = None
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardtrain.engine import tensors_in
 from shardtrain.losses import Loss
+from shardtrain.nested import tensors_in
 
 
 class Batch(NamedTuple):

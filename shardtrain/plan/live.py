@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardtrain.engine import Engine
-from shardtrain.shard import Unit
+from shardtrain.unit import Unit
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
 

@@ -34,7 +34,7 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
 
 
 def places_by_unit(
-    root: nn.Module, anchors: Mapping[str, nn.Module], skipped: set[nn.Parameter]
+    root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, list[Place]]:
     """Each parameter under the innermost unit that holds all of its uses.
 
@@ -45,22 +45,22 @@ def places_by_unit(
     modules = dict(root.named_modules(remove_duplicate=False))
     units = {module: name for name, module in anchors.items()}
     names: dict[nn.Parameter, list[str]] = {}
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     homes: dict[nn.Parameter, set[str]] = {}
     for module_name, module in modules.items():
         home = _innermost(module_name, modules, units)
         for attribute, param in module._parameters.items():
-            if param is None or param in skipped:
+            if param is None or param in ignored:
                 continue
             names.setdefault(param, []).append(f"{module_name}.{attribute}" if module_name else attribute)
-            owners.setdefault(param, [])
-            if (module, attribute) not in owners[param]:
-                owners[param].append((module, attribute))
+            holders.setdefault(param, [])
+            if (module, attribute) not in holders[param]:
+                holders[param].append((module, attribute))
             homes.setdefault(param, set()).add(home)
     places: dict[str, list[Place]] = {name: [] for name in anchors}
     for param, found in homes.items():
         home = _innermost(_common_ancestor(found), modules, units)
-        places[home].append(Place(names[param][0], tuple(owners[param])))
+        places[home].append(Place(names[param][0], tuple(holders[param])))
     return {name: found for name, found in places.items() if found or name == ""}
 
 
@@ -133,8 +133,9 @@ def check_forward(name: str, module: nn.Module) -> None:
         )
 
 
-def ignored_parameters(ignored: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
-    skipped: set[nn.Parameter] = set()
-    for item in ignored:
-        skipped.update(item.parameters() if isinstance(item, nn.Module) else [item])
-    return skipped
+def parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
+    """What ``ignored`` names."""
+    found: set[nn.Parameter] = set()
+    for item in items:
+        found.update(item.parameters() if isinstance(item, nn.Module) else [item])
+    return found
