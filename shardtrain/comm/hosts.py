@@ -31,7 +31,7 @@ from typing import TypeVar
 import torch
 
 from shardtrain.comm.guard import PeerLost
-from shardtrain.comm.host_memory import HostMemory
+from shardtrain.comm.host_memory import HostMemory, Offer
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport, guarded, own_interval
 from shardtrain.comm.shared_memory import SharedMemoryTransport
@@ -54,13 +54,18 @@ class HostsTransport(SharedMemoryTransport):
         """The host's means are made at once, so that messages travel while the next unit computes."""
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
         sets = []
-        for offer, gradient in zip(self.memory.offer(tag, gradients), gradients, strict=True):
-            others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
-            means = self.memory.average(offer, gradient, gradient.layout.interval(self.rank), others)
-            means.insert(self._column.index(self.rank), own_interval(gradient, self.rank))
-            sets.append(means)
+        for turn in self.memory.rounds(tag, gradients):
+            for (_, gradient), offer in zip(turn, self.memory.offer(turn), strict=True):
+                sets.append(self._host_means(offer, gradient))
         moving = self._between.combine(tag, sets)
         return Pending(lambda: self._await(moving))
+
+    def _host_means(self, offer: Offer, gradient: Gradient) -> list[torch.Tensor]:
+        """The host's means of the column's intervals, in its order."""
+        others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
+        means = self.memory.average(offer, gradient, gradient.layout.interval(self.rank), others)
+        means.insert(self._column.index(self.rank), own_interval(gradient, self.rank))
+        return means
 
     def fence(self, what: str) -> None:
         self.inner.fence(what)
