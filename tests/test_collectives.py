@@ -686,6 +686,23 @@ def test_a_simulated_world_looks_at_its_own_arguments_only() -> None:
         torch_dist.destroy_process_group()
 
 
+def reduced_by_name_and_by_torchs_own() -> list[list[float]]:
+    mine = torch.tensor([1.0, 5.0 - dist.get_rank()])
+    ops = ("sum", "max", "min", dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+    return [dist.all_reduce(mine.clone(), op).tolist() for op in ops]
+
+
+def test_all_reduce_takes_torchs_operations_too(on_ranks: Ranks) -> None:
+    expected = [[2.0, 9.0], [1.0, 5.0], [1.0, 4.0]]
+    assert on_ranks(2, reduced_by_name_and_by_torchs_own) == [expected * 2] * 2
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, "mean"])
+def test_another_operation_is_refused_by_a_single_rank_as_well(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"^expected op to be ReduceOp.SUM, MAX or MIN, found .*(AVG|mean)"):
+        dist.all_reduce(torch.ones(1), op)
+
+
 def test_merging_keeps_integers_and_divides_toward_zero() -> None:
     out = torch.empty(2, dtype=torch.int32)
     merge(

@@ -14,10 +14,6 @@ collectives, the few names that such programs need are passed on as they are. Th
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-from itertools import zip_longest
-
 import torch
 import torch.distributed as dist
 from torch.distributed import (
@@ -49,6 +45,7 @@ from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.replicated import Replicated, open_replicated
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
+from shardtrain.comm.texts import broadcast_text, gather_texts, require_same
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 from shardtrain.comm.work import Work
 
@@ -110,6 +107,14 @@ __all__ = [
 ]
 
 
+_OPS: dict[str | ReduceOp.RedOpType, str] = {
+    **{name: name for name in ("sum", "max", "min")},
+    ReduceOp.SUM: "sum",
+    ReduceOp.MAX: "max",
+    ReduceOp.MIN: "min",
+}
+
+
 def rank() -> int:
     """This rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -140,9 +145,16 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
     return where_possible(kind, inner, lambda: open_shared_memory(inner)) or guarded(inner)
 
 
-def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it."""
-    plain_transport().all_reduce(tensor, op)
+def all_reduce(tensor: torch.Tensor, op: str | ReduceOp.RedOpType = "sum") -> torch.Tensor:
+    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it.
+
+    Raises:
+        ValueError: ``op`` is neither one of these, nor the ``ReduceOp`` of that name.
+    """
+    name = _OPS.get(op)
+    if name is None:
+        raise ValueError(f"expected op to be ReduceOp.SUM, MAX or MIN, found {op}")
+    plain_transport().all_reduce(tensor, name)
     return tensor
 
 
@@ -158,38 +170,6 @@ def plain_transport() -> Ranks:
     return Alone() if group is None else ProcessGroupTransport(group)
 
 
-def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
-    """Rank ``src``'s ``text`` on every rank. Bytes travel, never pickles."""
-    data = text.encode()
-    length = torch.tensor([len(data) if ranks.rank == src else 0], device=device)
-    ranks.broadcast(length, src)
-    if ranks.rank != src:
-        data = bytes(int(length.item()))
-    payload = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    if payload.numel():
-        ranks.broadcast(payload, src)
-    return bytes(payload.tolist()).decode()
-
-
-def gather_texts(text: str, ranks: Ranks, device: torch.device) -> list[str]:
-    """Every rank's ``text``, in rank order, on every rank. Two small all-reduces; bytes, never pickles."""
-    data = text.encode()
-    lengths = torch.zeros(ranks.world, dtype=torch.int64)
-    lengths[ranks.rank] = len(data)
-    lengths = lengths.to(device)
-    ranks.all_reduce(lengths)
-    sizes = lengths.tolist()
-    before = sum(sizes[: ranks.rank])
-    joined = torch.zeros(sum(sizes), dtype=torch.uint8)
-    joined[before : before + len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
-        : len(data)
-    ]
-    joined = joined.to(device)
-    if joined.numel():
-        ranks.all_reduce(joined)
-    return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
-
-
 def host_scatter() -> HostScatter | None:
     """Between the ranks of each host; None for a single rank. Collective."""
     if world_size() == 1:
@@ -201,27 +181,6 @@ def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where a small tensor must lie that ranks of ``group`` (default: the world) exchange."""
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     return torch.device("cpu" if group is None else native.device_types(group)[0])
-
-
-def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.device) -> None:
-    """Return if all ranks have the same ``lines``. Collective: two all-reduces of one number.
-
-    Raises:
-        ValueError: they differ; on every rank, with the first line in which each differs from rank 0.
-    """
-    digest = zlib.crc32("\n".join(lines).encode())
-    low, high = (torch.tensor([digest], device=device) for _ in range(2))
-    ranks.all_reduce(low, "min")
-    ranks.all_reduce(high, "max")
-    if low.item() == high.item():
-        return
-    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks, device))
-    odd = []
-    for rank, found in enumerate(others, 1):
-        pairs = zip_longest(found, first, fillvalue="no more")
-        theirs, wanted = next(((a, b) for a, b in pairs if a != b), ("", ""))
-        odd += [f"rank {rank} has {theirs} where rank 0 has {wanted}"] if theirs != wanted else []
-    raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
 
 
 def barrier() -> None:
