@@ -6,6 +6,8 @@ import functools
 import os
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,8 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, digests, guard, native
 from shardtrain.comm.guard import Paths
+from shardtrain.comm.reports import Line
+from shardtrain.comm.signals import Peer, Signals
 from shardtrain.engine import engine_of
 from shardtrain.layout import even
 
@@ -230,6 +234,94 @@ def strays_without_tags(at_step: int) -> str:
 def test_without_tags_a_sum_is_compared_now_and_then(on_ranks: Ranks, at_step: int, told: str) -> None:
     for text in on_ranks(3, strays_without_tags, at_step):
         assert text.startswith(f"{told}: rank 2 takes another path than ranks 0 and 1: not the same gathers")
+
+
+def strays_in_backward() -> str:
+    native_has_gloo, native.has_gloo = native.has_gloo, lambda _: False
+    try:
+        transport = comm.open_transport()
+        transport.broadcast(torch.zeros(1))  # as a model's initial values are
+        layout = even([6], transport.world, 1)
+        flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
+        transport.fence("entering")
+        transport.gather(Tag(256, "forward"), [flat]).wait()
+        transport.fence("leaving")
+        transport.gather(Tag(512 if is_last() else 256, "backward"), [flat]).wait()
+        with pytest.raises(comm.Diverged) as caught:
+            transport.fence("leaving")
+        return str(caught.value)
+    finally:
+        native.has_gloo = native_has_gloo
+
+
+def test_a_backward_is_told_by_the_step_of_its_forward(on_ranks: Ranks) -> None:
+    for text in on_ranks(2, strays_in_backward):
+        assert text.startswith("step 1: ranks 0 and 1 take different paths")
+
+
+def post_without_end(signals: Signals) -> None:
+    while True:
+        signals.post("gathering", 256, "layer")
+
+
+def test_a_rank_that_reads_nothing_is_waited_for_no_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Paths, "timeout_s", 0.1)
+    ends = [end for _ in range(2) for end in socket.socketpair()]
+    with ends[0] as link, ends[1], ends[2] as handles, ends[3]:
+        link.setblocking(False)
+        signals = Signals(0, [Peer(1, link, handles)])
+        with pytest.raises(comm.PeerLost, match=r"^rank 0 waited 0 s for rank 1 at step 0, gathering layer"):
+            post_without_end(signals)
+
+
+class Sending:
+    """A message that goes out when it is let go."""
+
+    def __init__(self) -> None:
+        self.waited_for, self.gone = threading.Event(), threading.Event()
+
+    def wait(self, _: object) -> None:
+        self.waited_for.set()
+        assert self.gone.wait(10)
+
+
+class Connections:
+    """A group as `Line` sees it, whose connections are closed by whoever waits for a receive."""
+
+    def __init__(self) -> None:
+        self.closed_by: list[str] = []
+        self.sending = Sending()
+
+    def rank(self) -> int:
+        return 0
+
+    def recv(self, *_: object) -> Connections:
+        return self
+
+    def send(self, *_: object) -> Sending:
+        return self.sending
+
+    def wait(self, _: object) -> None:
+        self.closed_by.append(threading.current_thread().name)
+
+
+def test_connections_stay_open_until_the_last_report_is_out() -> None:
+    """Two threads close them: the one that fails first, and another that comes while a report goes out."""
+    group = Connections()
+    line = Line(group, [1], 0)  # type: ignore[arg-type]
+    line.send(b"report")
+    threads = [threading.Thread(target=line.close, name=name) for name in ("first", "second")]
+    threads[0].start()
+    assert group.sending.waited_for.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert not group.closed_by
+    group.sending.gone.set()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(group.closed_by) == ["first", "second"]
 
 
 def test_who_is_odd_is_told_from_most_of_the_ranks() -> None:

@@ -69,6 +69,7 @@ class Line:
         self._group = weakref.ref(group)
         self._tag = tag
         self._sent: deque[tuple[torch.Tensor, dist.Work]] = deque(maxlen=4 * len(ring))
+        self._closing = threading.Lock()
         self._nothing = torch.empty(1, dtype=torch.uint8)
         self._pulses = {peer: group.recv([self._nothing], peer, tag + 1) for peer in peers}
         self.left_is_gone = False
@@ -115,11 +116,15 @@ class Line:
         return True
 
     def close(self) -> None:
-        """Let the last report go out, then close all connections; gloo does that at a time-out."""
-        while self._sent:
-            with suppress(RuntimeError):
-                self._sent.popleft()[1].wait(datetime.timedelta(seconds=GRACE_S))
-        self.ended()
+        """Let the last report go out, then close all connections; gloo does that at a time-out.
+
+        A thread that comes while another is about it waits, too, or it would cut that report off.
+        """
+        with self._closing:
+            while self._sent:
+                with suppress(RuntimeError):
+                    self._sent.popleft()[1].wait(datetime.timedelta(seconds=GRACE_S))
+            self.ended()
 
     def hang_up(self) -> None:
         """Close all connections, which ends `receive`; hold nothing more that keeps gloo's threads alive."""
