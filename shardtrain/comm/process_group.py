@@ -142,7 +142,7 @@ class ProcessGroupTransport(OneGroup):
                 "reducing", tag, lambda number: start_exchange(self._mailbox, _fixed(number), parts, into)
             )
         self._digests.add("reducing", tag)
-        native.all_to_all(incoming, outgoing, sizes, self.group)
+        native.all_to_all(incoming, outgoing, sizes, _living(self._backend))
         return Pending()
 
     def staged(
