@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.comm.tags import unit_number
 from shardtrain.comm.transport import Flat, Pending, Tag, Transport
 from shardtrain.layout import Cut, Layout, Piece
 from shardtrain.precision import Precision
@@ -332,8 +333,8 @@ class Unit:
         return self.segments[0].full.device if self.segments else torch.device("cpu")
 
     def tag(self, movement: int) -> Tag:
-        """The tag of the unit's gather (0) or reduction (1), for at most 128 segments each."""
-        return Tag(self.index * 256 + movement * 128, self.title)
+        """The tag of the unit's gather (0) or reduction (1)."""
+        return Tag(unit_number(self.index, movement), self.title)
 
     def holds(self, other: Unit) -> bool:
         """Whether ``other``'s module lies inside this unit's."""

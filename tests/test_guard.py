@@ -23,7 +23,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, digests, guard, native
 from shardtrain.comm.guard import Paths
-from shardtrain.comm.reports import Line
+from shardtrain.comm.ring import Line
 from shardtrain.comm.signals import Peer, Signals
 from shardtrain.engine import engine_of
 from shardtrain.layout import even
@@ -310,7 +310,7 @@ class Connections:
 def test_connections_stay_open_until_the_last_report_is_out() -> None:
     """Two threads close them: the one that fails first, and another that comes while a report goes out."""
     group = Connections()
-    line = Line(group, [1], 0)  # type: ignore[arg-type]
+    line = Line(group, [1], 0, size=16)  # type: ignore[arg-type]
     line.send(b"report")
     threads = [threading.Thread(target=line.close, name=name) for name in ("first", "second")]
     threads[0].start()

@@ -350,7 +350,7 @@ def by_the_backend(sizes: tuple[int, int]) -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
     model, replica = hybrid_and_replica(OddNet, sizes, units=[Block], transport="process_group")
     transport = engine_of(model).transport
-    for part in (transport.inner, transport.across):
+    for part in (transport.inner, transport.across.part):
         part.has_gloo = False
     expected = train(replica, sgd(replica), 4)
     assert train(model, sgd(model), 4) == pytest.approx(expected, rel=1e-5)

@@ -37,12 +37,13 @@ from shardtrain.comm.collectives import (
 )
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.host_scatter import HostScatter
-from shardtrain.comm.hosts import HostsTransport, host_key, open_shared_memory, where_possible
+from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.offload import Offloaded
-from shardtrain.comm.process_group import ProcessGroupTransport, guarded
+from shardtrain.comm.opening import host_key, open_replicated, open_transport
+from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.quantised import Quantised
-from shardtrain.comm.replicated import Replicated, open_replicated
+from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
 from shardtrain.comm.texts import broadcast_text, gather_texts, require_same
@@ -123,26 +124,6 @@ def rank() -> int:
 def world_size() -> int:
     """Ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
-    """The transport between the ranks of ``group`` (default: the world). Collective.
-
-    Args:
-        kind: ``"process_group"``; ``"shared_memory"``; ``"auto"``, which shares memory where it can and
-            says in one log line why it cannot.
-
-    Raises:
-        ValueError: ``"shared_memory"`` is asked for and the ranks cannot share memory.
-    """
-    if not dist.is_initialized():
-        return Alone()
-    group = group or dist.group.WORLD
-    assert group is not None
-    if dist.get_world_size(group) == 1:
-        return Alone()
-    inner = ProcessGroupTransport(group)
-    return where_possible(kind, inner, lambda: open_shared_memory(inner)) or guarded(inner)
 
 
 def all_reduce(tensor: torch.Tensor, op: str | ReduceOp.RedOpType = "sum") -> torch.Tensor:

@@ -22,6 +22,7 @@ from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.signals import Signals
+from shardtrain.comm.tags import segment_number
 from shardtrain.comm.transport import Gradient, Tag
 from shardtrain.layout import Layout
 
@@ -144,7 +145,7 @@ class HostMemory:
                 rounds.append([])
                 room = _aligned(self._largest)
             room -= size
-            rounds[-1].append(Numbered(tag._replace(number=tag.number + index), gradient))
+            rounds[-1].append(Numbered(tag._replace(number=segment_number(tag.number, index)), gradient))
         return rounds
 
     def offer(self, turn: Sequence[Numbered]) -> list[Offer]:
