@@ -12,8 +12,9 @@ from torch import distributed as torch_dist
 
 from shardtrain import comm
 from shardtrain import comm as dist
-from shardtrain.comm import messages, plans
+from shardtrain.comm import messages
 from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.public import calls
 
 Ranks = Callable[..., list[Any]]
 several = pytest.mark.parametrize("world", [2, 3, 4])
@@ -268,8 +269,8 @@ def sums_in_rank_order_across_chunks(window: int) -> list[float]:
             expected += full[rank]
         output = torch.empty(n)
         mailbox = messages.Mailbox(torch_dist.group.WORLD, rank, world)
-        plan = plans.reduce_tensor(output, inputs[rank], comm.ReduceOp.SUM, mailbox)
-        plan.by_messages(window).wait()
+        call = calls.reduce_tensor(output, inputs[rank], comm.ReduceOp.SUM, mailbox)
+        call.by_messages(window).wait()
         equal(output, expected)
         for async_op in (False, True):
             output.zero_()
@@ -431,8 +432,8 @@ def metered() -> tuple[dict[str, int], dict[str, int]]:
 
 @every
 def test_the_meter_counts_the_payload(on_ranks: Ranks, world: int) -> None:
-    for calls, sent in on_ranks(world, metered):
-        assert calls == {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 2}
+    for counted, sent in on_ranks(world, metered):
+        assert counted == {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 2}
         share = (world - 1) * 5 * 4
         assert sent == {"all_gather": share, "reduce_scatter": 2 * share, "all_to_all": 2 * share}
 

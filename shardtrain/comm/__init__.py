@@ -1,12 +1,34 @@
 """Everything that moves between ranks goes through this package, and nothing else calls a collective.
 
-Read ``transport.py`` (what the engine asks for); then how it is done: ``process_group.py`` over
-``messages.py``, ``shared_memory.py`` and ``hosts.py`` over ``host_memory.py`` and ``signals.py``, and
-``simulated.py`` without other ranks; around these ``quantised.py`` (int8), ``offload.py`` (shards in host
-memory) and ``replicated.py`` (several shard groups); then how ranks on different paths are found:
-``guard.py`` over ``signals.py``, ``reports.py`` and ``digests.py``; then ``collectives.py`` (the same for
-everyone, under torch's names) and ``meter.py`` (what it cost). The functions below serve the code around the
-engine. They work on the default process group, and without one they act as a single rank: nothing moves.
+Read in this order; imports point upwards:
+
+- ``transport``: what the engine asks for, two movements and memory for flat vectors
+- ``trace``, ``meter``: when things happen; what moves, and what is waited for
+- ``intervals``, ``arithmetic``: what is moved, and how it is added up
+- ``messages``, ``tags``: movements made of messages, and how these are told apart
+- ``native``, ``natively``: the backend's own collectives, and movements made of them
+- ``guard``: which path every rank takes through the model, and who strays; ranks tell one another by
+  ``signals`` (on one host), by ``ring`` and ``reports`` (over gloo) and by ``digests`` (elsewhere)
+- ``process_group``: the transport over a process group
+- ``host_memory``, ``shared_memory``: the transport inside a host, over ``signals``
+- ``hosts``: the one inside hosts, the other between
+- ``column``, ``replicated``: several shard groups
+- ``quantised``, ``offload``: around another transport: int8, and shards in host memory
+- ``simulated``: without other ranks
+- ``opening``: which of these it is to be
+- ``texts``, ``host_scatter``: for the code around the engine: texts, and tensors handed out on each host
+- ``public``: collectives for everyone, under torch's names
+- ``clocks``: how far the ranks' clocks are apart
+
+A movement has a name in each of three tables, by what is asked of it::
+
+    what the engine starts    meter, as torch says    trace, what a rank does    guard, what it is doing
+    gather                    all_gather              gather                     gathering
+    reduce                    reduce_scatter          reduce                     reducing
+    average, of replicas      all_reduce              (in reduce)                averaging
+
+The functions below serve the code around the engine. They work on the default process group, and without
+one they act as a single rank: nothing moves.
 
 ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: beside the
 collectives, the few names that such programs need are passed on as they are. Their traffic is not metered.
@@ -28,13 +50,6 @@ from torch.distributed import (
 )
 
 from shardtrain.comm import native
-from shardtrain.comm.collectives import (
-    all_gather_into_tensor,
-    all_to_all,
-    all_to_all_single,
-    reduce_scatter,
-    reduce_scatter_tensor,
-)
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.host_scatter import HostScatter
 from shardtrain.comm.hosts import HostsTransport
@@ -42,13 +57,20 @@ from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.opening import host_key, open_replicated, open_transport
 from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.public.collectives import (
+    all_gather_into_tensor,
+    all_to_all,
+    all_to_all_single,
+    reduce_scatter,
+    reduce_scatter_tensor,
+)
+from shardtrain.comm.public.work import Work
 from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
 from shardtrain.comm.texts import broadcast_text, gather_texts, require_same
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
-from shardtrain.comm.work import Work
 
 # What torch calls them from 2.13 on.
 all_gather_single = all_gather_into_tensor
