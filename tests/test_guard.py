@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm import Flat, Tag, digests, guard, native
+from shardtrain.comm import Flat, Tag, digests, guard, native, tags
 from shardtrain.comm.guard import Paths
 from shardtrain.comm.ring import Line
 from shardtrain.comm.signals import Peer, Signals
@@ -322,6 +323,23 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
     for thread in threads:
         thread.join(10)
     assert sorted(group.closed_by) == ["first", "second"]
+
+
+def test_tags_of_different_kinds_never_meet() -> None:
+    last_unit = tags.segment_number(tags.unit_number(4095, 1), 127)
+    movements = {tags.movement_tag(position, n) for position in range(200) for n in (0, last_unit)}
+    meetings = {tags.meeting_tag(position, "broadcasting", 28) for position in range(200)}
+    reports = {tags.report_tag(number) + pulse for number in (0, (1 << 24) - 1) for pulse in (0, 1)}
+    sizes = {tags.size_tag(size) for size in (0, 1, 1 << 29, 1 << 40)}
+    bounds = [
+        (1, 1),
+        *((min(kind), max(kind)) for kind in (movements, meetings, reports, {tags.ROW, tags.TEXT}, sizes)),
+        (1 << 31, 1 << 31),
+    ]
+    assert all(low[1] < high[0] for low, high in itertools.pairwise(bounds))
+    assert len(movements) == 2 * 63
+    with pytest.raises(AssertionError, match="at most 128 segments"):
+        tags.segment_number(0, 128)
 
 
 def test_who_is_odd_is_told_from_most_of_the_ranks() -> None:
