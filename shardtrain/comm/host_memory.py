@@ -132,21 +132,21 @@ class HostMemory:
             self._open_arenas()  # all ranks come here alike; not all of them ask for a unit's first gradient
         self.signals.wait(self.signals.post(what, 0, "the model"))
 
-    def rounds(self, tag: Tag, gradients: Sequence[Gradient]) -> list[list[Numbered]]:
+    def turns(self, tag: Tag, gradients: Sequence[Gradient]) -> list[list[Numbered]]:
         """``gradients`` in turns: those of one may all have to be copied, and there is room for the largest.
 
         Sizes alone decide, so all ranks offer the same ones together. Nearly always that is all of them.
         """
-        rounds: list[list[Numbered]] = []
+        turns: list[list[Numbered]] = []
         room = 0
         for index, gradient in enumerate(gradients):
             size = _aligned(gradient.full.nbytes)
-            if not rounds or size > room:
-                rounds.append([])
+            if not turns or size > room:
+                turns.append([])
                 room = _aligned(self._largest)
             room -= size
-            rounds[-1].append(Numbered(tag._replace(number=segment_number(tag.number, index)), gradient))
-        return rounds
+            turns[-1].append(Numbered(tag._replace(number=segment_number(tag.number, index)), gradient))
+        return turns
 
     def offer(self, turn: Sequence[Numbered]) -> list[Offer]:
         """Let the other ranks read each ``full``. What this rank offered before, it has averaged."""

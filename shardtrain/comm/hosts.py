@@ -48,7 +48,7 @@ class HostsTransport(SharedMemoryTransport):
         """The host's means are made at once, so that messages travel while the next unit computes."""
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
         sets = []
-        for turn in self.memory.rounds(tag, gradients):
+        for turn in self.memory.turns(tag, gradients):
             for (_, gradient), offer in zip(turn, self.memory.offer(turn), strict=True):
                 sets.append(self._host_means(offer, gradient))
         moving = self._between.combine(tag, sets)

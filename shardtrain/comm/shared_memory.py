@@ -59,7 +59,7 @@ class SharedMemoryTransport(OneGroup):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
-        first, *later = self.memory.rounds(tag, gradients)
+        first, *later = self.memory.turns(tag, gradients)
         offers = self.memory.offer(first)
 
         def finish() -> None:
