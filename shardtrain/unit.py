@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardtrain.comm.tags import unit_number
 from shardtrain.comm.transport import Pending, Tag, Transport
 from shardtrain.shard import Segment
 
@@ -59,9 +60,8 @@ class Unit:
     ) -> None:
         self.name = name
         self.title = name or "the root"  # for people
-        # A movement has at most 128 segments, which transports count from the tag's number on.
-        self.gather_tag = Tag(index * 256, self.title)
-        self.reduce_tag = Tag(index * 256 + 128, self.title)
+        self.gather_tag = Tag(unit_number(index, 0), self.title)
+        self.reduce_tag = Tag(unit_number(index, 1), self.title)
         self.index = index
         self.module = module
         self.segments = tuple(segments)

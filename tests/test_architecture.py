@@ -122,6 +122,26 @@ def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter(graph).static_order())  # raises CycleError, with the files
 
 
+def files_of_comm() -> Iterator[tuple[str, Path]]:
+    """Every file of ``comm`` but its front, with the name under which its docstring has it."""
+    folder = PACKAGE / "comm"
+    for file in folder.rglob("*.py"):
+        if file != folder / "__init__.py":
+            yield file.relative_to(folder).parts[0].removesuffix(".py"), file
+
+
+def test_comm_is_read_from_top_to_bottom() -> None:
+    """Its docstring names every file, and each imports from those before it."""
+    text = (PACKAGE / "comm" / "__init__.py").read_text()
+    table = text[text.index("- ``transport``") : text.index("A movement has")]
+    order = list(dict.fromkeys(re.findall(r"``(\w+)``", table)))
+    assert set(order) == {name for name, _ in files_of_comm()}
+    for name, file in files_of_comm():
+        used = {inside[1] for inside in imported(file) if inside[:1] == ["comm"] and inside[1:]}
+        later = used - set(order[: order.index(name) + 1])
+        assert not later, f"{file.relative_to(ROOT)} imports {', '.join(sorted(later))}, which come later"
+
+
 def places_of(pattern: str) -> set[str]:
     found = re.compile(pattern)
     return {room for room, file in sources() if found.search(file.read_text())}

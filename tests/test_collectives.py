@@ -12,8 +12,9 @@ from torch import distributed as torch_dist
 
 from shardtrain import comm
 from shardtrain import comm as dist
-from shardtrain.comm import messages, plans
+from shardtrain.comm import messages
 from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.public import calls
 
 Ranks = Callable[..., list[Any]]
 several = pytest.mark.parametrize("world", [2, 3, 4])
@@ -268,8 +269,8 @@ def sums_in_rank_order_across_chunks(window: int) -> list[float]:
             expected += full[rank]
         output = torch.empty(n)
         mailbox = messages.Mailbox(torch_dist.group.WORLD, rank, world)
-        plan = plans.reduce_tensor(output, inputs[rank], comm.ReduceOp.SUM, mailbox)
-        plan.by_messages(window).wait()
+        call = calls.reduce_tensor(output, inputs[rank], comm.ReduceOp.SUM, mailbox)
+        call.by_messages(window).wait()
         equal(output, expected)
         for async_op in (False, True):
             output.zero_()
@@ -431,8 +432,8 @@ def metered() -> tuple[dict[str, int], dict[str, int]]:
 
 @every
 def test_the_meter_counts_the_payload(on_ranks: Ranks, world: int) -> None:
-    for calls, sent in on_ranks(world, metered):
-        assert calls == {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 2}
+    for counted, sent in on_ranks(world, metered):
+        assert counted == {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 2}
         share = (world - 1) * 5 * 4
         assert sent == {"all_gather": share, "reduce_scatter": 2 * share, "all_to_all": 2 * share}
 
@@ -684,6 +685,23 @@ def test_a_simulated_world_looks_at_its_own_arguments_only() -> None:
             comm.all_gather_into_tensor(torch.empty(10), torch.ones(3))
     finally:
         torch_dist.destroy_process_group()
+
+
+def reduced_by_name_and_by_torchs_own() -> list[list[float]]:
+    mine = torch.tensor([1.0, 5.0 - dist.get_rank()])
+    ops = ("sum", "max", "min", dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+    return [dist.all_reduce(mine.clone(), op).tolist() for op in ops]
+
+
+def test_all_reduce_takes_torchs_operations_too(on_ranks: Ranks) -> None:
+    expected = [[2.0, 9.0], [1.0, 5.0], [1.0, 4.0]]
+    assert on_ranks(2, reduced_by_name_and_by_torchs_own) == [expected * 2] * 2
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, "mean"])
+def test_another_operation_is_refused_by_a_single_rank_as_well(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"^expected op to be ReduceOp.SUM, MAX or MIN, found .*(AVG|mean)"):
+        dist.all_reduce(torch.ones(1), op)
 
 
 def test_merging_keeps_integers_and_divides_toward_zero() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, comm
+from shardtrain.checkpoint.saving import HostMemory
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Tag, native
 from shardtrain.comm.meter import waiting
 from shardtrain.layout import Policy, even
@@ -178,6 +180,22 @@ def test_the_meter_times_what_the_stream_waits_for() -> None:
         torch.cuda._sleep(20_000_000)  # cycles; at least 5 ms
     assert meter.exposed()[comm.Wait("all_gather", "unit")] > 0.005
     assert sum(meter.exposed().values()) < 1
+
+
+@two_gpus
+def test_a_thread_waits_for_the_copies_of_another_device() -> None:
+    device = torch.device("cuda", 1)
+    values = torch.zeros(1 << 20, device=device)
+    memory = HostMemory()
+    memory.copy({"values": values})
+    with torch.cuda.device(device):
+        torch.cuda._sleep(500_000_000)
+    values.fill_(1.0)
+    heard: list[bool] = []
+    thread = Thread(target=lambda: heard.append(bool(memory.copy({"values": values})["values"].all())))
+    thread.start()
+    thread.join()
+    assert heard == [True]
 
 
 @one_gpu

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +22,10 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm import Flat, Tag, digests, guard, native
+from shardtrain.comm import Flat, Tag, digests, guard, native, tags
 from shardtrain.comm.guard import Paths
+from shardtrain.comm.ring import Line
+from shardtrain.comm.signals import Peer, Signals
 from shardtrain.engine import engine_of
 from shardtrain.layout import even
 
@@ -230,6 +235,111 @@ def strays_without_tags(at_step: int) -> str:
 def test_without_tags_a_sum_is_compared_now_and_then(on_ranks: Ranks, at_step: int, told: str) -> None:
     for text in on_ranks(3, strays_without_tags, at_step):
         assert text.startswith(f"{told}: rank 2 takes another path than ranks 0 and 1: not the same gathers")
+
+
+def strays_in_backward() -> str:
+    native_has_gloo, native.has_gloo = native.has_gloo, lambda _: False
+    try:
+        transport = comm.open_transport()
+        transport.broadcast(torch.zeros(1))  # as a model's initial values are
+        layout = even([6], transport.world, 1)
+        flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
+        transport.fence("entering")
+        transport.gather(Tag(256, "forward"), [flat]).wait()
+        transport.fence("leaving")
+        transport.gather(Tag(512 if is_last() else 256, "backward"), [flat]).wait()
+        with pytest.raises(comm.Diverged) as caught:
+            transport.fence("leaving")
+        return str(caught.value)
+    finally:
+        native.has_gloo = native_has_gloo
+
+
+def test_a_backward_is_told_by_the_step_of_its_forward(on_ranks: Ranks) -> None:
+    for text in on_ranks(2, strays_in_backward):
+        assert text.startswith("step 1: ranks 0 and 1 take different paths")
+
+
+def post_without_end(signals: Signals) -> None:
+    while True:
+        signals.post("gathering", 256, "layer")
+
+
+def test_a_rank_that_reads_nothing_is_waited_for_no_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Paths, "timeout_s", 0.1)
+    ends = [end for _ in range(2) for end in socket.socketpair()]
+    with ends[0] as link, ends[1], ends[2] as handles, ends[3]:
+        link.setblocking(False)
+        signals = Signals(0, [Peer(1, link, handles)])
+        with pytest.raises(comm.PeerLost, match=r"^rank 0 waited 0 s for rank 1 at step 0, gathering layer"):
+            post_without_end(signals)
+
+
+class Sending:
+    """A message that goes out when it is let go."""
+
+    def __init__(self) -> None:
+        self.waited_for, self.gone = threading.Event(), threading.Event()
+
+    def wait(self, _: object) -> None:
+        self.waited_for.set()
+        assert self.gone.wait(10)
+
+
+class Connections:
+    """A group as `Line` sees it, whose connections are closed by whoever waits for a receive."""
+
+    def __init__(self) -> None:
+        self.closed_by: list[str] = []
+        self.sending = Sending()
+
+    def rank(self) -> int:
+        return 0
+
+    def recv(self, *_: object) -> Connections:
+        return self
+
+    def send(self, *_: object) -> Sending:
+        return self.sending
+
+    def wait(self, _: object) -> None:
+        self.closed_by.append(threading.current_thread().name)
+
+
+def test_connections_stay_open_until_the_last_report_is_out() -> None:
+    """Two threads close them: the one that fails first, and another that comes while a report goes out."""
+    group = Connections()
+    line = Line(group, [1], 0, size=16)  # type: ignore[arg-type]
+    line.send(b"report")
+    threads = [threading.Thread(target=line.close, name=name) for name in ("first", "second")]
+    threads[0].start()
+    assert group.sending.waited_for.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert not group.closed_by
+    group.sending.gone.set()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(group.closed_by) == ["first", "second"]
+
+
+def test_tags_of_different_kinds_never_meet() -> None:
+    last_unit = tags.segment_number(tags.unit_number(4095, 1), 127)
+    movements = {tags.movement_tag(position, n) for position in range(200) for n in (0, last_unit)}
+    meetings = {tags.meeting_tag(position, "broadcasting", 28) for position in range(200)}
+    reports = {tags.report_tag(number) + pulse for number in (0, (1 << 24) - 1) for pulse in (0, 1)}
+    sizes = {tags.size_tag(size) for size in (0, 1, 1 << 29, 1 << 40)}
+    bounds = [
+        (1, 1),
+        *((min(kind), max(kind)) for kind in (movements, meetings, reports, {tags.ROW, tags.TEXT}, sizes)),
+        (1 << 31, 1 << 31),
+    ]
+    assert all(low[1] < high[0] for low, high in itertools.pairwise(bounds))
+    assert len(movements) == 2 * 63
+    with pytest.raises(AssertionError, match="at most 128 segments"):
+        tags.segment_number(0, 128)
 
 
 def test_who_is_odd_is_told_from_most_of_the_ranks() -> None:

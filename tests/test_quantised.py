@@ -27,6 +27,7 @@ import shardtrain
 from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
 from shardtrain.comm.quantised import BLOCK, Parcels, Part, decode, encode
+from shardtrain.comm.transport import Around, Pending
 from shardtrain.engine import engine_of
 from shardtrain.layout import Layout, even
 
@@ -467,6 +468,33 @@ def test_what_makes_no_sense_is_refused(on_ranks: Ranks) -> None:
         Quantised(Simulated(0, 2, in_place=True))
     with pytest.raises(ValueError, match=r"precision.gather must be torch.int8 or None, got torch.bfloat16"):
         Precision(gather=torch.bfloat16)
+
+
+class Yours(Around):
+    """A transport of messages that is none of this package's."""
+
+    inner: Simulated
+
+    def gather(self, *args: Any) -> Pending:
+        return self.inner.gather(*args)
+
+    def reduce(self, *args: Any) -> Pending:
+        return self.inner.reduce(*args)
+
+    def exchange(self, *args: Any) -> Pending:
+        return self.inner.exchange(*args)
+
+    def staged(self, *args: Any) -> Pending:
+        return self.inner.staged(*args)
+
+
+def test_whatever_carries_parcels_will_do() -> None:
+    around = Quantised(Yours(Simulated(0, 2)))
+    layout = even([BLOCK], 2, 4)
+    flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(0)), layout, quantised=True)
+    with comm.meter() as meter:
+        around.gather(Tag(0, "the unit"), [flat]).wait()
+    assert meter.bytes["all_gather"] == BLOCK // 2 + 16  # a scale, aligned
 
 
 @pytest.mark.parametrize("rank_and_world", [(0, 8), (1023, 1024)], ids=str)

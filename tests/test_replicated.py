@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.comm import Tag
 from shardtrain.engine import engine_of
 from shardtrain.precision import Precision
 
@@ -388,7 +389,7 @@ def by_the_backend(sizes: tuple[int, int]) -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
     model, replica = hybrid_and_replica(OddNet, sizes, units=[Block], transport="process_group")
     transport = engine_of(model).transport
-    for part in (transport.inner, transport.across):
+    for part in (transport.inner, transport.across.part):
         part.has_gloo = False
     expected = train(replica, sgd(replica), 4)
     assert train(model, sgd(model), 4) == pytest.approx(expected, rel=1e-5)
@@ -398,6 +399,23 @@ def by_the_backend(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
 def test_the_backends_own_collectives_serve_as_well(on_ranks: Ranks, sizes: tuple[int, int]) -> None:
     on_ranks(sizes[0] * sizes[1], by_the_backend, sizes)
+
+
+def a_part_exchanges() -> None:
+    members = [0, 2]
+    group = dist.new_group(members)
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_rank() in members:
+        part = comm.ProcessGroupTransport(world).part(members, group)
+        part.has_gloo = False
+        outgoing, incoming = part.rank + torch.tensor([0.1, 0.2]), torch.zeros(2)
+        part.exchange(Tag(0, "parcels"), outgoing, [1, 1], incoming).wait()
+        assert torch.equal(incoming, torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
+
+
+def test_a_part_of_a_group_exchanges_among_its_own(on_ranks: Ranks) -> None:
+    on_ranks(3, a_part_exchanges)
 
 
 class TwoPaths(nn.Module):

@@ -14,10 +14,13 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.comm import Gradient, Tag
 from shardtrain.comm.host_memory import Arena
 from shardtrain.engine import engine_of
+from shardtrain.layout import even
 
 from small import Block, OddNet, sgd, train
+from test_hosts import hosts
 
 Ranks = Callable[..., list[Any]]
 
@@ -86,6 +89,34 @@ def accumulates_more_than_the_arena_holds() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_beyond_the_arena_wait_in_private_memory(on_ranks: Ranks, world: int) -> None:
     on_ranks(world, accumulates_more_than_the_arena_holds)
+
+
+def a_unit_of_two_segments(of_ranks: list[int]) -> None:
+    """Neither gradient has room where gradients come together, and copies of both have none at once."""
+    with hosts(of_ranks):
+        transport = comm.open_transport("auto")
+    layouts = [even([size], transport.world, 4) for size in (1024, 640)]
+    for layout in layouts:
+        transport.allocate(layout, torch.zeros(0), torch.float32)
+    transport.fence("entering")
+    waiting = [transport.gradient(layouts[0], torch.zeros(0)) for _ in range(2)]
+    for movement in range(3):
+        gradients = []
+        for layout in layouts:
+            full = transport.gradient(layout, torch.zeros(0)).fill_(movement + transport.rank)
+            own = [full[layout.interval(transport.rank)].clone()]
+            gradients.append(Gradient(full, own, layout, layout.pieces(transport.rank)))
+        transport.reduce(Tag(0, "both"), gradients).wait()
+        for gradient in gradients:
+            assert torch.all(gradient.own[0] == movement + (transport.world - 1) / 2)
+    for gradient in waiting:
+        transport.discard(gradient)
+    transport.fence("leaving")
+
+
+@pytest.mark.parametrize("of_ranks", [[0, 0], [0, 0, 1, 1]])
+def test_segments_that_have_to_be_copied_take_turns(on_ranks: Ranks, of_ranks: list[int]) -> None:
+    on_ranks(len(of_ranks), a_unit_of_two_segments, of_ranks)
 
 
 def test_an_arena_gives_out_what_is_free() -> None:

@@ -64,8 +64,8 @@ class Snapshot:
         for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
             place = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies[name] = place.copy_(tensor.detach(), non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # a thread's own device is the first one
         return copies
 
 

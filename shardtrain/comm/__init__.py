@@ -1,22 +1,40 @@
 """Everything that moves between ranks goes through this package, and nothing else calls a collective.
 
-Read ``transport.py`` (what the engine asks for); then how it is done: ``process_group.py`` over
-``messages.py``, ``shared_memory.py`` and ``hosts.py`` over ``host_memory.py`` and ``signals.py``, and
-``simulated.py`` without other ranks; around these ``quantised.py`` (int8), ``offload.py`` (shards in host
-memory) and ``replicated.py`` (several shard groups); then how ranks on different paths are found:
-``guard.py`` over ``signals.py``, ``reports.py`` and ``digests.py``; then ``collectives.py`` (the same for
-everyone, under torch's names) and ``meter.py`` (what it cost). The functions below serve the code around the
-engine. They work on the default process group, and without one they act as a single rank: nothing moves.
+Read in this order; imports point upwards:
+
+- ``transport``: what the engine asks for, two movements and memory for flat vectors
+- ``trace``, ``meter``: when things happen; what moves, and what is waited for
+- ``intervals``, ``arithmetic``: what is moved, and how it is added up
+- ``messages``, ``tags``: movements made of messages, and how these are told apart
+- ``native``, ``natively``: the backend's own collectives, and movements made of them
+- ``guard``: which path every rank takes through the model, and who strays; ranks tell one another by
+  ``signals`` (on one host), by ``ring`` and ``reports`` (over gloo) and by ``digests`` (elsewhere)
+- ``process_group``: the transport over a process group
+- ``host_memory``, ``shared_memory``: the transport inside a host, over ``signals``
+- ``hosts``: the one inside hosts, the other between
+- ``column``, ``replicated``: several shard groups
+- ``quantised``, ``offload``: around another transport: int8, and shards in host memory
+- ``simulated``: without other ranks
+- ``opening``: which of these it is to be
+- ``texts``, ``host_scatter``: for the code around the engine: texts, and tensors handed out on each host
+- ``public``: collectives for everyone, under torch's names
+- ``clocks``: how far the ranks' clocks are apart
+
+A movement has a name in each of three tables, by what is asked of it::
+
+    what the engine starts    meter, as torch says    trace, what a rank does    guard, what it is doing
+    gather                    all_gather              gather                     gathering
+    reduce                    reduce_scatter          reduce                     reducing
+    average, of replicas      all_reduce              (in reduce)                averaging
+
+The functions below serve the code around the engine. They work on the default process group, and without
+one they act as a single rank: nothing moves.
 
 ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: beside the
 collectives, the few names that such programs need are passed on as they are. Their traffic is not metered.
 """
 
 from __future__ import annotations
-
-import zlib
-from collections.abc import Sequence
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -32,25 +50,27 @@ from torch.distributed import (
 )
 
 from shardtrain.comm import native
-from shardtrain.comm.collectives import (
+from shardtrain.comm.guard import Diverged, PeerLost
+from shardtrain.comm.host_scatter import HostScatter
+from shardtrain.comm.hosts import HostsTransport
+from shardtrain.comm.meter import Meter, Wait, meter
+from shardtrain.comm.offload import Offloaded
+from shardtrain.comm.opening import host_key, open_replicated, open_transport
+from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.public.collectives import (
     all_gather_into_tensor,
     all_to_all,
     all_to_all_single,
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from shardtrain.comm.guard import Diverged, PeerLost
-from shardtrain.comm.host_scatter import HostScatter
-from shardtrain.comm.hosts import HostsTransport, host_key, open_shared_memory, where_possible
-from shardtrain.comm.meter import Meter, Wait, meter
-from shardtrain.comm.offload import Offloaded
-from shardtrain.comm.process_group import ProcessGroupTransport, guarded
+from shardtrain.comm.public.work import Work
 from shardtrain.comm.quantised import Quantised
-from shardtrain.comm.replicated import Replicated, open_replicated
+from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
+from shardtrain.comm.texts import broadcast_text, gather_texts, require_same
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
-from shardtrain.comm.work import Work
 
 # What torch calls them from 2.13 on.
 all_gather_single = all_gather_into_tensor
@@ -110,6 +130,14 @@ __all__ = [
 ]
 
 
+_OPS: dict[str | ReduceOp.RedOpType, str] = {
+    **{name: name for name in ("sum", "max", "min")},
+    ReduceOp.SUM: "sum",
+    ReduceOp.MAX: "max",
+    ReduceOp.MIN: "min",
+}
+
+
 def rank() -> int:
     """This rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -120,29 +148,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
-    """The transport between the ranks of ``group`` (default: the world). Collective.
-
-    Args:
-        kind: ``"process_group"``; ``"shared_memory"``; ``"auto"``, which shares memory where it can and
-            says in one log line why it cannot.
+def all_reduce(tensor: torch.Tensor, op: str | ReduceOp.RedOpType = "sum") -> torch.Tensor:
+    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it.
 
     Raises:
-        ValueError: ``"shared_memory"`` is asked for and the ranks cannot share memory.
+        ValueError: ``op`` is neither one of these, nor the ``ReduceOp`` of that name.
     """
-    if not dist.is_initialized():
-        return Alone()
-    group = group or dist.group.WORLD
-    assert group is not None
-    if dist.get_world_size(group) == 1:
-        return Alone()
-    inner = ProcessGroupTransport(group)
-    return where_possible(kind, inner, lambda: open_shared_memory(inner)) or guarded(inner)
-
-
-def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it."""
-    plain_transport().all_reduce(tensor, op)
+    name = _OPS.get(op)
+    if name is None:
+        raise ValueError(f"expected op to be ReduceOp.SUM, MAX or MIN, found {op}")
+    plain_transport().all_reduce(tensor, name)
     return tensor
 
 
@@ -158,38 +173,6 @@ def plain_transport() -> Ranks:
     return Alone() if group is None else ProcessGroupTransport(group)
 
 
-def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
-    """Rank ``src``'s ``text`` on every rank. Bytes travel, never pickles."""
-    data = text.encode()
-    length = torch.tensor([len(data) if ranks.rank == src else 0], device=device)
-    ranks.broadcast(length, src)
-    if ranks.rank != src:
-        data = bytes(int(length.item()))
-    payload = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    if payload.numel():
-        ranks.broadcast(payload, src)
-    return bytes(payload.tolist()).decode()
-
-
-def gather_texts(text: str, ranks: Ranks, device: torch.device) -> list[str]:
-    """Every rank's ``text``, in rank order, on every rank. Two small all-reduces; bytes, never pickles."""
-    data = text.encode()
-    lengths = torch.zeros(ranks.world, dtype=torch.int64)
-    lengths[ranks.rank] = len(data)
-    lengths = lengths.to(device)
-    ranks.all_reduce(lengths)
-    sizes = lengths.tolist()
-    before = sum(sizes[: ranks.rank])
-    joined = torch.zeros(sum(sizes), dtype=torch.uint8)
-    joined[before : before + len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
-        : len(data)
-    ]
-    joined = joined.to(device)
-    if joined.numel():
-        ranks.all_reduce(joined)
-    return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
-
-
 def host_scatter() -> HostScatter | None:
     """Between the ranks of each host; None for a single rank. Collective."""
     if world_size() == 1:
@@ -201,27 +184,6 @@ def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where a small tensor must lie that ranks of ``group`` (default: the world) exchange."""
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     return torch.device("cpu" if group is None else native.device_types(group)[0])
-
-
-def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.device) -> None:
-    """Return if all ranks have the same ``lines``. Collective: two all-reduces of one number.
-
-    Raises:
-        ValueError: they differ; on every rank, with the first line in which each differs from rank 0.
-    """
-    digest = zlib.crc32("\n".join(lines).encode())
-    low, high = (torch.tensor([digest], device=device) for _ in range(2))
-    ranks.all_reduce(low, "min")
-    ranks.all_reduce(high, "max")
-    if low.item() == high.item():
-        return
-    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks, device))
-    odd = []
-    for rank, found in enumerate(others, 1):
-        pairs = zip_longest(found, first, fillvalue="no more")
-        theirs, wanted = next(((a, b) for a, b in pairs if a != b), ("", ""))
-        odd += [f"rank {rank} has {theirs} where rank 0 has {wanted}"] if theirs != wanted else []
-    raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
 
 
 def barrier() -> None:

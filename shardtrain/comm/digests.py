@@ -1,10 +1,9 @@
 """The guard where messages cannot be told apart by tags: on NCCL, and on every backend but gloo.
 
-Each rank keeps a sum over the movements
-it has made, and the ranks compare their sums in one small all-gather: when a forward or a backward of
-steps 1 and 2 ends, and then of every 100th step. Ranks on different paths are told there, if the backend
-has not stopped at unequal sizes before; between two checks, units of equal size that were swapped go
-unnoticed.
+Each rank keeps a sum over the movements it has made, and the ranks compare their sums in one small
+all-gather: when a forward or a backward of steps 1 and 2 ends, and then of every 100th step. Ranks on
+different paths are told there, if the backend has not stopped at unequal sizes before; between two checks,
+units of equal size that were swapped go unnoticed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Digests:
         self._group = weakref.ref(group)
         self._moves_bytes = native.moves_bytes(group)
         self._step = 0
-        self._since = 1  # the step after the last check
+        self._since = 1  # the first step that has not been checked to its end
         self._digest = 0
         self._made = 0  # movements since the last check
 
@@ -45,10 +44,12 @@ class Digests:
         """
         if what == "entering":
             self._step += 1
+            if not self._made:
+                self._since = self._step
         elif self._made and self._moves_bytes and (self._step <= 2 or self._step % EVERY == 0):
             self._check()
             self._digest, self._made = 0, 0
-            self._since = max(2, self._step + (self._step > 1))
+            self._since = self._step
 
     def _check(self) -> None:
         group = self._group()

@@ -22,6 +22,7 @@ from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.signals import Signals
+from shardtrain.comm.tags import segment_number
 from shardtrain.comm.transport import Gradient, Tag
 from shardtrain.layout import Layout
 
@@ -35,6 +36,13 @@ class Offer(NamedTuple):
     offset: int
 
 
+class Numbered(NamedTuple):
+    """A gradient of a movement, with a number of its own."""
+
+    tag: Tag
+    gradient: Gradient
+
+
 class Arena:
     """Part ``[low, high)`` of a rank's memory for gradients, given out first fit; uint8, 1-D."""
 
@@ -45,7 +53,7 @@ class Arena:
 
     def take(self, size: int) -> int | None:
         """The offset of ``size`` free bytes, or None."""
-        size = max(1, -(-size // _ALIGN)) * _ALIGN  # something even for nothing: offsets must differ
+        size = _aligned(size)
         start = self._low
         for offset, used in sorted(self._used.items()):
             if offset - start >= size:
@@ -68,6 +76,11 @@ class Arena:
         return offset if offset in self._used else None
 
 
+def _aligned(size: int) -> int:
+    """The bytes that ``size`` bytes take: something even for nothing, since offsets must differ."""
+    return max(1, -(-size // _ALIGN)) * _ALIGN
+
+
 class HostMemory:
     """This rank's view of what its host shares. Ranks have the numbers that `signals` gives them."""
 
@@ -83,7 +96,7 @@ class HostMemory:
     @property
     def reserved(self) -> int:
         """Bytes of this rank's arenas: room for three of the largest gradients."""
-        return 3 * (-(-self._largest // _ALIGN) * _ALIGN)
+        return 3 * _aligned(self._largest)
 
     def vector(self, layout: Layout, like: torch.Tensor, reduced: torch.dtype) -> torch.Tensor:
         """A full vector that all ranks of the host share; see `Transport.allocate`."""
@@ -119,12 +132,28 @@ class HostMemory:
             self._open_arenas()  # all ranks come here alike; not all of them ask for a unit's first gradient
         self.signals.wait(self.signals.post(what, 0, "the model"))
 
-    def offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[Offer]:
-        """Let the other ranks read each ``full``."""
-        offsets = [self._in_arena(gradient.full) for gradient in gradients]
+    def turns(self, tag: Tag, gradients: Sequence[Gradient]) -> list[list[Numbered]]:
+        """``gradients`` in turns: those of one may all have to be copied, and there is room for the largest.
+
+        Sizes alone decide, so all ranks offer the same ones together. Nearly always that is all of them.
+        """
+        turns: list[list[Numbered]] = []
+        room = 0
+        for index, gradient in enumerate(gradients):
+            size = _aligned(gradient.full.nbytes)
+            if not turns or size > room:
+                turns.append([])
+                room = _aligned(self._largest)
+            room -= size
+            turns[-1].append(Numbered(tag._replace(number=segment_number(tag.number, index)), gradient))
+        return turns
+
+    def offer(self, turn: Sequence[Numbered]) -> list[Offer]:
+        """Let the other ranks read each ``full``. What this rank offered before, it has averaged."""
+        offsets = [self._in_arena(gradient.full) for _, gradient in turn]
         return [
-            Offer(self.signals.post("reducing", tag.number + index, tag.name, offset), offset)
-            for index, offset in enumerate(offsets)
+            Offer(self.signals.post("reducing", tag.number, tag.name, offset), offset)
+            for (tag, _), offset in zip(turn, offsets, strict=True)
         ]
 
     def average(
@@ -161,7 +190,7 @@ class HostMemory:
         if offset is not None:
             return offset
         while (offset := launching.take(full.nbytes)) is None:
-            self._free_oldest()  # only reductions under way are there, and it holds the largest
+            self._free_oldest()  # then there is room for all of a turn
         launching.view(offset, full.numel(), full.dtype).copy_(full)
         return offset
 

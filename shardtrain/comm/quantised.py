@@ -32,10 +32,9 @@ import torch
 from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.intervals import pack_own
 from shardtrain.comm.meter import count
-from shardtrain.comm.process_group import ProcessGroupTransport, own_interval
-from shardtrain.comm.simulated import Simulated
-from shardtrain.comm.transport import Around, Flat, Gradient, Pending, Tag, Transport
+from shardtrain.comm.transport import Around, Carrier, Flat, Gradient, Pending, Tag, Transport
 from shardtrain.layout import Layout
 
 BLOCK = 256  # elements; a scale adds 1.6 % to their codes
@@ -146,17 +145,17 @@ class Quantised(Around):
     def __init__(self, inner: Transport) -> None:
         """
         Raises:
-            ValueError: ``inner`` is another transport than one of messages: where ranks share memory, say.
+            ValueError: ``inner`` is no `Carrier`, or its ranks share memory.
         """
         if inner.everyone.world > inner.world:
             raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
-        if not isinstance(inner, ProcessGroupTransport | Simulated) or inner.in_place:
+        if not isinstance(inner, Carrier) or inner.in_place:
             raise ValueError(
                 f"int8 gathers and reductions need transport='process_group', got {type(inner).__name__}: "
                 "ranks that share memory send nothing that could be quantised"
             )
         super().__init__(inner)
-        self._messages = inner
+        self._carrier = inner
         self._known: dict[tuple[Part, ...], Parcels] = {}
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -177,7 +176,7 @@ class Quantised(Around):
                 for ranks, column in packed.columns(parcels, index):
                     decode(column, rows_of(flat.full, flat.layout, ranks), flat.quantised)
 
-        return self._messages.staged(own.device, start, finish)
+        return self._carrier.staged(own.device, start, finish)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         if not any(gradient.quantised for gradient in gradients):
@@ -186,7 +185,7 @@ class Quantised(Around):
         count("reduce_scatter", sum(packed.sizes) - packed.sizes[self.rank])
         going = gradients[0].full.new_empty(sum(packed.sizes), dtype=torch.uint8)
         coming = going.new_empty(self.world * packed.sizes[self.rank])
-        means = [own_interval(gradient, self.rank) for gradient in gradients]
+        means = [pack_own(gradient, self.rank) for gradient in gradients]
 
         def start() -> Pending:
             for index, gradient in enumerate(gradients):
@@ -194,7 +193,7 @@ class Quantised(Around):
                     gradient.full[gap].zero_()
                 for ranks, column in packed.columns(going, index):
                     encode(rows_of(gradient.full, gradient.layout, ranks), column, gradient.quantised)
-            return self._messages.exchange(tag, going, packed.sizes, coming)
+            return self._carrier.exchange(tag, going, packed.sizes, coming)
 
         def finish() -> None:
             came = coming.view(self.world, packed.sizes[self.rank])
@@ -202,7 +201,7 @@ class Quantised(Around):
                 column = packed.column(came, index, self.rank)
                 self._average(column, gradient.full.dtype, mean, gradient.quantised)
 
-        return self._messages.staged(going.device, start, finish)
+        return self._carrier.staged(going.device, start, finish)
 
     def _average(
         self, parcels: torch.Tensor, dtype: torch.dtype, mean: torch.Tensor, quantised: bool

@@ -28,17 +28,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch.distributed as dist
-
-from shardtrain.comm.host_memory import HostMemory
-from shardtrain.comm.hosts import host_numbers, share_memory, where_possible
-from shardtrain.comm.process_group import Interval, ProcessGroupTransport, guarded, own_interval
-from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.transport import Alone, Around, Flat, Gradient, Pending, Ranks, Tag, Transport
+from shardtrain.comm.intervals import pack_own
+from shardtrain.comm.transport import Around, Flat, Gradient, Interval, Pending, Ranks, Tag, Transport
 
 
 class Across(Protocol):
-    """The ranks that hold the same interval, one of each replica; ``silent`` as of a `Transport`."""
+    """A `Column` of ranks, one of each replica, that hold the same interval."""
 
     silent: bool
 
@@ -97,39 +92,5 @@ class Replicated(Around):
                 self.inner.fence(what)
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        intervals = [Interval(own_interval(each, self.rank), each.full.dtype) for each in gradients]
+        intervals = [Interval(pack_own(each, self.rank), each.full.dtype) for each in gradients]
         return self.across.average(tag, intervals)
-
-
-def open_replicated(
-    kind: str, groups: Sequence[Sequence[int]], inside: dist.ProcessGroup, across: dist.ProcessGroup
-) -> Transport:
-    """The transport between all ranks of the world, of which each of ``groups`` is a replica. Collective.
-
-    Args:
-        kind: as for `open_transport`; memory is shared inside shard groups.
-        groups: the ranks of every shard group, in ascending order, as its columns are.
-        inside, across: this rank's shard group and column, for the backend's own collectives.
-
-    Raises:
-        ValueError: ``"shared_memory"`` is asked for and the ranks of a shard group cannot share memory.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "a mesh has a process group"
-    plain = ProcessGroupTransport(world)
-    own = next(ranks for ranks in groups if plain.rank in ranks)
-    column = [ranks[own.index(plain.rank)] for ranks in groups]
-    memory = where_possible(kind, plain, lambda: _share(plain, groups)) if len(own) > 1 else None
-    everyone = guarded(plain)
-    row = everyone.part(own, inside)
-    shards: Transport = SharedMemoryTransport(row, memory) if memory is not None else row
-    shards = Alone() if len(own) == 1 else shards
-    return Replicated(shards, everyone.part(column, across), everyone, groups[0])
-
-
-def _share(plain: ProcessGroupTransport, groups: Sequence[Sequence[int]]) -> HostMemory:
-    hosts = host_numbers(plain)
-    for ranks in groups:
-        if len({hosts[rank] for rank in ranks}) > 1:
-            raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
-    return share_memory(plain, next(ranks for ranks in groups if plain.rank in ranks))

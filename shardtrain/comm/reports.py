@@ -17,116 +17,28 @@ memory that the failing step has given back.
 
 from __future__ import annotations
 
-import datetime
 import os
 import struct
 import sys
 import threading
 import time
 import weakref
-import zlib
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from shardtrain.comm.guard import GRACE_S, MESSAGE, Diverged, Movement, Paths, PeerLost
+from shardtrain.comm.ring import Line, is_time_out
+from shardtrain.comm.tags import report_tag
 from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
 _TICK_S = 0.2
 _KEPT = 64  # movements in a report: as far as replicas may be apart, which meet in backward only
-_HEAD = struct.Struct(
-    "<iiii"
-)  # who reports, who is lost (-1: nobody), position of the first movement, how many
+_HEAD = struct.Struct("<iiii")  # who reports, who is lost (-1: nobody), first movement's position, how many
 _SIZE = _HEAD.size + _KEPT * MESSAGE.size
-_FOREVER, _A_MOMENT = datetime.timedelta(days=300), datetime.timedelta(milliseconds=20)
-
-# Tags: first the engine's movements, 2**20 for each of 64 positions; then meetings; then reports.
-_FIRST_TAG = 1 << 20
-_MEETING_TAG = 1 << 26 | 1 << 20
-_REPORT_TAG = 1 << 27
-
-
-def tag_of(position: int, number: int) -> int:
-    """The tag of the messages of the movement ``number`` that a rank makes at ``position``."""
-    return _FIRST_TAG + (position % 63 << 20) + number
-
-
-def meeting_tag(position: int, kind: str, number: int) -> int:
-    return _MEETING_TAG + zlib.crc32(f"{position} {kind} {number}".encode()) % (_REPORT_TAG - _MEETING_TAG)
-
-
-class Line:
-    """The gloo side: reports go round a ring of all ranks; a receive per peer ends only with that peer."""
-
-    def __init__(self, group: dist.ProcessGroup, peers: list[int], tag: int) -> None:
-        ring = sorted([group.rank(), *peers])
-        place = ring.index(group.rank())
-        self.left, self.right = ring[place - 1], ring[(place + 1) % len(ring)]
-        self._group = weakref.ref(group)
-        self._tag = tag
-        self._sent: deque[tuple[torch.Tensor, dist.Work]] = deque(maxlen=4 * len(ring))
-        self._nothing = torch.empty(1, dtype=torch.uint8)
-        self._pulses = {peer: group.recv([self._nothing], peer, tag + 1) for peer in peers}
-        self.left_is_gone = False
-        self._arriving: deque[tuple[torch.Tensor, dist.Work]] = deque()
-        for _ in range(4):  # so that a report goes out even while the right is busy with another
-            self._expect(torch.empty(_SIZE, dtype=torch.uint8))
-
-    def receive(self) -> bytes:
-        """The next report from the left; empty when there will be none."""
-        try:
-            memory, arriving = self._arriving.popleft()
-            arriving.wait(_FOREVER)
-            report = bytes(memory.tolist())
-            self._expect(memory)
-        except (RuntimeError, IndexError):  # the connection is closed, or we have hung up
-            self.left_is_gone = True
-            return b""
-        return report
-
-    def _expect(self, memory: torch.Tensor) -> None:
-        group = self._group()
-        if group is not None:
-            self._arriving.append((memory, group.recv([memory], self.left, self._tag)))
-
-    def send(self, report: bytes) -> None:
-        """Send to the right; whoever is gone is told nothing."""
-        group, data = (
-            self._group(),
-            torch.frombuffer(bytearray(report.ljust(_SIZE, b"\0")), dtype=torch.uint8),
-        )
-        if group is not None:
-            with suppress(RuntimeError):
-                self._sent.append((data, group.send([data], self.right, self._tag)))
-
-    def ended(self) -> list[int]:
-        """The peers whose connections are gone. Asking closes the others."""
-        return [peer for peer in self._pulses if not self._is_alive(peer)]
-
-    def _is_alive(self, peer: int) -> bool:
-        try:
-            self._pulses[peer].wait(_A_MOMENT)
-        except RuntimeError as error:
-            return is_time_out(error)
-        return True
-
-    def close(self) -> None:
-        """Let the last report go out, then close all connections; gloo does that at a time-out."""
-        while self._sent:
-            with suppress(RuntimeError):
-                self._sent.popleft()[1].wait(datetime.timedelta(seconds=GRACE_S))
-        self.ended()
-
-    def hang_up(self) -> None:
-        """Close all connections, which ends `receive`; hold nothing more that keeps gloo's threads alive."""
-        self.ended()
-        self._sent.clear()
-        self._pulses.clear()
-        self._arriving.clear()
 
 
 class Reports:
@@ -134,7 +46,7 @@ class Reports:
 
     def __init__(self, group: dist.ProcessGroup, peers: list[int], tag: int) -> None:
         self.paths = Paths(group.rank(), peers)
-        self._line = Line(group, peers, tag)
+        self._line = Line(group, peers, tag, _SIZE)
         self._news = threading.Condition()  # guards what follows, and all logs
         self._waits_at: tuple[int, float] | None = None  # position, since when
         self._told: tuple[int, float] | None = None  # the wait that has been reported
@@ -298,15 +210,9 @@ class Reports:
 
 def open_reports(group: dist.ProcessGroup, peers: list[int]) -> Reports:
     """Reports between this rank and ``peers``, under a tag of their own. Collective over ``group``."""
-    tag = torch.tensor(2 * int.from_bytes(os.urandom(3), "big"))
-    dist.broadcast(tag, group=group, group_src=0)
-    return Reports(group, peers, _REPORT_TAG + int(tag.item()))
-
-
-def is_time_out(error: RuntimeError) -> bool:
-    """Ours, or that of another connection, upon which gloo closes them all."""
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
+    number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
+    dist.broadcast(number, group=group, group_src=0)
+    return Reports(group, peers, report_tag(int(number.item())))
 
 
 def _listen(line: Line, to_reports: weakref.ref[Reports]) -> None:

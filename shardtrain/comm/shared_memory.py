@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardtrain.comm.host_memory import HostMemory
+from shardtrain.comm.host_memory import HostMemory, Numbered, Offer
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, is_in_place, sent_by
@@ -59,13 +59,19 @@ class SharedMemoryTransport(OneGroup):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
-        offers = self.memory.offer(tag, gradients)
+        first, *later = self.memory.turns(tag, gradients)
+        offers = self.memory.offer(first)
 
         def finish() -> None:
-            for offer, gradient in zip(offers, gradients, strict=True):
-                self.memory.average(offer, gradient, gradient.layout.interval(self.rank))
+            self._average(first, offers)
+            for turn in later:
+                self._average(turn, self.memory.offer(turn))
 
         return Pending(finish)
+
+    def _average(self, turn: Sequence[Numbered], offers: Sequence[Offer]) -> None:
+        for (_, gradient), offer in zip(turn, offers, strict=True):
+            self.memory.average(offer, gradient, gradient.layout.interval(self.rank))
 
     def fence(self, what: str) -> None:
         self.memory.fence(what)

@@ -127,18 +127,21 @@ class Signals:
     def _send(self, message: bytes, position: int) -> None:
         for peer in self.peers:
             try:
-                self._send_all(peer, message)
+                self._send_all(peer, message, position)
             except OSError:
                 peer.receive(self.paths)
                 self._compare()
                 raise self.paths.lost([peer.rank], position) from None
 
-    def _send_all(self, peer: Peer, message: bytes) -> None:
+    def _send_all(self, peer: Peer, message: bytes, position: int) -> None:
         while message:
             try:
                 message = message[peer.link.send(message) :]
             except BlockingIOError:
-                select.select([], [peer.link], [], self.paths.timeout_s)
+                room = select.poll()
+                room.register(peer.link, select.POLLOUT)
+                if not room.poll(self.paths.timeout_s * 1000):
+                    raise self.paths.silent([peer.rank], position) from None
 
     def _pump(self, arrived: Callable[[Peer], bool], position: int) -> None:
         """Receive until ``arrived(peer)`` holds for every peer."""

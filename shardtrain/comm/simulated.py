@@ -12,14 +12,15 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from shardtrain.comm.intervals import pack_own
 from shardtrain.comm.messages import chunks, open_inbox
 from shardtrain.comm.meter import count
-from shardtrain.comm.process_group import Interval, own_interval
 from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.transport import (
     Alone,
     Flat,
     Gradient,
+    Interval,
     OneGroup,
     Pending,
     Tag,
@@ -108,7 +109,7 @@ class Simulated(OneGroup):
         """The memory that a reduction takes until it is done, some of which becomes the gradient."""
         if self.in_place:
             return []
-        interval = own_interval(gradient, self.rank)
+        interval = pack_own(gradient, self.rank)
         spans = chunks(interval.numel(), gradient.full.element_size())
         return [interval, *([open_inbox(gradient.full, self.world, spans)] if self._inbox else [])]
 
@@ -138,7 +139,7 @@ class SimulatedReplicas:
         return Pending(held.clear)
 
     def _room(self, values: torch.Tensor, wire: torch.dtype) -> list[torch.Tensor]:
-        """The memory that an average takes until it is done; see `ProcessGroupTransport.average`."""
+        """The memory that an average takes until it is done; see `Column.average`."""
         swaps = self._inbox and self.world == 2
         moved = [values.to(wire, copy=swaps)]
         part = moved[0] if swaps else moved[0].tensor_split(self.world)[self.rank]

@@ -13,7 +13,7 @@ apart from readers on other ranks where ranks share memory; elsewhere it costs n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -55,6 +55,13 @@ class Gradient(NamedTuple):
     layout: Layout
     pieces: tuple[Piece, ...]
     quantised: bool = False
+
+
+class Interval(NamedTuple):
+    """Values that are to be averaged in place; ``wire``: the dtype in which they move."""
+
+    values: torch.Tensor
+    wire: torch.dtype
 
 
 def is_in_place(flats: Sequence[Flat]) -> bool:
@@ -153,6 +160,25 @@ class Transport(Protocol):
 
     def fence(self, what: str) -> None:
         """Return when every rank is ``entering`` the model, before parameters are read, or ``leaving`` it."""
+
+
+@runtime_checkable
+class Carrier(Transport, Protocol):
+    """A transport that also carries what others make of a movement: int8 parcels, say."""
+
+    def exchange(
+        self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
+    ) -> Pending:
+        """Start sending ``sizes[r]`` elements of ``outgoing`` to rank r, and filling ``incoming`` from all.
+
+        Both are 1-D, in rank order; from every rank come equally many. This carries a reduction: whoever
+        asks for that counts it.
+        """
+
+    def staged(
+        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
+    ) -> Pending:
+        """``start`` a movement and ``finish`` it: when waited for, or where ``device`` runs movements."""
 
 
 Itself = TypeVar("Itself")

@@ -10,7 +10,7 @@
   group too, and the group remains usable;
 - inputs may be strided; outputs must be contiguous.
 
-Each call has the same three steps: look at this rank's arguments (``plans.py``), agree with the others,
+Each call has the same three steps: look at this rank's arguments (``calls.py``), agree with the others,
 move; on gloo the last two go on together. With ``async_op=True`` a thread completes them on gloo, so that
 they proceed while the caller computes, and ``wait()`` raises what they raise. On other backends the
 agreement is reached inside the call, and the backend's own ``Work`` is returned.
@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from shardtrain.comm import plans
-from shardtrain.comm.agreement import Agreement, Claim
 from shardtrain.comm.messages import WINDOW, Mailbox
 from shardtrain.comm.meter import count
-from shardtrain.comm.plans import Op, Plan
+from shardtrain.comm.public import calls
+from shardtrain.comm.public.agreement import Agreement, Claim
+from shardtrain.comm.public.calls import Call, Op
+from shardtrain.comm.public.work import Background, Work
 from shardtrain.comm.transport import Pending
-from shardtrain.comm.work import Background, Work
 
 # Calls under way at the same time may have one size and so one tag: all their receives are posted at
 # once, in the order of the calls, and none later.
@@ -55,7 +55,7 @@ def all_gather_into_tensor(
     elements, as the concatenation ``[world * n, ...]``, the stack ``[world, n, ...]``, or flat.
     Two ranks with ``[1 2]`` and ``[3 4]`` get ``[1 2 3 4]`` or ``[[1 2] [3 4]]``.
     """
-    return _run("all_gather_into_tensor", partial(plans.gather, output, input), group, async_op)
+    return _run("all_gather_into_tensor", partial(calls.gather, output, input), group, async_op)
 
 
 def reduce_scatter(
@@ -72,7 +72,7 @@ def reduce_scatter(
     ``MIN``, ``MAX`` and, for integers, ``BAND``, ``BOR``, ``BXOR``.
     Two ranks with ``[1] [2 3]`` and ``[10] [20 30]``: rank 0 gets ``[11]``, rank 1 ``[22 33]``.
     """
-    return _run("reduce_scatter", partial(plans.reduce_list, output, input_list, op), group, async_op)
+    return _run("reduce_scatter", partial(calls.reduce_list, output, input_list, op), group, async_op)
 
 
 def reduce_scatter_tensor(
@@ -87,7 +87,7 @@ def reduce_scatter_tensor(
     ``input``: ``[world * n, ...]`` or ``[world, n, ...]``, the same on every rank. ``output``: ``[n, ...]``.
     Two ranks with ``[1 2 3 4]`` and ``[10 20 30 40]``: rank 0 gets ``[11 22]``, rank 1 ``[33 44]``.
     """
-    return _run("reduce_scatter_tensor", partial(plans.reduce_tensor, output, input, op), group, async_op)
+    return _run("reduce_scatter_tensor", partial(calls.reduce_tensor, output, input, op), group, async_op)
 
 
 def all_to_all(
@@ -102,7 +102,7 @@ def all_to_all(
     expects. Two ranks with ``[1] [2 3]`` and ``[4 5] [6]``: rank 0 gets ``[1] [4 5]``, rank 1
     ``[2 3] [6]``.
     """
-    return _run("all_to_all", partial(plans.to_all, output_list, input_list), group, async_op)
+    return _run("all_to_all", partial(calls.to_all, output_list, input_list), group, async_op)
 
 
 def all_to_all_single(
@@ -119,29 +119,29 @@ def all_to_all_single(
     Two ranks with ``[1 2 3]`` split 1, 2 and ``[4 5 6]`` split 2, 1: rank 0 gets ``[1 4 5]`` into output
     splits 1, 2 and rank 1 ``[2 3 6]`` into 2, 1.
     """
-    build = partial(plans.to_all_single, output, input, output_split_sizes, input_split_sizes)
+    build = partial(calls.to_all_single, output, input, output_split_sizes, input_split_sizes)
     return _run("all_to_all_single", build, group, async_op)
 
 
 def _run(
-    name: str, build: Callable[[Mailbox], Plan], group: dist.ProcessGroup | None, async_op: bool
+    name: str, build: Callable[[Mailbox], Call], group: dist.ProcessGroup | None, async_op: bool
 ) -> Work | None:
     mailbox = _open_mailbox(group)
     if mailbox.rank < 0:
         warnings.warn(f"{name} called on a rank that does not belong to the given group", stacklevel=3)
         return None
-    plan: Plan | None = None
+    call: Call | None = None
     try:
-        plan = build(mailbox)
-        claim = plan.claim
+        call = build(mailbox)
+        claim = call.claim
     # Whatever it is, the others must hear of it, or they would wait for this rank until the time-out.
     except Exception as error:
         claim = _fault(str(error), mailbox.world)
     agreement = Agreement(mailbox, claim)
     moving = Pending()
-    if plan is not None and claim.posted:
-        moving = plan.by_messages(_EVERYTHING if async_op else WINDOW)
-        count(plan.kind, _sent(claim, mailbox.rank))
+    if call is not None and claim.posted:
+        moving = call.by_messages(_EVERYTHING if async_op else WINDOW)
+        count(call.kind, _sent(claim, mailbox.rank))
 
     def finish() -> None:
         try:
@@ -150,10 +150,10 @@ def _run(
             raise ValueError(f"{name} {refusal}") from None
         moving.wait()
 
-    if plan is not None and not claim.posted:
+    if call is not None and not claim.posted:
         finish()
-        count(plan.kind, _sent(claim, mailbox.rank))
-        return plan.natively(group=mailbox.group, async_op=async_op)
+        count(call.kind, _sent(claim, mailbox.rank))
+        return call.natively(group=mailbox.group, async_op=async_op)
     if async_op:
         return Background(finish)
     finish()

@@ -33,13 +33,8 @@ import torch.distributed as dist
 
 from shardtrain.comm import native
 from shardtrain.comm.messages import Mailbox, start_exchange, wait_all
+from shardtrain.comm.tags import ROW, TEXT, size_tag
 from shardtrain.comm.transport import Pending
-
-# Above the engine's tags; a payload's is `_FIRST_SIZE_TAG` plus its bytes, modulo a prime below 2**29.
-_ROW_TAG = 1 << 28
-_TEXT_TAG = _ROW_TAG + 1
-_FIRST_SIZE_TAG = 1 << 29
-_SIZES = (1 << 29) - 3
 
 _TEXT_BYTES = 1024
 _NAMED = 4  # ranks that a refusal names in full
@@ -47,7 +42,7 @@ _NAMED = 4  # ranks that a refusal names in full
 
 def by_size(part: torch.Tensor) -> int:
     """The tag of a payload: messages of different sizes never meet, whatever their ranks believe."""
-    return _FIRST_SIZE_TAG + part.nbytes % _SIZES
+    return size_tag(part.nbytes)
 
 
 class Claim(NamedTuple):
@@ -91,7 +86,7 @@ class Agreement:
             return
         digest = zlib.crc32(repr(claim.signature).encode())
         row = [claim.fault, digest, claim.posted, *claim.sends, *claim.expects]
-        self._table, self._pending = self._share(torch.tensor(row, dtype=torch.int64), _ROW_TAG)
+        self._table, self._pending = self._share(torch.tensor(row, dtype=torch.int64), ROW)
 
     def settle(self, moving: Pending) -> None:
         """Wait for all rows; raise the refusal that every rank raises, if there is one.
@@ -115,7 +110,7 @@ class Agreement:
         words = self._claim.text().encode()[:_TEXT_BYTES]
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         mine[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        table, pending = self._share(mine, _TEXT_TAG)
+        table, pending = self._share(mine, TEXT)
         pending.wait()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
 

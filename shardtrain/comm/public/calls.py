@@ -1,4 +1,4 @@
-"""From the arguments of a public collective to a plan: what to tell the others, and how to move.
+"""From the arguments of a public collective to a call: what to tell the others, and how to move.
 
 Looks at this rank alone. Whatever does not fit raises ``ValueError`` with what was expected and found.
 """
@@ -12,17 +12,18 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm import checks, native
-from shardtrain.comm.agreement import Claim, by_size
+from shardtrain.comm import native
 from shardtrain.comm.arithmetic import check_op, merge, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.public import checks
+from shardtrain.comm.public.agreement import Claim, by_size
 from shardtrain.comm.transport import Pending
 
 Op = dist.ReduceOp.RedOpType
 
 
-class Plan(NamedTuple):
-    """A call whose arguments are good on this rank.
+class Call(NamedTuple):
+    """A collective with arguments that are good on this rank.
 
     ``by_messages(window)`` starts it point to point, with room for ``window`` chunks per peer where it
     needs room; ``natively(group=..., async_op=...)`` calls the backend's own.
@@ -34,7 +35,7 @@ class Plan(NamedTuple):
     natively: Callable[..., dist.Work | None]
 
 
-def gather(output: torch.Tensor, input: torch.Tensor, mailbox: Mailbox) -> Plan:
+def gather(output: torch.Tensor, input: torch.Tensor, mailbox: Mailbox) -> Call:
     world = mailbox.world
     local, full = checks.tensor(input, "input"), checks.tensor(output, "output")
     checks.placement(mailbox, [local, full])
@@ -47,7 +48,7 @@ def gather(output: torch.Tensor, input: torch.Tensor, mailbox: Mailbox) -> Plan:
         )
     signature = ("all_gather", read.dtype, list(local.shape), local.device.type)
     text = partial(_text, "all_gather_into_tensor of {}", [local])
-    return Plan(
+    return Call(
         "all_gather",
         Claim(signature, [read.nbytes] * world, [read.nbytes] * world, text, _by_messages(mailbox, local)),
         lambda _: start_exchange(mailbox, by_size, [read] * world, _rows(write, world)),
@@ -55,7 +56,7 @@ def gather(output: torch.Tensor, input: torch.Tensor, mailbox: Mailbox) -> Plan:
     )
 
 
-def reduce_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, mailbox: Mailbox) -> Plan:
+def reduce_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, mailbox: Mailbox) -> Call:
     world = mailbox.world
     full, local = checks.tensor(input, "input"), checks.tensor(output, "output")
     checks.placement(mailbox, [full, local])
@@ -70,7 +71,7 @@ def reduce_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, mailbox: Ma
     parts = _rows(read, world)
     text = partial(_text, f"reduce_scatter_tensor ({op_name(op)}) of {{}}", [full])
     signature = ("reduce_scatter", op_name(op), read.dtype, list(full.shape), full.device.type)
-    return Plan(
+    return Call(
         "reduce_scatter",
         Claim(signature, [write.nbytes] * world, [write.nbytes] * world, text, _by_messages(mailbox, full)),
         lambda window: start_reduce_scatter(mailbox, by_size, parts, write, partial(merge, op=op), window),
@@ -78,7 +79,7 @@ def reduce_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, mailbox: Ma
     )
 
 
-def reduce_list(output: torch.Tensor, input_list: list[torch.Tensor], op: Op, mailbox: Mailbox) -> Plan:
+def reduce_list(output: torch.Tensor, input_list: list[torch.Tensor], op: Op, mailbox: Mailbox) -> Call:
     parts = checks.tensors(input_list, "input_list", mailbox.world)
     local = checks.tensor(output, "output")
     checks.placement(mailbox, [local, *parts])
@@ -91,7 +92,7 @@ def reduce_list(output: torch.Tensor, input_list: list[torch.Tensor], op: Op, ma
             f"{checks.shape(parts[mailbox.rank])}, found {checks.shape(local)}"
         )
     shapes = [list(part.shape) for part in parts]
-    return Plan(
+    return Call(
         "reduce_scatter",
         Claim(
             ("reduce_scatter", op_name(op), write.dtype, shapes, local.device.type),
@@ -105,7 +106,7 @@ def reduce_list(output: torch.Tensor, input_list: list[torch.Tensor], op: Op, ma
     )
 
 
-def to_all(output_list: list[torch.Tensor], input_list: list[torch.Tensor], mailbox: Mailbox) -> Plan:
+def to_all(output_list: list[torch.Tensor], input_list: list[torch.Tensor], mailbox: Mailbox) -> Call:
     world = mailbox.world
     ins = checks.tensors(input_list, "input_list", world)
     outs = checks.tensors(output_list, "output_list", world)
@@ -127,7 +128,7 @@ def to_all_single(
     output_split_sizes: Sequence[int] | None,
     input_split_sizes: Sequence[int] | None,
     mailbox: Mailbox,
-) -> Plan:
+) -> Call:
     whole_in, whole_out = checks.tensor(input, "input"), checks.tensor(output, "output")
     checks.placement(mailbox, [whole_in, whole_out])
     read, write = checks.readable(whole_in), checks.writable(whole_out, "output")
@@ -151,7 +152,7 @@ def _to_all(
     writes: list[torch.Tensor],
     text: Callable[[], str],
     natively: Callable[..., dist.Work | None],
-) -> Plan:
+) -> Call:
     checks.one_dtype(*reads, *writes)
     own = reads[mailbox.rank]
     if own.numel() != writes[mailbox.rank].numel():
@@ -159,7 +160,7 @@ def _to_all(
             f"expected {own.numel()} elements from itself, as many as it sends itself, "
             f"found room for {writes[mailbox.rank].numel()}"
         )
-    return Plan(
+    return Call(
         "all_to_all",
         Claim(
             ("all_to_all", own.dtype, own.device.type),
