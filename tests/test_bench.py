@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardtrain import comm, pictures
 from shardtrain.bench import chart, host, settings, table
 from shardtrain.bench.__main__ import bench
 from shardtrain.bench.cases import CASES
-from shardtrain.bench.contenders import TITLES
+from shardtrain.bench.contenders import TITLES, default_is_process_group
 from shardtrain.bench.interleave import Track, interleave, rotated
 from shardtrain.bench.report import suite_means
 from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference, losses_agree, ratios, spread
@@ -173,6 +174,18 @@ def test_mistakes_are_named(arguments: str, message: str) -> None:
     compose(["model=resnet18"])  # another program's models leave nothing behind in Hydra's store
     with pytest.raises(UserError, match=message):
         settings.read(arguments.split(), speak=False)
+
+
+def test_the_default_transport_is_found_without_moving_anything() -> None:
+    """NCCL carries no CPU tensors; a group for CUDA alone stands for it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert default_is_process_group()  # alone
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert default_is_process_group()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_matplotlib_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

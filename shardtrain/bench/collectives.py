@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain import comm
-from shardtrain.bench.contenders import TITLES
+from shardtrain.bench.contenders import TITLES, default_is_process_group
 from shardtrain.bench.interleave import Runner, Track, attempt, interleave
 from shardtrain.bench.progress import Progress
 from shardtrain.bench.report import Report
@@ -161,18 +161,17 @@ def _whole(layout: Layout, device: torch.device) -> torch.Tensor:
 
 def measure(points: Points, settings: Settings, device: torch.device) -> None:
     """Fill ``points``, smallest vectors first."""
-    transports = _transports(device)
+    transports = _transports()
     for size in sizes(settings):
         for movement in MOVEMENTS if comm.world_size() > 1 else ():
             points.found.append(Point(movement, size, _repetitions(size), {}))
             _fill(points.found[-1], contests(movement, size, transports, device), settings, device)
 
 
-def _transports(device: torch.device) -> dict[str, Transport]:
+def _transports() -> dict[str, Transport]:
     """What the engine uses by default, and the process group where that is something else."""
-    group = comm.open_transport("process_group")
-    default = comm.open_transport("auto") if device.type == "cpu" else group
-    return {OURS: default} if type(default) is type(group) else {OURS: default, GROUP: group}
+    kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
+    return {name: comm.open_transport(kind) for name, kind in kinds.items()}
 
 
 def sizes(settings: Settings) -> Iterator[int]:

@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import shardtrain
+from shardtrain import comm
 from shardtrain.bench.cases import BLOCKS, Batch
 from shardtrain.comm import Alone, ProcessGroupTransport
-from shardtrain.engine import engine_of
 
 TITLES = {
     "shardtrain": "shardtrain",
@@ -111,9 +111,8 @@ def build(name: str, model: nn.Module, setup: Setup) -> Contender:
 
 
 def default_is_process_group() -> bool:
-    """Whether ``transport="auto"`` is the process group here, so that asking for it changes nothing."""
-    engine = engine_of(shardtrain.shard(nn.Linear(1, 1)))
-    return isinstance(engine.transport, ProcessGroupTransport | Alone)
+    """Whether ``transport="auto"`` is the process group, so that asking for it changes nothing. Collective."""
+    return isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
 
 
 def _shardtrain(model: nn.Module, setup: Setup, transport: str) -> Contender:
