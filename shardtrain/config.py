@@ -341,8 +341,8 @@ def layout_of(config: Config) -> Policy:
     return "whole" if asked == "whole" or (asked == "auto" and isinstance(config.optim, Muon)) else "even"
 
 
-def shard_group(parallel: Parallel, world_size: int) -> int:
-    """Ranks of a shard group; refuses sizes of which the ranks are no multiple."""
+def require_equal_groups(parallel: Parallel, world_size: int) -> None:
+    """Refuses replicas that the ranks cannot be divided among."""
     replicate, shard = parallel.replicate, parallel.shard
     if shard is not None and shard * replicate != world_size:
         raise UserError(
@@ -354,11 +354,10 @@ def shard_group(parallel: Parallel, world_size: int) -> int:
         raise UserError(
             f"parallel.replicate={replicate} does not divide {world_size} ranks; {', '.join(fitting)} would"
         )
-    return world_size // replicate
 
 
-def micro_batch(train: Train, world_size: int) -> int:
-    """Images of one micro-batch on one rank; refuses a batch that ranks and micro-batches do not divide."""
+def require_equal_parts(train: Train, world_size: int) -> None:
+    """Refuses a batch that ranks and micro-batches do not divide."""
     parts = world_size * train.accumulate
     if train.batch_size % parts:
         below = train.batch_size // parts * parts
@@ -367,4 +366,3 @@ def micro_batch(train: Train, world_size: int) -> int:
             f"train.batch_size={train.batch_size} is not divisible by {world_size} ranks × "
             f"train.accumulate={train.accumulate}; {' or '.join(fitting)} would fit"
         )
-    return train.batch_size // parts

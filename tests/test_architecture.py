@@ -47,6 +47,7 @@ PROGRAM = [
     "losses",
     "schedules",
     "weights",
+    "model",
     "data",
     "build",
     "evaluate",

@@ -14,7 +14,7 @@ import shardtrain
 from shardtrain import compose as compose_module
 from shardtrain.checked import plain
 from shardtrain.compose import compose
-from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, micro_batch
+from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, require_equal_parts
 from shardtrain.errors import UserError
 
 
@@ -178,12 +178,12 @@ def test_batches_that_ranks_do_not_divide(
 ) -> None:
     train = replace(configure().train, batch_size=batch_size, accumulate=accumulate)
     with pytest.raises(UserError, match=message):
-        micro_batch(train, world_size)
+        require_equal_parts(train, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_default_batch_suits_up_to_four_ranks(world_size: int) -> None:
-    assert micro_batch(configure("+recipe=resnet").train, world_size) * world_size == 48
+    require_equal_parts(configure("+recipe=resnet").train, world_size)
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--info", "config"]])

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
-from shardtrain.build import build, forward_flops, parameter_groups
+from shardtrain.build import build, forward_flops
 from shardtrain.compose import compose
 from shardtrain.config import Config, Constant, Cosine, from_hydra
 from shardtrain.data import Batch, EvalFeed, Prepare, Share
@@ -22,6 +22,7 @@ from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores, evaluate
 from shardtrain.launch import Context, Place
+from shardtrain.model import parameter_groups
 from shardtrain.schedules import lr_factor
 from shardtrain.train import train
 

@@ -111,7 +111,7 @@ def build(name: str, model: nn.Module, setup: Setup) -> Contender:
 
 
 def default_is_process_group() -> bool:
-    """Whether ``transport="auto"`` is the process group, so that asking for it changes nothing. Collective."""
+    """Whether ``"auto"`` is the process group, so that asking for it changes nothing. Collective."""
     return isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
 
 

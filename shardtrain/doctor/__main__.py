@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from shardtrain import describe, launch
-from shardtrain.build import Job, build, uncompiled
+from shardtrain.build import Job, build
 from shardtrain.checked import at_least
 from shardtrain.compose import read_beside
 from shardtrain.config import AdamW, Config
@@ -20,6 +20,7 @@ from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
+from shardtrain.model import uncompiled
 
 CONFIGS = Path(__file__).parent / "configs"
 

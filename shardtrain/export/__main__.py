@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import shardtrain
 from shardtrain import comm, data, launch
-from shardtrain.build import EVAL_BATCH, plain_model
 from shardtrain.checked import checked, one_of
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
@@ -33,6 +32,7 @@ from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
+from shardtrain.model import plain_model
 from shardtrain.optim import Ema
 from shardtrain.resume import CHECKPOINTS
 from shardtrain.weights import load_weights, write_weights
@@ -148,7 +148,7 @@ def _images(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tens
         return
     prepare = data.Prepare(held_out, data.eval_size(config.data), device)
     share = data.Share(1, 1, 0, 1)
-    for batch in data.EvalFeed(held_out, share, prepare, batch_size=EVAL_BATCH, workers=config.data.workers):
+    for batch in data.EvalFeed(held_out, share, prepare, workers=config.data.workers):
         yield batch.images[: batch.valid], batch.labels[: batch.valid]
 
 

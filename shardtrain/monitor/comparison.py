@@ -76,7 +76,7 @@ class Comparison(Sink):
     def close(self, status: str) -> None:
         if status != "finished" or "memory/params_mib" not in self.scalars:
             return
-        on_cuda = self.job.val.prepare.device.type == "cuda"
+        on_cuda = self.job.device.type == "cuda"
         try:
             rows = compare(plan_of(self.config, self.job, rank=0), self.scalars, on_cuda=on_cuda)
         except RuntimeError as error:  # the model needs values, say; the run has done well all the same

@@ -55,7 +55,7 @@ class Window:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.device = next(job.model.parameters()).device
+        self.device = job.device
         self.peak = _peak_flops(self.device)
         self.spent = Spent()
         self.slow: Slow | None = None  # the rank that the last report found beyond the margin
