@@ -35,7 +35,7 @@ CORE = [
 PUBLIC = "shardtrain"  # the package itself, which exports what the core has
 PROGRAM = [
     "errors",
-    "columns",
+    "text",
     "pictures",
     "targets",
     "checked",
@@ -43,6 +43,7 @@ PROGRAM = [
     "config",
     "compose",
     "stop",
+    "machine",
     "launch",
     "losses",
     "schedules",

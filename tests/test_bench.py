@@ -222,7 +222,7 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
 
 def test_steps_in_bf16(tmp_path: Path) -> None:
     said = run(2, "model=tiny", "rounds=1", "warmup=1", "precision=bf16", f"out={tmp_path}")
-    assert "tiny@8×2 in bf16, 1 rounds" in said
+    assert "tiny@8×2 in bf16, 1 round\n" in said
     found = result(tmp_path)["cases"]["tiny"]["contenders"]
     assert {name: contender["status"] for name, contender in found.items()} == dict.fromkeys(found, "ok")
 

@@ -21,13 +21,13 @@ from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import Spread, ratios, spread
 from shardtrain.bench.table import quartiles
-from shardtrain.columns import aligned
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.layout import Layout, even
+from shardtrain.text import MIB, aligned
 
 OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
 MOVEMENTS = ("gather", "reduce")
-ENOUGH = 4 * 2**20  # bytes that one timing moves at least, in repetitions, so that a clock can see it
+ENOUGH = 4 * MIB  # bytes that one timing moves at least, in repetitions, so that a clock can see it
 MOST = 32  # repetitions
 
 # Renamed in torch 2.13, where the old names warn.
@@ -286,4 +286,4 @@ def _as_json(point: Point) -> dict[str, Any]:
 
 
 def _size(size: int) -> str:
-    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 1024} KiB"
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"

@@ -39,9 +39,9 @@ from shardtrain.bench.settings import Settings
 from shardtrain.bench.simulated import simulated_group
 from shardtrain.bench.statistics import Spread, spread
 from shardtrain.bench.table import quartiles
-from shardtrain.columns import aligned
 from shardtrain.comm import native
 from shardtrain.layout import even
+from shardtrain.text import aligned
 
 OURS, PEER, BARE, MOVES = "shardtrain", "fsdp2", "no_communication", "collectives"
 WIDTH = 4

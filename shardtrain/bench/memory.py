@@ -23,8 +23,8 @@ from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import loss_difference, losses_agree, spread
 from shardtrain.bench.steps import case_of, to_run
-from shardtrain.columns import aligned
 from shardtrain.launch import Place
+from shardtrain.text import MIB, aligned
 
 STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next
 
@@ -63,7 +63,7 @@ def measure(peaks: Peaks, settings: Settings, place: Place, device: torch.device
         peak.host, peak.device = (int(value) for value in comm.all_reduce(total).tolist())
         peaks.found[name] = peak
         if place.rank == 0:
-            print(f"{TITLES[name]}: {peak.failure or f'{peak.total / 2**20:.0f} MiB'}", flush=True)
+            print(f"{TITLES[name]}: {peak.failure or f'{peak.total / MIB:.0f} MiB'}", flush=True)
 
 
 def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
@@ -77,7 +77,7 @@ def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
     for name in ranked:
         peak = right[name]
         ratio = f"{peak.total / base:.2f}" if base else "-"
-        rows.append([TITLES[name], f"{peak.host / 2**20:.0f}", f"{peak.device / 2**20:.0f}", ratio])
+        rows.append([TITLES[name], f"{peak.host / MIB:.0f}", f"{peak.device / MIB:.0f}", ratio])
     title = (
         f"{peaks.case.shape if peaks.case else ''}, peak of the whole job above its imports, {STEPS} steps"
     )

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from shardtrain.bench import chart, machine, table
+from shardtrain import machine
+from shardtrain.bench import chart, table
 from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.settings import Settings, what_is_measured
 from shardtrain.bench.statistics import Spread, geometric_mean
@@ -28,7 +29,7 @@ class Report:
 
     def __init__(self, settings: Settings, program: str, place: Place, device: torch.device) -> None:
         self.settings, self.program = settings, program
-        self.hardware = machine.hardware(place, device)
+        self.hardware = machine.hardware(device, place.world_size, place.local_world_size)
         self.versions = machine.versions()
         self.where = machine.in_words(self.hardware, self.versions)
         started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -14,10 +14,11 @@ from shardtrain.config import Config
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.plan.memory import MIB, MemoryTimeline, memory_of_step
+from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan
 from shardtrain.plan.step import Step
+from shardtrain.text import MIB
 
 MARGIN = 0.1  # between the planned peak and the measured one
 

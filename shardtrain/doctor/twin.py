@@ -37,6 +37,7 @@ from shardtrain.doctor.finding import FAILED, OK, Finding, shared
 from shardtrain.doctor.side import Batch, Side
 from shardtrain.engine import engine_of, is_sharded
 from shardtrain.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
+from shardtrain.text import counted
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of the largest element
 UPDATE_TOLERANCE = 1e-6  # likewise
@@ -95,7 +96,7 @@ class Twins:
                     compared += len(pairs)
         gradients = "bit for bit" if self.exact else f"to {self._tolerance('output'):g}"
         how = f"outputs and gradients {gradients}, updates to {self._tolerance('parameter'):g}"
-        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        ranks = counted(self.world, "rank")
         return Finding(
             OK,
             f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors",

@@ -35,6 +35,7 @@ from shardtrain.launch import Place
 from shardtrain.model import plain_model
 from shardtrain.optim import Ema
 from shardtrain.resume import CHECKPOINTS
+from shardtrain.text import MIB
 from shardtrain.weights import load_weights, write_weights
 
 _RANDOM_IMAGES = 32
@@ -102,7 +103,7 @@ def _write(opened: Opened, config: Config, model: nn.Module, out: Path, device: 
     if not check.largest < 1e-3:
         out.unlink()
         raise UserError(f"{out} answers otherwise than the checkpoint: logits differ by {check.largest:.3g}")
-    mib = sum(value.nbytes for value in state.values()) / 2**20
+    mib = sum(value.nbytes for value in state.values()) / MIB
     answers = "random images" if check.acc1 is None else f"held-out images, acc1 {check.acc1:.2f} %"
     print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
     print(f"checked: the plain model answers as the checkpoint does to {check.images} {answers}")

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardtrain.build import Job
-from shardtrain.columns import aligned
 from shardtrain.config import Config
 from shardtrain.monitor.sink import Sink
-from shardtrain.plan.memory import MIB
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan
+from shardtrain.text import MIB, aligned
 
 
 class Row(NamedTuple):
