@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm, data, targets
+from shardtrain.checked import typed
 from shardtrain.config import Config, require_equal_groups, require_equal_parts
 from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
@@ -134,9 +135,9 @@ def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
         "image_size": config.data.image_size,
     }
     model = dict(config.model)
-    for key, value in decided.items():
-        if key in model and model[key] is None:
-            model[key] = value
+    for key, found in decided.items():
+        if key in model:
+            model[key] = found if model[key] is None else typed(int, model[key], f"model.{key}")
     for key in ("in_channels", "image_size"):
         if model.get(key, decided[key]) != decided[key]:
             raise UserError(f"model.{key}={model[key]}, but the images of {images.name} have {decided[key]}")

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardtrain
 from shardtrain import comm, targets
+from shardtrain.checked import typed
 from shardtrain.comm import Transport
 from shardtrain.config import AdamW, Config, Optim, Parallel, Sgd, layout_of
 from shardtrain.errors import UserError
@@ -33,17 +34,24 @@ def initial_model(config: Config) -> nn.Module:
     """The unsharded model before the first step, the same on every rank."""
     torch.manual_seed(config.seed)
     model = plain_model(config.model)
-    if config.model.get("weights") is not None:
-        load_weights(model, Path(config.model["weights"]).expanduser())
+    weights = _weights(config)
+    if weights is not None:
+        load_weights(model, weights)
     return model
 
 
 def start_model(config: Config) -> nn.Module:
     """The same for `shard`: values that are drawn, not loaded, are computed when it cuts them."""
-    if config.model.get("weights") is not None:
+    if _weights(config) is not None:
         return initial_model(config)
     torch.manual_seed(config.seed)
     return shardtrain.deferred(plain_model, config.model)
+
+
+def _weights(config: Config) -> Path | None:
+    """The file that the first values are loaded from, if they are not drawn."""
+    given = typed(str | None, config.model.get("weights"), "model.weights")
+    return None if given is None else Path(given).expanduser()
 
 
 def plain_model(model: Mapping[str, Any]) -> nn.Module:
