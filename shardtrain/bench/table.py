@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardtrain.bench.contenders import EXEMPT, TITLES
+from shardtrain.bench.contenders import TITLES
+from shardtrain.bench.judging import EXEMPT
 from shardtrain.bench.statistics import Spread
 from shardtrain.bench.steps import Measurement, Verdict
 from shardtrain.text import aligned, counted

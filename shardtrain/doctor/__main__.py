@@ -81,7 +81,7 @@ def findings(settings: Settings, place: Place, device: torch.device) -> Iterator
     needed = _checkpoint_bytes(config, job)
     yield from shared([installation.disk(run_dir, needed, kept)] if first_here else [])
     yield Twins(job, config).examine(settings.keys.steps)
-    yield from shared(memory.watch(job, config, settings.keys.out))
+    yield from shared(memory.check(job, config, settings.keys.out))
 
 
 def _checkpoint_bytes(config: Config, job: Job) -> int:

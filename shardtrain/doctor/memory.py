@@ -23,7 +23,7 @@ from shardtrain.text import MIB
 MARGIN = 0.1  # between the planned peak and the measured one
 
 
-def watch(job: Job, config: Config, out: str | None) -> list[Finding]:
+def check(job: Job, config: Config, out: str | None) -> list[Finding]:
     """Take two steps, the second one watched; with ``out``, draw this rank's memory there. Collective."""
     step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm, job.ema)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]

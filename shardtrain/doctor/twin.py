@@ -32,9 +32,10 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.build import Job
 from shardtrain.config import Config
+from shardtrain.data import Batch
 from shardtrain.doctor.difference import difference
 from shardtrain.doctor.finding import FAILED, OK, Finding, shared
-from shardtrain.doctor.side import Batch, Side
+from shardtrain.doctor.side import Side
 from shardtrain.engine import engine_of, is_sharded
 from shardtrain.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
 from shardtrain.text import counted
@@ -86,9 +87,7 @@ class Twins:
         batches = iter(self.job.train)
         with self.sharded, self.whole:
             for step in range(steps + 1):
-                micro = [
-                    Batch(*next(batches)[:2]) for _ in range(self.config.train.accumulate if step else 0)
-                ]
+                micro = [next(batches) for _ in range(self.config.train.accumulate if step else 0)]
                 for pairs in self._step(micro) if step else [self._whole_values("initial value")]:
                     findings = shared(self._differences(step, pairs))
                     if findings:
