@@ -31,7 +31,7 @@ def above(bound: float) -> Any:
 
 
 def fraction() -> Any:
-    """A field in [0, 1)."""
+    """A field in [0, 1), each of several."""
     return field(metadata={"at_least": 0, "below": 1})
 
 
@@ -133,6 +133,10 @@ def _tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
 
 
 def _check_range(value: Any, limits: Mapping[str, Any], key: str) -> None:
+    if isinstance(value, tuple):
+        for each in value:
+            _check_range(each, limits, key)
+        return
     if value is None:
         return
     if isinstance(value, float) and not math.isfinite(value):

@@ -168,8 +168,8 @@ class Sgd:
 @dataclass(frozen=True)
 class AdamW:
     name: str
-    betas: tuple[float, float]
     decay_all: bool
+    betas: tuple[float, float] = fraction()
     lr: float = above(0)
     eps: float = above(0)
     weight_decay: float = at_least(0)
@@ -179,9 +179,9 @@ class AdamW:
 class Muon:
     name: str
     nesterov: bool
-    betas: tuple[float, float]
-    """AdamW's, which steps on what is no hidden matrix."""
     decay_all: bool
+    betas: tuple[float, float] = fraction()
+    """AdamW's, which steps on what is no hidden matrix."""
     lr: float = above(0)
     momentum: float = fraction()
     eps: float = above(0)
@@ -339,6 +339,11 @@ def layout_of(config: Config) -> Policy:
     """The layout for `shard`: whole parameters where the optimizer needs them, else what balances best."""
     asked = config.parallel.layout
     return "whole" if asked == "whole" or (asked == "auto" and isinstance(config.optim, Muon)) else "even"
+
+
+def moments(optim: Optim) -> int:
+    """How many numbers the optimizer keeps for each parameter's; for most of them, with muon."""
+    return 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
 
 
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:

@@ -130,6 +130,7 @@ def test_growing_images_are_written_as_they_were_given() -> None:
         ("optim.lr=fast", r"optim.lr=fast: expected a number"),
         ("optim.nesterov=1", r"optim.nesterov=1: expected true or false"),
         ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
+        ("optim=adamw optim.betas=[0.9,1]", r"optim.betas=1.0: expected less than 1"),
         ("device=gpu", r"device=gpu.*\(valid: auto, cpu, cuda\)"),
         ("parallel.traffic=int8 parallel.replicate=2", r"parallel.traffic=int8 is for one shard group"),
         ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group, shared_memory\)"),

@@ -203,10 +203,9 @@ def _fill(point: Point, found: Mapping[str, Contest], settings: Settings, device
         point.tracks[name] = Track(failure=attempt(lambda contest=contest: _check(contest), device))  # type: ignore[misc]
     runners = {name: _repeat(contest.run, point.repetitions) for name, contest in found.items()}
     title = f"{point.movement} {_size(point.size)}"
-    progress = Progress(title, settings.rounds, speaks=comm.rank() == 0, lines=1)
-    first, last = settings.warmup, settings.warmup + settings.rounds
-    interleave(runners, point.tracks, range(first), device, timed=False)
-    interleave(runners, point.tracks, range(first, last), device, timed=True, tick=progress.tick)
+    warmup, rounds = settings.warmup, settings.rounds
+    progress = Progress(title, warmup + rounds, speaks=comm.rank() == 0, lines=1)
+    interleave(runners, point.tracks, device, warmup=warmup, rounds=rounds, tick=progress.tick)
 
 
 def _check(contest: Contest) -> None:

@@ -175,18 +175,16 @@ def _collectives(world: int, units: int) -> Callable[[], None]:
 
 def _fill(point: Point, run: Callable[[str], Tensor], settings: Settings) -> None:
     runners = {name: lambda _, name=name: run(name) for name in point.tracks}  # type: ignore[misc]
-    progress = Progress(
-        f"{ACTIVITIES[point.activity]}, {point.world:,} ranks", settings.rounds, speaks=True, lines=1
-    )
-    first, last = settings.warmup, settings.warmup + settings.rounds
+    warmup, rounds = settings.warmup, settings.rounds
+    title = f"{ACTIVITIES[point.activity]}, {point.world:,} ranks"
+    progress = Progress(title, warmup + rounds, speaks=True, lines=1)
     with _no_collection():
-        interleave(runners, point.tracks, range(first), CPU, timed=False)
         interleave(
             runners,
             point.tracks,
-            range(first, last),
             CPU,
-            timed=True,
+            warmup=warmup,
+            rounds=rounds,
             tick=progress.tick,
             clock=time.process_time,
         )

@@ -18,7 +18,7 @@ from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.settings import Settings, what_is_measured
 from shardtrain.bench.statistics import Spread, geometric_mean
 from shardtrain.bench.steps import Measurement
-from shardtrain.errors import UserError
+from shardtrain.errors import writing
 from shardtrain.launch import Place
 
 SUITE_REFERENCES = ("fsdp2", "ddp", "no_communication")
@@ -64,14 +64,10 @@ class Report:
         print("\n".join([*([missing] if missing else []), f"written to {self.folder}"]), flush=True)
 
     def _make_folder(self) -> None:
-        try:
+        with writing("out", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass  # better now than after the measurement
-        except OSError as error:
-            raise UserError(
-                f"out={self.folder}: cannot write there ({error.strerror}); choose another out=DIR"
-            ) from error
 
 
 def of_steps(report: Report, measurements: Sequence[Measurement], interrupted: bool) -> None:

@@ -91,10 +91,15 @@ def measure(measurement: Measurement, settings: Settings, device: torch.device) 
         if track.failure is None:
             runners[name] = lambda number, contender=built[0]: contender.step(data[number % POOL])  # type: ignore[misc]
     gc.collect()
-    rounds = settings.warmup + settings.rounds
-    progress = Progress(case.shape, rounds, speaks=comm.rank() == 0)
-    for span, timed in ((range(settings.warmup), False), (range(settings.warmup, rounds), True)):
-        interleave(runners, measurement.tracks, span, device, timed=timed, tick=progress.tick)
+    progress = Progress(case.shape, settings.warmup + settings.rounds, speaks=comm.rank() == 0)
+    interleave(
+        runners,
+        measurement.tracks,
+        device,
+        warmup=settings.warmup,
+        rounds=settings.rounds,
+        tick=progress.tick,
+    )
 
 
 def to_run(settings: Settings) -> list[str]:

@@ -14,7 +14,7 @@ from shardtrain import describe, launch
 from shardtrain.build import Job, build
 from shardtrain.checked import at_least
 from shardtrain.compose import read_beside
-from shardtrain.config import AdamW, Config
+from shardtrain.config import Config, moments
 from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
@@ -86,8 +86,7 @@ def findings(settings: Settings, place: Place, device: torch.device) -> Iterator
 
 def _checkpoint_bytes(config: Config, job: Job) -> int:
     """Parameters and moments of all ranks."""
-    moments = 2 if isinstance(config.optim, AdamW) else int(config.optim.momentum > 0)
-    return sum(unit.bytes for unit in describe(job.model)) * (1 + moments)
+    return sum(unit.bytes for unit in describe(job.model)) * (1 + moments(config.optim))
 
 
 def examine(settings: Settings, place: Place, device: torch.device) -> None:

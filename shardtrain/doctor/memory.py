@@ -13,7 +13,7 @@ from shardtrain.build import Job
 from shardtrain.config import Config
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
 from shardtrain.engine import engine_of
-from shardtrain.errors import UserError
+from shardtrain.errors import writing
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan
@@ -68,10 +68,6 @@ def _draw(timeline: MemoryTimeline, folder: Path) -> Finding:
     path, picture = folder / f"memory-rank{comm.rank()}.png", timeline.picture()
     if isinstance(picture, str):
         return Finding(WARNING, picture)
-    try:
+    with writing("out", folder):
         pictures.save(path, picture)
-    except OSError as error:
-        raise UserError(
-            f"out={folder}: cannot write there ({error.strerror}); choose another out=DIR"
-        ) from error
     return Finding(OK, f"{path}: {timeline.words()}")

@@ -15,20 +15,16 @@ from omegaconf import OmegaConf
 
 from shardtrain.checked import plain
 from shardtrain.config import Config
-from shardtrain.errors import UserError
+from shardtrain.errors import writing
 from shardtrain.machine import versions
 from shardtrain.monitor.sink import Sink
 
 
 def make_run_dir(path: Path, config: Config) -> None:
     """Makes the directory and writes the configuration, complete enough to be used again."""
-    try:
+    with writing("run.dir", path):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(OmegaConf.to_yaml(plain(config)))
-    except OSError as error:
-        raise UserError(
-            f"run.dir={path}: cannot write there ({error.strerror}); choose another run.dir"
-        ) from error
 
 
 class LogFile(Sink):

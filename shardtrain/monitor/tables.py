@@ -10,7 +10,7 @@ import torch
 
 from shardtrain import describe, held_by_rank
 from shardtrain.build import Job
-from shardtrain.config import AdamW, Config, Reference
+from shardtrain.config import Config, Reference, moments
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
 from shardtrain.text import MIB, counted
@@ -26,7 +26,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     held = held_by_rank(job.model)
     own = max(held) / MIB
     most = "at most " if min(held) < max(held) else ""
-    moments = 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
+    state = moments(optim) * own
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(place.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
@@ -35,7 +35,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
         ("cost", f"{job.forward_flops / 1e9:.3g} GFLOP an image forward"),
         ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
-        ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {moments * own:.1f} optimizer"),
+        ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {state:.1f} optimizer"),
         ("data", f"{job.data_name}, {config.data.image_size}×{config.data.image_size} pixels"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} an epoch"),
