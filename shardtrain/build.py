@@ -1,43 +1,29 @@
-"""From the configuration to what the loop needs: data, model, optimizer and schedule."""
+"""From the configuration to the job that the loop works on: data, model, schedule and length."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
-import shardtrain
 from shardtrain import comm, data, targets
-from shardtrain.comm import Transport
-from shardtrain.config import AdamW, Config, Optim, Parallel, Sgd, layout_of, micro_batch, shard_group
+from shardtrain.checked import typed
+from shardtrain.config import Config, require_equal_groups, require_equal_parts
 from shardtrain.data.mixing import Mix, Mixed
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
 from shardtrain.losses import Loss, loss_of
-from shardtrain.optim import Ema, GradScaler, Muon
-from shardtrain.optim.muon import hidden_matrices
-from shardtrain.precision import Precision
+from shardtrain.model import converted, ema_of, shard_with_optimizer, start_model
+from shardtrain.optim import Ema, GradScaler
 from shardtrain.schedules import lr_factor
-from shardtrain.weights import load_weights
-
-# Logits, and so the loss, are fp32 in any case.
-PRECISIONS = {
-    "fp32": None,
-    "bf16": Precision(param=torch.bfloat16, output=torch.float32),
-    "fp16": Precision(param=torch.float16, output=torch.float32),
-}
-
-EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
 
 
 class Job(NamedTuple):
@@ -53,6 +39,9 @@ class Job(NamedTuple):
     train: data.TrainFeed | Mixed
     val: data.EvalFeed
     share: data.Share
+    device: torch.device
+    """Where units compute and batches are; shards may lie in host memory."""
+    channels: int  # of an image
     steps: int
     first_step: int  # steps that an earlier process has done
     steps_per_epoch: int
@@ -64,8 +53,8 @@ def build(
     config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
 ) -> tuple[Job, Config]:
     """The job after ``first_step`` steps, and the configuration completed by what the data set decides."""
-    micro_batch(config.train, world_size)
-    shard_group(config.parallel, world_size)
+    require_equal_parts(config.train, world_size)
+    require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = data.load(config.data)
     config = dataclasses.replace(config, model=completed(config, images))
@@ -93,6 +82,8 @@ def build(
         train=train,
         val=val,
         share=share,
+        device=device,
+        channels=images.channels,
         steps=steps,
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
@@ -108,56 +99,6 @@ def seed_process(*key: int | str) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-
-
-def initial_model(config: Config) -> nn.Module:
-    """The unsharded model before the first step, the same on every rank."""
-    torch.manual_seed(config.seed)
-    model = plain_model(config.model)
-    if config.model.get("weights") is not None:
-        load_weights(model, Path(config.model["weights"]).expanduser())
-    return model
-
-
-def start_model(config: Config) -> nn.Module:
-    """The same for `shard`: values that are drawn, not loaded, are computed when it cuts them."""
-    if config.model.get("weights") is not None:
-        return initial_model(config)
-    torch.manual_seed(config.seed)
-    return shardtrain.deferred(plain_model, config.model)
-
-
-def plain_model(model: Mapping[str, Any]) -> nn.Module:
-    """The unsharded model that the config group names, with values of its own initialisation."""
-    built = targets.build({key: value for key, value in model.items() if key != "weights"}, "model")
-    assert isinstance(built, nn.Module)
-    return built
-
-
-def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """``model`` on ``device``, as the configuration asks for."""
-    return converted(model, config, device).to(device)
-
-
-def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """``model`` with the BatchNorm and the memory format that the configuration asks for on ``device``."""
-    if config.parallel.sync_batchnorm:
-        model = synchronised(model, device)
-    if config.train.channels_last:
-        model.to(memory_format=torch.channels_last)
-    return model
-
-
-def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
-    """Torch's SyncBatchNorm in place of every BatchNorm: statistics of the whole micro-batch of all ranks."""
-    if device.type != "cuda":
-        raise UserError(
-            f"parallel.sync_batchnorm=true needs CUDA, found {device.type}: torch's SyncBatchNorm computes "
-            "on GPUs only"
-        )
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    assert isinstance(converted, nn.Module)
-    return converted
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
@@ -186,114 +127,6 @@ def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], 
     return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:
-    """Decay for matrices and filters; for biases and normalisation layers only with `decay_all`.
-
-    Told apart by shape, so call it before `shard` makes every parameter one-dimensional.
-    """
-    decayed = [param for param in model.parameters() if decay_all or param.ndim > 1]
-    exempt = [param for param in model.parameters() if not decay_all and param.ndim <= 1]
-    groups = [(decayed, weight_decay), (exempt, 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
-
-
-def precision_of(parallel: Parallel) -> Precision:
-    """The dtypes that the configuration asks for."""
-    return dataclasses.replace(
-        PRECISIONS[parallel.precision] or Precision(),
-        gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
-        reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
-    )
-
-
-def shard_with_optimizer(
-    model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
-) -> torch.optim.Optimizer:
-    """Shard ``model`` in place, over ``transport`` and on ``device`` if given, and make its optimizer."""
-    groups = _groups(model, config.optim)
-    shardtrain.shard(
-        model,
-        layout=layout_of(config),
-        precision=precision_of(config.parallel),
-        reshard_after_forward=config.parallel.reshard_after_forward,
-        transport=transport or config.parallel.transport,
-        device=device,
-        offload=config.parallel.offload,
-        mesh=None if transport else _mesh(config.parallel),
-    )
-    _exchange_forwards(model, config)
-    return _optimizer(config.optim, groups)
-
-
-def uncompiled(config: Config) -> Config:
-    """The same without compiling."""
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=False))
-
-
-def _exchange_forwards(model: nn.Module, config: Config) -> None:
-    """Let units compile and checkpoint as the configuration says."""
-    try:
-        if config.parallel.compile:
-            shardtrain.compile_units(model)
-        if config.parallel.activation_checkpoint:
-            shardtrain.checkpoint_activations(model)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def _mesh(parallel: Parallel) -> DeviceMesh | None:
-    """Shard groups of consecutive ranks, so that a host holds whole ones; None for a single group."""
-    world = comm.world_size()
-    group = shard_group(parallel, world)
-    if group == world:
-        return None
-    device = comm.control_device().type
-    return init_device_mesh(device, (parallel.replicate, group), mesh_dim_names=("replicate", "shard"))
-
-
-def plain_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """The optimizer of ``model`` as it is, unsharded."""
-    return _optimizer(config.optim, _groups(model, config.optim))
-
-
-def _groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    groups = parameter_groups(model, optim.weight_decay, optim.decay_all)
-    if isinstance(optim, Sgd | AdamW):
-        return groups
-    matrices = set(hidden_matrices(model))
-    split = [
-        {**group, "params": [p for p in group["params"] if (p in matrices) is muon], "use_muon": muon}
-        for group in groups
-        for muon in (True, False)
-    ]
-    return [group for group in split if group["params"]]
-
-
-def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if isinstance(optim, Sgd):
-        return torch.optim.SGD(
-            groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=True
-        )
-    if isinstance(optim, AdamW):
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    return Muon(
-        groups,
-        lr=optim.lr,
-        momentum=optim.momentum,
-        nesterov=optim.nesterov,
-        betas=optim.betas,
-        eps=optim.eps,
-    )
-
-
-def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
-    """The moving average of a sharded ``model``'s weights, if the configuration asks for one."""
-    if config.ema.decay is None:
-        return None
-    after = round(config.ema.after_epochs * steps_per_epoch)
-    return Ema(model, config.ema.decay, every=config.ema.every_steps, after=after)
-
-
 def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
     """The model's keys, those left open taken from the data set."""
     decided = {
@@ -302,9 +135,9 @@ def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
         "image_size": config.data.image_size,
     }
     model = dict(config.model)
-    for key, value in decided.items():
-        if key in model and model[key] is None:
-            model[key] = value
+    for key, found in decided.items():
+        if key in model:
+            model[key] = found if model[key] is None else typed(int, model[key], f"model.{key}")
     for key in ("in_channels", "image_size"):
         if model.get(key, decided[key]) != decided[key]:
             raise UserError(f"model.{key}={model[key]}, but the images of {images.name} have {decided[key]}")
@@ -349,7 +182,7 @@ def _feeds(
         scatter=scatter,
     )
     prepare = data.Prepare(images, data.eval_size(config.data), device)
-    val = data.EvalFeed(images, share, prepare, batch_size=EVAL_BATCH, workers=workers, scatter=scatter)
+    val = data.EvalFeed(images, share, prepare, workers=workers, scatter=scatter)
     mixup, cutmix = config.train.mixup, config.train.cutmix
     if not (mixup or cutmix):
         return train, val

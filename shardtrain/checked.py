@@ -31,7 +31,7 @@ def above(bound: float) -> Any:
 
 
 def fraction() -> Any:
-    """A field in [0, 1)."""
+    """A field in [0, 1), each of several."""
     return field(metadata={"at_least": 0, "below": 1})
 
 
@@ -84,12 +84,12 @@ def _section(cls: type, raw: Mapping[Any, Any], path: str) -> Any:
         if "variants" in entry.metadata:
             values[entry.name] = _variant(entry.metadata["variants"], value, key)
             continue
-        values[entry.name] = _value(hints[entry.name], value, key)
+        values[entry.name] = typed(hints[entry.name], value, key)
         _check_range(values[entry.name], entry.metadata, key)
     return cls(**values)
 
 
-def _value(hint: Any, value: Any, key: str) -> Any:
+def typed(hint: Any, value: Any, key: str) -> Any:
     """`value` as the type `hint` asks for, or a UserError."""
     if isinstance(hint, types.UnionType):
         if value is None:
@@ -126,13 +126,17 @@ def _tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
     if parts[-1] is Ellipsis:
         if not isinstance(value, list):
             raise UserError(f"{key}={_show(value)}: expected a list, as in {key}=[a,b]")
-        return tuple(_value(parts[0], item, key) for item in value)
+        return tuple(typed(parts[0], item, key) for item in value)
     if not isinstance(value, list) or len(value) != len(parts):
         raise UserError(f"{key}={_show(value)}: expected a list of {len(parts)} numbers")
-    return tuple(_value(part, item, key) for part, item in zip(parts, value, strict=True))
+    return tuple(typed(part, item, key) for part, item in zip(parts, value, strict=True))
 
 
 def _check_range(value: Any, limits: Mapping[str, Any], key: str) -> None:
+    if isinstance(value, tuple):
+        for each in value:
+            _check_range(each, limits, key)
+        return
     if value is None:
         return
     if isinstance(value, float) and not math.isfinite(value):

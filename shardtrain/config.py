@@ -168,8 +168,8 @@ class Sgd:
 @dataclass(frozen=True)
 class AdamW:
     name: str
-    betas: tuple[float, float]
     decay_all: bool
+    betas: tuple[float, float] = fraction()
     lr: float = above(0)
     eps: float = above(0)
     weight_decay: float = at_least(0)
@@ -179,9 +179,9 @@ class AdamW:
 class Muon:
     name: str
     nesterov: bool
-    betas: tuple[float, float]
-    """AdamW's, which steps on what is no hidden matrix."""
     decay_all: bool
+    betas: tuple[float, float] = fraction()
+    """AdamW's, which steps on what is no hidden matrix."""
     lr: float = above(0)
     momentum: float = fraction()
     eps: float = above(0)
@@ -341,8 +341,13 @@ def layout_of(config: Config) -> Policy:
     return "whole" if asked == "whole" or (asked == "auto" and isinstance(config.optim, Muon)) else "even"
 
 
-def shard_group(parallel: Parallel, world_size: int) -> int:
-    """Ranks of a shard group; refuses sizes of which the ranks are no multiple."""
+def moments(optim: Optim) -> int:
+    """How many numbers the optimizer keeps for each parameter's; for most of them, with muon."""
+    return 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
+
+
+def require_equal_groups(parallel: Parallel, world_size: int) -> None:
+    """Refuses replicas that the ranks cannot be divided among."""
     replicate, shard = parallel.replicate, parallel.shard
     if shard is not None and shard * replicate != world_size:
         raise UserError(
@@ -354,11 +359,10 @@ def shard_group(parallel: Parallel, world_size: int) -> int:
         raise UserError(
             f"parallel.replicate={replicate} does not divide {world_size} ranks; {', '.join(fitting)} would"
         )
-    return world_size // replicate
 
 
-def micro_batch(train: Train, world_size: int) -> int:
-    """Images of one micro-batch on one rank; refuses a batch that ranks and micro-batches do not divide."""
+def require_equal_parts(train: Train, world_size: int) -> None:
+    """Refuses a batch that ranks and micro-batches do not divide."""
     parts = world_size * train.accumulate
     if train.batch_size % parts:
         below = train.batch_size // parts * parts
@@ -367,4 +371,3 @@ def micro_batch(train: Train, world_size: int) -> int:
             f"train.batch_size={train.batch_size} is not divisible by {world_size} ranks × "
             f"train.accumulate={train.accumulate}; {' or '.join(fitting)} would fit"
         )
-    return train.batch_size // parts

@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
+from shardtrain.machine import cores
 from shardtrain.stop import INTERRUPTED, Stopped
 
 USER_ERROR = 2
@@ -176,8 +177,7 @@ def cpu_threads(place: Place, environ: Mapping[str, str]) -> int:
     chosen_by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in environ and place.local_world_size > 1
     if asked.isdigit() and not chosen_by_torchrun:
         return max(1, int(asked))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // place.local_world_size)
+    return max(1, cores() // place.local_world_size)
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
     if extra.get("scaler"):  # empty from a run that scaled nothing
         job.scaler.load_state_dict(extra["scaler"])
     if ranks == job.share.world_size:
-        _set_random_state(extra["random"], engine_of(job.model).device)
+        _set_random_state(extra["random"], job.device)
     else:
         seed_process("resumed", config.seed, comm.rank(), start.step)
     return None if extra["best"] is None else Best(*extra["best"])
@@ -244,7 +244,7 @@ class Keeper:
         self._config, self._job, self._store = config, job, start.store
         self.best, self._window, self._monitor, self._signals = best, window, monitor, signals
         self._every = config.checkpoint.every_steps or job.steps_per_epoch
-        self._device = engine_of(job.model).device
+        self._device = job.device
         self._said: tuple[torch.Tensor, Thread | None] | None = None  # and which writer it speaks of
         self._reported_s = 0.0
 

@@ -33,7 +33,7 @@ from shardtrain.errors import UserError
 from shardtrain.launch import Context, Place
 from shardtrain.search import Combinations, Outcome, Search, Suggestions, written
 
-Job = Callable[[Config, Context], float | None]
+Program = Callable[[Config, Context], float | None]
 
 FLAGS = ("-m", "--multirun")
 # One process group, on one device, in one directory: of all jobs together.
@@ -72,14 +72,14 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     return Sweep(fixed, Suggestions(swept, first.sweep.trials, first.seed), first)
 
 
-def run(job: Job) -> float | None:
+def run(program: Program) -> float | None:
     """`launch.run`, or with `--multirun` one job after the other; the best objective."""
     if any(flag in sys.argv[1:] for flag in FLAGS):
-        return launch.start(read, partial(run_jobs, job=job))
-    return launch.run(job)
+        return launch.start(read, partial(run_jobs, program=program))
+    return launch.run(program)
 
 
-def run_jobs(sweep: Sweep, place: Place, device: torch.device, job: Job) -> float | None:
+def run_jobs(sweep: Sweep, place: Place, device: torch.device, program: Program) -> float | None:
     """Runs the jobs in turn; the best objective. Collective.
 
     Raises:
@@ -92,7 +92,7 @@ def run_jobs(sweep: Sweep, place: Place, device: torch.device, job: Job) -> floa
         context = Context(place, device, directory / str(len(done)))
         if place.rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
-        outcome = _attempt(job, sweep, overrides, context)
+        outcome = _attempt(program, sweep, overrides, context)
         gc.collect()  # a model is a cycle, and holds its transport
         _require_same(len(done), tell(outcome.problem))
         done.append(outcome)
@@ -107,14 +107,13 @@ def run_jobs(sweep: Sweep, place: Place, device: torch.device, job: Job) -> floa
 
 def table(done: Sequence[Outcome]) -> str:
     """The jobs, best first; what failed comes last, with the reason."""
-    worth = [(bool(job.problem), 1.0 if job.objective is None else -job.objective) for job in done]
-    order = sorted(range(len(done)), key=worth.__getitem__)
+    worth = [(bool(each.problem), 1.0 if each.objective is None else -each.objective) for each in done]
     lines = ["best val/acc1   job  overrides"]
-    for job in order:
-        outcome = done[job]
-        score = "–" if outcome.objective is None else f"{outcome.objective:.2f} %"
-        lines.append(f"{'failed' if outcome.problem else score:>13}  {job:>4}  {' '.join(outcome.overrides)}")
-        lines += [f"{'':>21}{outcome.problem}"] if outcome.problem else []
+    for number in sorted(range(len(done)), key=worth.__getitem__):
+        overrides, objective, problem = done[number]
+        score = "failed" if problem else "–" if objective is None else f"{objective:.2f} %"
+        lines.append(f"{score:>13}  {number:>4}  {' '.join(overrides)}")
+        lines += [f"{'':>21}{problem}"] if problem else []
     return "\n".join(lines)
 
 
@@ -149,11 +148,11 @@ def _sample(override: Override) -> str:
     return written(override, next(iter(override.sweep_string_iterator())))
 
 
-def _attempt(job: Job, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
+def _attempt(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
     try:
         raw = compose([*sweep.fixed, *overrides])
         assert raw is not None
-        return Outcome(overrides, job(from_hydra(raw), context), "")
+        return Outcome(overrides, program(from_hydra(raw), context), "")
     except UserError as error:
         return Outcome(overrides, None, str(error))
     except Exception as error:
@@ -175,11 +174,11 @@ def _telling(place: Place) -> Callable[[str], list[str]]:
     return tell
 
 
-def _require_same(job: int, problems: list[str]) -> None:
+def _require_same(number: int, problems: list[str]) -> None:
     """A rank that failed alone has left the others in the middle of something."""
     if len(set(problems)) > 1:
         said = "; ".join(f"rank {rank}: {problem or 'done'}" for rank, problem in enumerate(problems))
-        raise RuntimeError(f"the ranks left job {job} for different reasons, so none can follow: {said}")
+        raise RuntimeError(f"the ranks left job {number} for different reasons, so none can follow: {said}")
 
 
 def _note(done: Sequence[Outcome], directory: Path) -> None:
@@ -187,4 +186,5 @@ def _note(done: Sequence[Outcome], directory: Path) -> None:
     if done[-1].problem:
         print(f"job {len(done) - 1} has failed: {done[-1].problem}", flush=True)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "sweep.json").write_text(json.dumps([job._asdict() for job in done], indent=2) + "\n")
+    facts = [outcome._asdict() for outcome in done]
+    (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")

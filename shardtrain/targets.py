@@ -1,7 +1,8 @@
 """Building what a config names in `_target_`.
 
 A `_target_` is code that a file chooses, so only callables that a recipe module itself defines are called:
-not what such a module imports, and nothing outside `shardtrain.recipes`.
+not what such a module imports, and nothing outside `shardtrain.recipes`. Its annotations say which values are
+right, as a dataclass's fields do for the rest of the configuration.
 """
 
 from __future__ import annotations
@@ -12,19 +13,28 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from shardtrain.checked import typed
 from shardtrain.errors import UserError, nearest
 
 ALLOWED = "shardtrain.recipes."
+
+# Annotations that are checked, also as the texts that they are in a module which postpones them. What else a
+# callable takes it has to check itself.
+SIMPLE: dict[object, type] = {
+    annotation: kind for kind in (bool, int, float, str) for annotation in (kind, kind.__name__)
+}
 
 
 def build(node: Mapping[str, Any], section: str) -> Any:
     """Calls `node["_target_"]` with the other keys; `section` names the config group in messages."""
     target = _find(str(node.get("_target_")), section)
+    valid = inspect.signature(target).parameters
     arguments = {key: value for key, value in node.items() if key != "_target_"}
-    valid = list(inspect.signature(target).parameters)
-    for key in arguments:
+    for key, value in arguments.items():
         if key not in valid:
             raise UserError(f"unknown key {section}.{key}{nearest(key, valid)} (valid: {', '.join(valid)})")
+        if valid[key].annotation in SIMPLE:
+            arguments[key] = typed(SIMPLE[valid[key].annotation], value, f"{section}.{key}")
     try:
         return target(**arguments)
     except (ValueError, TypeError) as error:

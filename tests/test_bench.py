@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -9,26 +10,29 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardtrain import comm, pictures
 from shardtrain.bench import chart, host, settings, table
 from shardtrain.bench.__main__ import bench
 from shardtrain.bench.cases import CASES
-from shardtrain.bench.contenders import TITLES
+from shardtrain.bench.contenders import TITLES, default_is_process_group, superfluous
 from shardtrain.bench.interleave import Track, interleave, rotated
 from shardtrain.bench.report import suite_means
 from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference, losses_agree, ratios, spread
-from shardtrain.bench.steps import Measurement
+from shardtrain.bench.steps import Measurement, measure
 from shardtrain.compose import compose
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
 
 CPU = torch.device("cpu")
+HYBRID = {"shardtrain_hybrid", "fsdp2_hybrid"}
 TIMEOUT_S = 100
 
 
@@ -138,8 +142,7 @@ def _one_rank_fails() -> dict[str, Track]:
         return torch.tensor(float(comm.rank()))
 
     runners = {"a": fragile, "b": lambda number: torch.tensor(float(number + comm.rank()))}
-    interleave(runners, tracks, range(1), CPU, timed=False)
-    interleave(runners, tracks, range(1, 3), CPU, timed=True)
+    interleave(runners, tracks, CPU, warmup=1, rounds=2)
     return tracks
 
 
@@ -175,6 +178,47 @@ def test_mistakes_are_named(arguments: str, message: str) -> None:
         settings.read(arguments.split(), speak=False)
 
 
+def test_the_default_transport_is_found_without_moving_anything() -> None:
+    """NCCL carries no CPU tensors; a group for CUDA alone stands for it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert default_is_process_group()  # alone
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert default_is_process_group()
+    finally:
+        dist.destroy_process_group()
+
+
+def hybrid_losses(names: list[str]) -> dict[str, list[float]]:
+    found = settings.read(["model=tiny", f"contenders=[{','.join(names)}]", "reference=ddp"], speak=False)
+    assert found is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peers warn of their own deprecations
+        measurement = Measurement(found.case("tiny"), found.reference)
+        measure(measurement, dataclasses.replace(found, rounds=2, warmup=0, accumulate=2), CPU)
+        missing = superfluous() - {"shardtrain_process_group"}
+    return {name: track.losses or [track.failure] for name, track in measurement.tracks.items()} | {
+        "superfluous": sorted(missing)
+    }
+
+
+def test_two_replicas_train_as_one(on_ranks: Any) -> None:
+    names = ["ddp", *sorted(HYBRID)]
+    found = on_ranks(4, hybrid_losses, names)[0]
+    assert found.pop("superfluous") == []
+    for name in names:
+        assert found[name] == pytest.approx(found["ddp"], rel=1e-5), name
+
+
+def test_two_replicas_need_ranks(on_ranks: Any) -> None:
+    found = on_ranks(3, hybrid_losses, ["ddp", "fsdp2_hybrid"])[0]
+    assert found["superfluous"] == sorted(HYBRID)
+    assert found["fsdp2_hybrid"] == [
+        "ValueError: two replicas take an even number of ranks, at least 4, and there are 3"
+    ]
+
+
 def test_no_matplotlib_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -187,7 +231,7 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     said = run(2, "model=tiny", "rounds=2", "warmup=1", "accumulate=2", f"out={tmp_path}")
     found = result(tmp_path)
     case = found["cases"]["tiny"]
-    assert set(TITLES) - set(case["contenders"]) <= {"shardtrain_process_group"}
+    assert set(TITLES) - set(case["contenders"]) - {"shardtrain_process_group"} == HYBRID
     right = case["contenders"]["ddp"]["losses"]
     for name, contender in case["contenders"].items():
         assert contender["status"] == "ok", (name, contender["reason"])
@@ -209,7 +253,7 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
 
 def test_steps_in_bf16(tmp_path: Path) -> None:
     said = run(2, "model=tiny", "rounds=1", "warmup=1", "precision=bf16", f"out={tmp_path}")
-    assert "tiny@8×2 in bf16, 1 rounds" in said
+    assert "tiny@8×2 in bf16, 1 round\n" in said
     found = result(tmp_path)["cases"]["tiny"]["contenders"]
     assert {name: contender["status"] for name, contender in found.items()} == dict.fromkeys(found, "ok")
 

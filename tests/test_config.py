@@ -14,7 +14,7 @@ import shardtrain
 from shardtrain import compose as compose_module
 from shardtrain.checked import plain
 from shardtrain.compose import compose
-from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, micro_batch
+from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, require_equal_parts
 from shardtrain.errors import UserError
 
 
@@ -130,6 +130,7 @@ def test_growing_images_are_written_as_they_were_given() -> None:
         ("optim.lr=fast", r"optim.lr=fast: expected a number"),
         ("optim.nesterov=1", r"optim.nesterov=1: expected true or false"),
         ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
+        ("optim=adamw optim.betas=[0.9,1]", r"optim.betas=1.0: expected less than 1"),
         ("device=gpu", r"device=gpu.*\(valid: auto, cpu, cuda\)"),
         ("parallel.traffic=int8 parallel.replicate=2", r"parallel.traffic=int8 is for one shard group"),
         ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group, shared_memory\)"),
@@ -178,12 +179,12 @@ def test_batches_that_ranks_do_not_divide(
 ) -> None:
     train = replace(configure().train, batch_size=batch_size, accumulate=accumulate)
     with pytest.raises(UserError, match=message):
-        micro_batch(train, world_size)
+        require_equal_parts(train, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_default_batch_suits_up_to_four_ranks(world_size: int) -> None:
-    assert micro_batch(configure("+recipe=resnet").train, world_size) * world_size == 48
+    require_equal_parts(configure("+recipe=resnet").train, world_size)
 
 
 @pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--info", "config"]])

@@ -240,7 +240,7 @@ def watched() -> list[str]:
     raw = compose([*TINY, "model=squeezenet1_1", "data.image_size=32", "ema.decay=0.9"])
     assert raw is not None
     job, config = build(from_hydra(raw), comm.rank(), comm.world_size(), CPU)
-    return [str(finding) for finding in shared(memory.watch(job, config, None))]
+    return [str(finding) for finding in shared(memory.check(job, config, None))]
 
 
 def test_ranks_hold_what_is_planned(on_ranks: Any) -> None:

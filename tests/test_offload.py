@@ -15,7 +15,11 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import Precision, comm
+from shardtrain.build import build
+from shardtrain.compose import compose
+from shardtrain.config import from_hydra
 from shardtrain.engine import engine_of
+from shardtrain.monitor.window import Window
 from shardtrain.optim import Ema
 
 from small import Block, OddNet, assert_at_rest, assert_same_parameters, images, sgd, shard, train
@@ -116,6 +120,18 @@ def resident_whole(resident: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("world", [1, 3])
 def test_averages_and_checkpoints(on_ranks: Ranks, tmp_path: Path, world: int) -> None:
     on_ranks(world, saves, str(tmp_path))
+
+
+def test_a_run_adds_up_where_units_compute() -> None:
+    """Not where shards lie."""
+    raw = compose(["+recipe=resnet", "model=squeezenet1_1", "data.image_size=32"])
+    assert raw is not None
+    job, _ = build(from_hydra(raw), 0, 1, CPU)
+    elsewhere = torch.device("meta")
+    window = Window(job._replace(device=elsewhere))
+    with elsewhere:
+        window.add(torch.zeros(()), torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64))
+    assert window.loss_of_step().device == elsewhere
 
 
 def on_the_cpu() -> None:

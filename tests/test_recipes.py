@@ -75,6 +75,9 @@ def test_no_auxiliary_heads(name: str) -> None:
         ({"_target_": f"{MODELS}.ResNet"}, r"shardtrain.recipes.models does not define ResNet"),
         ({"_target_": "shardtrain.recipes.none.f"}, r"there is no module shardtrain.recipes.none"),
         ({"_target_": None}, r"model._target_=None: only callables of shardtrain.recipes"),
+        ({"num_classes": "many"}, r"model.num_classes=many: expected a whole number"),
+        ({"image_size": None}, r"model.image_size=null: expected a whole number"),
+        ({"zero_init_residual": 2}, r"model.zero_init_residual=2: expected true or false"),
     ],
 )
 def test_models_that_cannot_be_built(arguments: dict[str, object], message: str) -> None:
@@ -88,6 +91,25 @@ def test_models_that_cannot_be_built(arguments: dict[str, object], message: str)
     }
     with pytest.raises(UserError, match=message):
         targets.build(node | arguments, "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("Photo", {"pad": "abc"}, r"augment.pad=abc: expected a whole number"),
+        ("Photo", {"pad": 1.5}, r"augment.pad=1.5: expected a whole number"),
+        ("Photo", {"pad": 0, "policy": []}, r"augment.policy=\[\]: expected a text"),
+        ("Affine", {"rotate": 10, "zoom": 0, "shift": "far"}, r"augment.shift=far: expected a number"),
+        (
+            "Affine",
+            {"rotate": 200, "zoom": 0, "shift": 0},
+            r"augment: rotate=200.0, zoom=0.0, shift=0.0: exp",
+        ),
+    ],
+)
+def test_augmentations_that_cannot_be_built(name: str, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        targets.build({"_target_": f"shardtrain.recipes.augment.{name}", **arguments}, "augment")
 
 
 def test_a_missing_argument_is_named() -> None:

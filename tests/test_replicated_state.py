@@ -20,7 +20,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain import checkpoint
-from shardtrain.config import shard_group
+from shardtrain.config import require_equal_groups
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.optim import Ema
@@ -185,16 +185,13 @@ def test_memory_is_shared_where_every_shard_group_is_on_one_host(on_ranks: Ranks
 def test_replicas_that_do_not_fit_are_refused(replicate: int, shard_size: int | None, message: str) -> None:
     parallel = configure(f"parallel.replicate={replicate}", f"parallel.shard={shard_size or 'null'}").parallel
     with pytest.raises(UserError) as caught:
-        shard_group(parallel, 4)
+        require_equal_groups(parallel, 4)
     assert str(caught.value) == message
 
 
-def test_sizes_of_shard_groups() -> None:
-    def group(*arguments: str) -> int:
-        return shard_group(configure(*arguments).parallel, 4)
-
-    assert group() == 4
-    assert group("parallel.replicate=2") == group("parallel.replicate=2", "parallel.shard=2") == 2
+@pytest.mark.parametrize("arguments", ["", "parallel.replicate=2", "parallel.replicate=2 parallel.shard=2"])
+def test_replicas_that_fit_are_accepted(arguments: str) -> None:
+    require_equal_groups(configure(*arguments.split()).parallel, 4)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
-from shardtrain.build import build, forward_flops, parameter_groups
+from shardtrain.build import build, forward_flops
 from shardtrain.compose import compose
 from shardtrain.config import Config, Constant, Cosine, from_hydra
 from shardtrain.data import Batch, EvalFeed, Prepare, Share
@@ -22,6 +22,7 @@ from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores, evaluate
 from shardtrain.launch import Context, Place
+from shardtrain.model import parameter_groups
 from shardtrain.schedules import lr_factor
 from shardtrain.train import train
 
@@ -158,6 +159,8 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     [
         ("train.batch_size=60", "train.batch_size=60 is more than the 48 training images of fake"),
         ("model.num_classes=3", "model.num_classes=3: fake has 10 classes"),
+        ("model.num_classes=many", "model.num_classes=many: expected a whole number"),
+        ("model.weights=[]", r"model.weights=\[\]: expected a text"),
         ("model.in_channels=3", "model.in_channels=3, but the images of fake have 1"),
         ("model.image_size=9", "model.image_size=9, but the images of fake have 8"),
         ("model=vgg11", "the model does not take images of shape 12×1×8×8: .*data.image_size"),

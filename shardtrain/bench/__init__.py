@@ -8,6 +8,6 @@
 
 Read in this order: ``settings`` (the command line), ``cases`` (models and data), ``contenders`` (who is
 compared, and how each is set up), ``interleave`` (the measurement), ``statistics`` (from seconds to
-ratios), ``steps``, ``memory``, ``collectives`` and ``host`` over ``simulated`` (the four programs),
-``report``, ``table`` and ``chart`` (what is shown and written).
+ratios), ``judging`` (who is right), ``steps``, ``memory`` over ``processes``, ``collectives`` and ``host``
+over ``simulated`` (the four programs), ``report``, ``table`` and ``chart`` (what is shown and written).
 """

@@ -64,7 +64,7 @@ def _bench_steps(chosen: Settings, output: Report, device: torch.device) -> None
     def run() -> None:
         for name in SUITE if chosen.suite else (chosen.model,):
             measurements.append(
-                steps.Measurement(steps.case_of(chosen, name), chosen.reference, precision=chosen.precision)
+                steps.Measurement(chosen.case(name), chosen.reference, precision=chosen.precision)
             )
             steps.measure(measurements[-1], chosen, device)
 

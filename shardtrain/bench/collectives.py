@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 
 from shardtrain import comm
-from shardtrain.bench.contenders import TITLES
+from shardtrain.bench.contenders import TITLES, default_is_process_group
 from shardtrain.bench.interleave import Runner, Track, attempt, interleave
 from shardtrain.bench.progress import Progress
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import Spread, ratios, spread
 from shardtrain.bench.table import quartiles
-from shardtrain.columns import aligned
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.layout import Layout, even
+from shardtrain.text import MIB, aligned
 
 OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
 MOVEMENTS = ("gather", "reduce")
-ENOUGH = 4 * 2**20  # bytes that one timing moves at least, in repetitions, so that a clock can see it
+ENOUGH = 4 * MIB  # bytes that one timing moves at least, in repetitions, so that a clock can see it
 MOST = 32  # repetitions
 
 # Renamed in torch 2.13, where the old names warn.
@@ -161,18 +161,17 @@ def _whole(layout: Layout, device: torch.device) -> torch.Tensor:
 
 def measure(points: Points, settings: Settings, device: torch.device) -> None:
     """Fill ``points``, smallest vectors first."""
-    transports = _transports(device)
+    transports = _transports()
     for size in sizes(settings):
         for movement in MOVEMENTS if comm.world_size() > 1 else ():
             points.found.append(Point(movement, size, _repetitions(size), {}))
             _fill(points.found[-1], contests(movement, size, transports, device), settings, device)
 
 
-def _transports(device: torch.device) -> dict[str, Transport]:
+def _transports() -> dict[str, Transport]:
     """What the engine uses by default, and the process group where that is something else."""
-    group = comm.open_transport("process_group")
-    default = comm.open_transport("auto") if device.type == "cpu" else group
-    return {OURS: default} if type(default) is type(group) else {OURS: default, GROUP: group}
+    kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
+    return {name: comm.open_transport(kind) for name, kind in kinds.items()}
 
 
 def sizes(settings: Settings) -> Iterator[int]:
@@ -204,10 +203,9 @@ def _fill(point: Point, found: Mapping[str, Contest], settings: Settings, device
         point.tracks[name] = Track(failure=attempt(lambda contest=contest: _check(contest), device))  # type: ignore[misc]
     runners = {name: _repeat(contest.run, point.repetitions) for name, contest in found.items()}
     title = f"{point.movement} {_size(point.size)}"
-    progress = Progress(title, settings.rounds, speaks=comm.rank() == 0, lines=1)
-    first, last = settings.warmup, settings.warmup + settings.rounds
-    interleave(runners, point.tracks, range(first), device, timed=False)
-    interleave(runners, point.tracks, range(first, last), device, timed=True, tick=progress.tick)
+    warmup, rounds = settings.warmup, settings.rounds
+    progress = Progress(title, warmup + rounds, speaks=comm.rank() == 0, lines=1)
+    interleave(runners, point.tracks, device, warmup=warmup, rounds=rounds, tick=progress.tick)
 
 
 def _check(contest: Contest) -> None:
@@ -287,4 +285,4 @@ def _as_json(point: Point) -> dict[str, Any]:
 
 
 def _size(size: int) -> str:
-    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 1024} KiB"
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -32,15 +32,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import shardtrain
+from shardtrain import comm
 from shardtrain.bench.cases import BLOCKS, Batch
 from shardtrain.comm import Alone, ProcessGroupTransport
-from shardtrain.engine import engine_of
 
 TITLES = {
     "shardtrain": "shardtrain",
     "shardtrain_process_group": "shardtrain, process group",
     "fsdp2": "FSDP2",
     "fsdp2_no_reshard": "FSDP2, no resharding",
+    "shardtrain_hybrid": "shardtrain, two replicas",
+    "fsdp2_hybrid": "FSDP2, two replicas",
     "fsdp1": "FSDP1",
     "ddp": "DDP",
     "zero1": "DDP + ZeroRedundancyOptimizer",
@@ -53,10 +55,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
-
-# Trusted in this order to have the right losses. It never trains alone: each rank has data of its own.
-JUDGES = ("ddp", "zero1", "fsdp2", "fsdp1", "fsdp2_no_reshard")
-EXEMPT = ("no_communication",)
 
 
 @dataclass(frozen=True)
@@ -110,21 +108,40 @@ def build(name: str, model: nn.Module, setup: Setup) -> Contender:
     return _BUILDERS[name](model, setup)
 
 
+def superfluous() -> set[str]:
+    """Contenders that are like another one here, or that these ranks are too few for. Collective."""
+    alike = {"shardtrain_process_group"} if default_is_process_group() else set()
+    return alike | (set() if _has_halves() else {"shardtrain_hybrid", "fsdp2_hybrid"})
+
+
 def default_is_process_group() -> bool:
-    """Whether ``transport="auto"`` is the process group here, so that asking for it changes nothing."""
-    engine = engine_of(shardtrain.shard(nn.Linear(1, 1)))
-    return isinstance(engine.transport, ProcessGroupTransport | Alone)
+    """Whether ``"auto"`` is the process group, so that asking for it changes nothing. Collective."""
+    return isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
 
 
-def _shardtrain(model: nn.Module, setup: Setup, transport: str) -> Contender:
+def _has_halves() -> bool:
+    """Whether two replicas have as many ranks, and each something to shard over."""
+    return comm.world_size() >= 4 and comm.world_size() % 2 == 0
+
+
+def _halves(device: torch.device) -> DeviceMesh:
+    world = dist.get_world_size()
+    if not _has_halves():
+        raise ValueError(f"two replicas take an even number of ranks, at least 4, and there are {world}")
+    return init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _shardtrain(model: nn.Module, setup: Setup, transport: str = "auto", hybrid: bool = False) -> Contender:
     precision = shardtrain.Precision(setup.dtype) if setup.dtype is not None else None
-    shardtrain.shard(model, transport=transport, precision=precision)
+    mesh = _halves(setup.device) if hybrid else None
+    shardtrain.shard(model, transport=transport, precision=precision, mesh=mesh)
     return Contender(model, setup.optimizer_of(model), lambda: shardtrain.no_sync(model))
 
 
-def _fsdp2(model: nn.Module, setup: Setup, reshard: bool) -> Contender:
+def _fsdp2(model: nn.Module, setup: Setup, reshard: bool = True, hybrid: bool = False) -> Contender:
+    everyone = init_device_mesh(setup.device.type, (dist.get_world_size(),))
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(setup.device.type, (dist.get_world_size(),)),
+        "mesh": _halves(setup.device) if hybrid else everyone,
         "mp_policy": MixedPrecisionPolicy(param_dtype=setup.dtype),
         "reshard_after_forward": reshard,
     }
@@ -180,10 +197,12 @@ def _no_communication(model: nn.Module, setup: Setup) -> Contender:
 
 
 _BUILDERS: dict[str, Callable[[nn.Module, Setup], Contender]] = {
-    "shardtrain": partial(_shardtrain, transport="auto"),
+    "shardtrain": _shardtrain,
     "shardtrain_process_group": partial(_shardtrain, transport="process_group"),
-    "fsdp2": partial(_fsdp2, reshard=True),
+    "fsdp2": _fsdp2,
     "fsdp2_no_reshard": partial(_fsdp2, reshard=False),
+    "shardtrain_hybrid": partial(_shardtrain, hybrid=True),
+    "fsdp2_hybrid": partial(_fsdp2, hybrid=True),
     "fsdp1": _fsdp1,
     "ddp": _ddp,
     "zero1": _zero1,

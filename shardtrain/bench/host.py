@@ -39,9 +39,9 @@ from shardtrain.bench.settings import Settings
 from shardtrain.bench.simulated import simulated_group
 from shardtrain.bench.statistics import Spread, spread
 from shardtrain.bench.table import quartiles
-from shardtrain.columns import aligned
 from shardtrain.comm import native
 from shardtrain.layout import even
+from shardtrain.text import aligned
 
 OURS, PEER, BARE, MOVES = "shardtrain", "fsdp2", "no_communication", "collectives"
 WIDTH = 4
@@ -175,18 +175,16 @@ def _collectives(world: int, units: int) -> Callable[[], None]:
 
 def _fill(point: Point, run: Callable[[str], Tensor], settings: Settings) -> None:
     runners = {name: lambda _, name=name: run(name) for name in point.tracks}  # type: ignore[misc]
-    progress = Progress(
-        f"{ACTIVITIES[point.activity]}, {point.world:,} ranks", settings.rounds, speaks=True, lines=1
-    )
-    first, last = settings.warmup, settings.warmup + settings.rounds
+    warmup, rounds = settings.warmup, settings.rounds
+    title = f"{ACTIVITIES[point.activity]}, {point.world:,} ranks"
+    progress = Progress(title, warmup + rounds, speaks=True, lines=1)
     with _no_collection():
-        interleave(runners, point.tracks, range(first), CPU, timed=False)
         interleave(
             runners,
             point.tracks,
-            range(first, last),
             CPU,
-            timed=True,
+            warmup=warmup,
+            rounds=rounds,
             tick=progress.tick,
             clock=time.process_time,
         )

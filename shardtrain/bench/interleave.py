@@ -32,18 +32,18 @@ class Track:
 def interleave(
     runners: Mapping[str, Runner],
     tracks: Mapping[str, Track],
-    rounds: range,
     device: torch.device,
     *,
-    timed: bool,
+    warmup: int,
+    rounds: int,
     tick: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Run each round's runners that have not failed, adding to ``tracks``; ``tick()`` after each round.
 
-    ``clock()``: seconds.
+    ``warmup``: rounds before the ``rounds`` that are timed. ``clock()``: seconds.
     """
-    for number in rounds:
+    for number in range(warmup + rounds):
         done: dict[str, tuple[float, float]] = {}
         for name in rotated([name for name in runners if tracks[name].failure is None], number):
             outcome = _run(runners[name], number, device, clock)
@@ -53,7 +53,7 @@ def interleave(
                 done[name] = outcome
         for name, (seconds, loss) in done.items():
             tracks[name].losses.append(loss)
-            if timed:
+            if number >= warmup:
                 tracks[name].seconds.append(seconds)
         tick()
 

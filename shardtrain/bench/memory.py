@@ -6,27 +6,26 @@ train a few steps while it watches them. One contender at a time, so that nothin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardtrain import comm
-from shardtrain.bench import watch
+from shardtrain.bench import judging, processes
 from shardtrain.bench.cases import Case
-from shardtrain.bench.contenders import EXEMPT, JUDGES, TITLES
+from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.interleave import attempt
-from shardtrain.bench.memory_rank import Task
+from shardtrain.bench.memory_rank import STEPS, meeting_of
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.statistics import loss_difference, losses_agree, spread
-from shardtrain.bench.steps import case_of, to_run
-from shardtrain.columns import aligned
+from shardtrain.bench.statistics import spread
+from shardtrain.bench.steps import to_run
 from shardtrain.launch import Place
-
-STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next
+from shardtrain.text import MIB, aligned
 
 
 @dataclass
@@ -54,22 +53,25 @@ class Peaks:
 
 def measure(peaks: Peaks, settings: Settings, place: Place, device: torch.device) -> None:
     """Fill ``peaks``, one contender after the other."""
-    watch.require_pss()
-    peaks.case, peaks.precision = case_of(settings, settings.model), settings.precision
+    processes.require_pss()
+    peaks.case, peaks.precision = settings.case(settings.model), settings.precision
     for name in to_run(settings):
         peak = Peak()
-        peak.failure = attempt(lambda name=name, peak=peak: _watch(name, peak, settings, place), device)  # type: ignore[misc]
+        peak.failure = attempt(lambda name=name, peak=peak: _observe(name, peak, settings, place), device)  # type: ignore[misc]
         total = torch.tensor([peak.host, peak.device], dtype=torch.int64, device=device)
         peak.host, peak.device = (int(value) for value in comm.all_reduce(total).tolist())
         peaks.found[name] = peak
         if place.rank == 0:
-            print(f"{TITLES[name]}: {peak.failure or f'{peak.total / 2**20:.0f} MiB'}", flush=True)
+            print(f"{TITLES[name]}: {peak.failure or f'{peak.total / MIB:.0f} MiB'}", flush=True)
 
 
 def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
     """A table, least memory first, and its files."""
     reference = output.settings.reference
-    reasons = _reasons(peaks)
+    reasons = {
+        name: peak.failure or judging.objection(name, peaks.found, peaks.precision)
+        for name, peak in peaks.found.items()
+    }
     right = {name: peak for name, peak in peaks.found.items() if reasons[name] is None}
     base = right[reference].total if reference in right else None
     ranked = sorted(right, key=lambda name: right[name].total)
@@ -77,7 +79,7 @@ def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
     for name in ranked:
         peak = right[name]
         ratio = f"{peak.total / base:.2f}" if base else "-"
-        rows.append([TITLES[name], f"{peak.host / 2**20:.0f}", f"{peak.device / 2**20:.0f}", ratio])
+        rows.append([TITLES[name], f"{peak.host / MIB:.0f}", f"{peak.device / MIB:.0f}", ratio])
     title = (
         f"{peaks.case.shape if peaks.case else ''}, peak of the whole job above its imports, {STEPS} steps"
     )
@@ -88,15 +90,16 @@ def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
     output.write(results, "\n".join([title, *aligned(rows), *left_out]), bars, interrupted)
 
 
-def _watch(name: str, peak: Peak, settings: Settings, place: Place) -> None:
-    """On local rank 0 start and watch the contender's processes; elsewhere wait for that."""
-    key = f"shardtrain/bench/memory/{name}"
+def _observe(name: str, peak: Peak, settings: Settings, place: Place) -> None:
+    """On local rank 0 start the contender's processes and look at them; elsewhere wait for that."""
+    key = meeting_of(name)
+    alone = dataclasses.replace(settings, contenders=(name,), threads=torch.get_num_threads())
     first = place.rank - place.local_rank
     if place.local_rank == 0:
         try:
-            seen = watch.watch(
+            seen = processes.run(
                 "shardtrain.bench.memory_rank",
-                json.dumps(asdict(_task(name, key, settings))),
+                json.dumps(dataclasses.asdict(alone)),
                 [_environment(place, first, local) for local in range(place.local_world_size)],
             )
             by_step = zip(*(answer["losses"] for answer in seen.answers), strict=True)
@@ -110,44 +113,11 @@ def _watch(name: str, peak: Peak, settings: Settings, place: Place) -> None:
         time.sleep(0.1)
 
 
-def _task(name: str, meeting: str, settings: Settings) -> Task:
-    case = case_of(settings, settings.model)
-    return Task(
-        contender=name,
-        model=case.name,
-        image_size=case.image_size,
-        batch_size=case.batch_size,
-        precision=settings.precision,
-        accumulate=settings.accumulate,
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        seed=settings.seed,
-        steps=STEPS,
-        device=settings.device,
-        threads=torch.get_num_threads(),
-        meeting=meeting,
-    )
-
-
 def _environment(place: Place, first: int, local: int) -> dict[str, str]:
     if place.world_size == 1:
         return {}
     # The launcher's store is up already: nobody is to start another one at its address.
     return {"RANK": str(first + local), "LOCAL_RANK": str(local), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-def _reasons(peaks: Peaks) -> dict[str, str | None]:
-    """Why a contender is not ranked, if it is not."""
-    judges = [name for name in JUDGES if name in peaks.found and peaks.found[name].failure is None]
-    reasons = {}
-    for name, peak in peaks.found.items():
-        reasons[name] = peak.failure
-        if peak.failure is None and judges and name not in EXEMPT:
-            right = peaks.found[judges[0]].losses
-            if not losses_agree(peak.losses, right, peaks.precision):
-                difference = loss_difference(peak.losses, right)
-                reasons[name] = f"losses differ from {judges[0]}'s by up to {difference:.1e} of their value"
-    return reasons
 
 
 def _as_json(peaks: Peaks, reasons: dict[str, str | None], base: int | None) -> dict[str, Any]:

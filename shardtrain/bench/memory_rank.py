@@ -1,5 +1,6 @@
-"""One rank of one contender in a process of its own, watched from outside by ``memory``.
+"""One rank of one contender in a process of its own, looked at from outside by ``memory``.
 
+Its command line is the benchmark's settings, with this contender alone and the number of threads.
 It says ``ready`` when everything is imported and the ranks have met, waits for a line, takes its steps and
 answers with one line of JSON: losses and peak device memory, or why it failed.
 """
@@ -10,71 +11,56 @@ import json
 import os
 import sys
 import warnings
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from shardtrain.bench import contenders
-from shardtrain.bench.cases import CASES, POOL, Case, build_data, build_model
-from shardtrain.bench.contenders import PRECISIONS, Setup
+from shardtrain.bench.cases import POOL, build_data, build_model
 from shardtrain.bench.group import process_group
+from shardtrain.bench.settings import Settings
+from shardtrain.checked import checked
 from shardtrain.launch import Place, choose_device
 
-
-@dataclass(frozen=True)
-class Task:
-    """What one contender is to do, as it travels on a command line."""
-
-    contender: str
-    model: str
-    image_size: int
-    batch_size: int
-    precision: str
-    accumulate: int
-    optimizer: str
-    lr: float
-    seed: int
-    steps: int
-    device: str
-    threads: int
-    meeting: str  # where in the launcher's store the ranks of this contender meet
-
-    @property
-    def case(self) -> Case:
-        return Case(self.model, CASES[self.model].build, self.image_size, self.batch_size)
+STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next
 
 
-def _train(task: Task, place: Place, device: torch.device) -> dict[str, object]:
-    data = build_data(task.case, task.accumulate, task.seed, place.rank, device)
-    model = build_model(task.case, task.seed, device)
-    setup = Setup(task.optimizer, task.lr, PRECISIONS[task.precision], device)
-    contender = contenders.build(task.contender, model, setup)
-    del model
-    losses = [contender.step(data[number % POOL]).item() for number in range(task.steps)]
+def meeting_of(contender: str) -> str:
+    """Where in the launcher's store the ranks of a contender meet."""
+    return f"shardtrain/bench/memory/{contender}"
+
+
+def _train(settings: Settings, contender: str, place: Place, device: torch.device) -> dict[str, object]:
+    case = settings.case(settings.model)
+    data = build_data(case, settings.accumulate, settings.seed, place.rank, device)
+    trained = contenders.build(contender, build_model(case, settings.seed, device), settings.setup(device))
+    losses = [trained.step(data[number % POOL]).item() for number in range(STEPS)]
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     dist.barrier()
     return {"losses": losses, "device_bytes": on_device}
 
 
-def _answer(task: Task, place: Place, device: torch.device) -> dict[str, object]:
+def _answer(settings: Settings, contender: str, place: Place, device: torch.device) -> dict[str, object]:
     try:
-        return _train(task, place, device)
+        return _train(settings, contender, place, device)
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]}
 
 
 def main() -> None:
-    task = Task(**json.loads(sys.argv[1]))
+    settings = checked(OmegaConf.create(json.loads(sys.argv[1])), Settings)
+    (contender,) = settings.chosen
     warnings.simplefilter("ignore")
     place = Place.from_environment(os.environ)
-    device = choose_device(task.device, place)
-    torch.set_num_threads(task.threads)
-    with process_group(place, device, task.meeting):
+    device = choose_device(settings.device, place)
+    assert settings.threads is not None
+    torch.set_num_threads(settings.threads)
+    with process_group(place, device, meeting_of(contender)):
         dist.barrier()
         print("ready", flush=True)
         sys.stdin.readline()
-        print(json.dumps(_answer(task, place, device)), flush=True)
+        print(json.dumps(_answer(settings, contender, place, device)), flush=True)
         sys.stdin.readline()  # stay, with everything mapped, until the others have answered
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from shardtrain.bench import chart, machine, table
+from shardtrain import machine
+from shardtrain.bench import chart, table
 from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.settings import Settings, what_is_measured
 from shardtrain.bench.statistics import Spread, geometric_mean
 from shardtrain.bench.steps import Measurement
-from shardtrain.errors import UserError
+from shardtrain.errors import writing
 from shardtrain.launch import Place
 
 SUITE_REFERENCES = ("fsdp2", "ddp", "no_communication")
@@ -28,7 +29,7 @@ class Report:
 
     def __init__(self, settings: Settings, program: str, place: Place, device: torch.device) -> None:
         self.settings, self.program = settings, program
-        self.hardware = machine.hardware(place, device)
+        self.hardware = machine.hardware(device, place.world_size, place.local_world_size)
         self.versions = machine.versions()
         self.where = machine.in_words(self.hardware, self.versions)
         started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -63,14 +64,10 @@ class Report:
         print("\n".join([*([missing] if missing else []), f"written to {self.folder}"]), flush=True)
 
     def _make_folder(self) -> None:
-        try:
+        with writing("out", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass  # better now than after the measurement
-        except OSError as error:
-            raise UserError(
-                f"out={self.folder}: cannot write there ({error.strerror}); choose another out=DIR"
-            ) from error
 
 
 def of_steps(report: Report, measurements: Sequence[Measurement], interrupted: bool) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.bench.cases import CASES
-from shardtrain.bench.contenders import OPTIMIZERS, PRECISIONS, TITLES
+import torch
+
+from shardtrain.bench.cases import CASES, Case
+from shardtrain.bench.contenders import OPTIMIZERS, PRECISIONS, TITLES, Setup
 from shardtrain.checked import above, at_least, checked, one_of
 from shardtrain.compose import compose
 from shardtrain.errors import UserError, nearest
@@ -58,6 +60,18 @@ class Settings:
     def chosen(self) -> list[str]:
         """Names of the contenders to run."""
         return list(self.contenders or TITLES)
+
+    def case(self, name: str) -> Case:
+        """The named case with the sizes asked for."""
+        case = CASES[name]
+        return dataclasses.replace(
+            case,
+            image_size=self.image_size or case.image_size,
+            batch_size=self.batch_size or case.batch_size,
+        )
+
+    def setup(self, device: torch.device) -> Setup:
+        return Setup(self.optimizer, self.lr, PRECISIONS[self.precision], device)
 
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:

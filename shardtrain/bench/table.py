@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardtrain.bench.contenders import EXEMPT, TITLES
+from shardtrain.bench.contenders import TITLES
+from shardtrain.bench.judging import EXEMPT
 from shardtrain.bench.statistics import Spread
 from shardtrain.bench.steps import Measurement, Verdict
-from shardtrain.columns import aligned
+from shardtrain.text import aligned, counted
 
 
 def of_steps(measurement: Measurement) -> str:
@@ -19,7 +20,7 @@ def of_steps(measurement: Measurement) -> str:
     rows = [["", "ms a step", f"of {reference}", "quartiles", "losses"]]
     rows += [_row(name, ok[name]) for name in ranked]
     precision = "" if measurement.precision == "fp32" else f" in {measurement.precision}"
-    lines = [f"{measurement.case.shape}{precision}, {measurement.rounds} rounds", *aligned(rows)]
+    lines = [f"{measurement.case.shape}{precision}, {counted(measurement.rounds, 'round')}", *aligned(rows)]
     if ok and measurement.reference not in ok:
         lines.append(f"No ratios: {reference} has no right answers to compare with.")
     if ok and measurement.judge is None:

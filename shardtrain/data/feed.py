@@ -19,6 +19,8 @@ from shardtrain.data.sampler import EvalSampler, Share, TrainSampler, generator,
 
 Augment = Callable[[Tensor, Tensor], Tensor]
 
+EVAL_BATCH = 256  # images of a rank in one forward of an evaluation, at most
+
 
 class Batch(NamedTuple):
     images: Tensor  # float32 [batch, channels, side, side], about zero mean and unit variance
@@ -167,8 +169,8 @@ class EvalFeed:
         share: Share,
         prepare: Prepare,
         *,
-        batch_size: int,
         workers: int,
+        batch_size: int = EVAL_BATCH,
         scatter: HostScatter | None = None,
     ) -> None:
         self.images, self.prepare = data.val, prepare

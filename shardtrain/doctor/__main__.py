@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 
 from shardtrain import describe, launch
-from shardtrain.build import Job, build, uncompiled
+from shardtrain.build import Job, build
 from shardtrain.checked import at_least
 from shardtrain.compose import read_beside
-from shardtrain.config import AdamW, Config
+from shardtrain.config import Config, moments
 from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
+from shardtrain.model import uncompiled
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -80,13 +81,12 @@ def findings(settings: Settings, place: Place, device: torch.device) -> Iterator
     needed = _checkpoint_bytes(config, job)
     yield from shared([installation.disk(run_dir, needed, kept)] if first_here else [])
     yield Twins(job, config).examine(settings.keys.steps)
-    yield from shared(memory.watch(job, config, settings.keys.out))
+    yield from shared(memory.check(job, config, settings.keys.out))
 
 
 def _checkpoint_bytes(config: Config, job: Job) -> int:
     """Parameters and moments of all ranks."""
-    moments = 2 if isinstance(config.optim, AdamW) else int(config.optim.momentum > 0)
-    return sum(unit.bytes for unit in describe(job.model)) * (1 + moments)
+    return sum(unit.bytes for unit in describe(job.model)) * (1 + moments(config.optim))
 
 
 def examine(settings: Settings, place: Place, device: torch.device) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardtrain import comm
+from shardtrain import comm, machine
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
 from shardtrain.launch import Place
+from shardtrain.text import MIB, counted
 
-MIB = 2**20
 OLDEST_TORCH = (2, 11)
 SMALLEST_SHM = 64 * MIB  # what containers give unless told otherwise; loader workers need more
 LARGEST_SKEW = 1.0  # seconds between clocks
@@ -80,7 +80,7 @@ def clocks(place: Place, device: torch.device, rounds: int = 5) -> Finding:
         times[place.rank] = time.time()
         comm.all_reduce(times)
         least = min(least, float(times.max() - times.min()))
-    text = f"clocks of {_count(place.world_size, 'rank')} agree to {max(least, 1e-3):.3f} s"
+    text = f"clocks of {counted(place.world_size, 'rank')} agree to {max(least, 1e-3):.3f} s"
     if least > LARGEST_SKEW:
         return Finding(WARNING, text, "times in logs and traces will not match; run an NTP client")
     return Finding(OK, text)
@@ -112,10 +112,10 @@ def disk(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Finding:
 
 def cores(place: Place, device: torch.device) -> Finding:
     """Ranks of a host do not compete for its cores."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    there = machine.cores()
     threads = torch.get_num_threads()
-    ranks, each = _count(place.local_world_size, "rank"), _count(threads, "thread")
-    text = f"{ranks} here × {each}, {_count(there, 'core')}"
+    ranks, each = counted(place.local_world_size, "rank"), counted(threads, "thread")
+    text = f"{ranks} here × {each}, {counted(there, 'core')}"
     if device.type == "cpu" and place.local_world_size * threads > there:
         return Finding(WARNING, text, "they compete; lower threads, or start fewer ranks")
     return Finding(OK, text)
@@ -138,7 +138,3 @@ def pictures() -> Finding:
         return Finding(
             WARNING, f"{text}, no matplotlib", 'pictures are left out; pip install "shardtrain[bench]"'
         )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -13,16 +13,17 @@ from shardtrain.build import Job
 from shardtrain.config import Config
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
 from shardtrain.engine import engine_of
-from shardtrain.errors import UserError
-from shardtrain.plan.memory import MIB, MemoryTimeline, memory_of_step
+from shardtrain.errors import writing
+from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan
 from shardtrain.plan.step import Step
+from shardtrain.text import MIB
 
 MARGIN = 0.1  # between the planned peak and the measured one
 
 
-def watch(job: Job, config: Config, out: str | None) -> list[Finding]:
+def check(job: Job, config: Config, out: str | None) -> list[Finding]:
     """Take two steps, the second one watched; with ``out``, draw this rank's memory there. Collective."""
     step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm, job.ema)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
@@ -67,10 +68,6 @@ def _draw(timeline: MemoryTimeline, folder: Path) -> Finding:
     path, picture = folder / f"memory-rank{comm.rank()}.png", timeline.picture()
     if isinstance(picture, str):
         return Finding(WARNING, picture)
-    try:
+    with writing("out", folder):
         pictures.save(path, picture)
-    except OSError as error:
-        raise UserError(
-            f"out={folder}: cannot write there ({error.strerror}); choose another out=DIR"
-        ) from error
     return Finding(OK, f"{path}: {timeline.words()}")

@@ -9,13 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardtrain.data import Batch
 from shardtrain.losses import Loss
 from shardtrain.nested import tensors_in
-
-
-class Batch(NamedTuple):
-    images: Tensor
-    labels: Tensor
 
 
 class Output(NamedTuple):
@@ -69,6 +65,6 @@ class Side:
         """Forward and backward over micro-batches, all but the last inside ``waiting()``."""
         self.outputs.clear()
         self.gradients.clear()
-        for index, (images, labels) in enumerate(batches):
+        for index, batch in enumerate(batches):
             with contextlib.nullcontext() if index == len(batches) - 1 else waiting():
-                (loss(self.model(images), labels) / len(batches)).backward()
+                (loss(self.model(batch.images), batch.labels) / len(batches)).backward()

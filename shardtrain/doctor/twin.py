@@ -30,12 +30,15 @@ from torch.nn.utils import clip_grad_norm_ as clip_whole
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.build import PRECISIONS, Job, initial_model, placed, plain_optimizer, shard_with_optimizer
+from shardtrain.build import Job
 from shardtrain.config import Config
+from shardtrain.data import Batch
 from shardtrain.doctor.difference import difference
 from shardtrain.doctor.finding import FAILED, OK, Finding, shared
-from shardtrain.doctor.side import Batch, Side
+from shardtrain.doctor.side import Side
 from shardtrain.engine import engine_of, is_sharded
+from shardtrain.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
+from shardtrain.text import counted
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of the largest element
 UPDATE_TOLERANCE = 1e-6  # likewise
@@ -65,8 +68,8 @@ class Twins:
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
         engine = engine_of(job.model)
-        self.world, self.device = engine.transport.everyone.world, engine.device
-        whole = placed(initial_model(config), config, self.device)
+        self.world = engine.transport.everyone.world
+        whole = placed(initial_model(config), config, job.device)
         casts = PRECISIONS[config.parallel.precision] is not None
         optimizer = (
             shard_with_optimizer(whole, config, comm.Alone()) if casts else plain_optimizer(whole, config)
@@ -84,9 +87,7 @@ class Twins:
         batches = iter(self.job.train)
         with self.sharded, self.whole:
             for step in range(steps + 1):
-                micro = [
-                    Batch(*next(batches)[:2]) for _ in range(self.config.train.accumulate if step else 0)
-                ]
+                micro = [next(batches) for _ in range(self.config.train.accumulate if step else 0)]
                 for pairs in self._step(micro) if step else [self._whole_values("initial value")]:
                     findings = shared(self._differences(step, pairs))
                     if findings:
@@ -94,7 +95,7 @@ class Twins:
                     compared += len(pairs)
         gradients = "bit for bit" if self.exact else f"to {self._tolerance('output'):g}"
         how = f"outputs and gradients {gradients}, updates to {self._tolerance('parameter'):g}"
-        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        ranks = counted(self.world, "rank")
         return Finding(
             OK,
             f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors",
@@ -222,6 +223,6 @@ def _is_exact(job: Job, config: Config) -> bool:
     here = isinstance(transport, comm.Alone | comm.SharedMemoryTransport) or (
         isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
     )
-    on_cpu = engine_of(job.model).device.type == "cpu"
+    on_cpu = job.device.type == "cpu"
     one_rounding = config.parallel.precision == "fp32" or config.train.accumulate == 1
     return here and on_cpu and one_rounding

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import shardtrain
 from shardtrain import comm, data, launch
-from shardtrain.build import EVAL_BATCH, plain_model
 from shardtrain.checked import checked, one_of
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
@@ -33,8 +32,10 @@ from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.launch import Place
+from shardtrain.model import plain_model
 from shardtrain.optim import Ema
 from shardtrain.resume import CHECKPOINTS
+from shardtrain.text import MIB
 from shardtrain.weights import load_weights, write_weights
 
 _RANDOM_IMAGES = 32
@@ -102,7 +103,7 @@ def _write(opened: Opened, config: Config, model: nn.Module, out: Path, device: 
     if not check.largest < 1e-3:
         out.unlink()
         raise UserError(f"{out} answers otherwise than the checkpoint: logits differ by {check.largest:.3g}")
-    mib = sum(value.nbytes for value in state.values()) / 2**20
+    mib = sum(value.nbytes for value in state.values()) / MIB
     answers = "random images" if check.acc1 is None else f"held-out images, acc1 {check.acc1:.2f} %"
     print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
     print(f"checked: the plain model answers as the checkpoint does to {check.images} {answers}")
@@ -148,7 +149,7 @@ def _images(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tens
         return
     prepare = data.Prepare(held_out, data.eval_size(config.data), device)
     share = data.Share(1, 1, 0, 1)
-    for batch in data.EvalFeed(held_out, share, prepare, batch_size=EVAL_BATCH, workers=config.data.workers):
+    for batch in data.EvalFeed(held_out, share, prepare, workers=config.data.workers):
         yield batch.images[: batch.valid], batch.labels[: batch.valid]
 
 

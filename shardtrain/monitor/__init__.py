@@ -21,6 +21,7 @@ from shardtrain.data import Batch
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
+from shardtrain.machine import memory_of
 from shardtrain.monitor.board import TensorBoard
 from shardtrain.monitor.comparison import Comparison
 from shardtrain.monitor.console import Bar, Lines, Tables
@@ -29,7 +30,8 @@ from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.tables import end_table, score_table, start_table
 from shardtrain.monitor.verdict import judge
-from shardtrain.monitor.window import MIB, Window, memory_of
+from shardtrain.monitor.window import Window
+from shardtrain.text import MIB
 
 __all__ = ["Monitor", "Window", "open_monitor", "score_table", "start_table"]
 

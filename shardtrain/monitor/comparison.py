@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardtrain.build import Job
-from shardtrain.columns import aligned
 from shardtrain.config import Config
 from shardtrain.monitor.sink import Sink
-from shardtrain.plan.memory import MIB
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan
+from shardtrain.text import MIB, aligned
 
 
 class Row(NamedTuple):
@@ -76,7 +75,7 @@ class Comparison(Sink):
     def close(self, status: str) -> None:
         if status != "finished" or "memory/params_mib" not in self.scalars:
             return
-        on_cuda = self.job.val.prepare.device.type == "cuda"
+        on_cuda = self.job.device.type == "cuda"
         try:
             rows = compare(plan_of(self.config, self.job, rank=0), self.scalars, on_cuda=on_cuda)
         except RuntimeError as error:  # the model needs values, say; the run has done well all the same

@@ -5,32 +5,26 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from shardtrain.checked import plain
 from shardtrain.config import Config
-from shardtrain.errors import UserError
+from shardtrain.errors import writing
+from shardtrain.machine import versions
 from shardtrain.monitor.sink import Sink
 
 
 def make_run_dir(path: Path, config: Config) -> None:
     """Makes the directory and writes the configuration, complete enough to be used again."""
-    try:
+    with writing("run.dir", path):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(OmegaConf.to_yaml(plain(config)))
-    except OSError as error:
-        raise UserError(
-            f"run.dir={path}: cannot write there ({error.strerror}); choose another run.dir"
-        ) from error
 
 
 class LogFile(Sink):
@@ -63,7 +57,8 @@ class ResultFile(Sink):
         earlier = self._read() if first_step else {}
         self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
         self.result: dict[str, Any] = {"status": "running", "step": first_step, "epoch": 0.0, "seconds": 0.0}
-        self.result |= {**earlier, **facts, "versions": _versions()}
+        packages = versions("hydra-core", "tensorboard", "numpy", "safetensors")
+        self.result |= {**earlier, **facts, "versions": packages}
         self._write()
 
     def step(self, step: int) -> None:
@@ -98,11 +93,3 @@ class ResultFile(Sink):
         temporary = self.path.with_suffix(".json.tmp")
         temporary.write_text(json.dumps(self.result, indent=2) + "\n")
         os.replace(temporary, self.path)
-
-
-def _versions() -> dict[str, str]:
-    packages = {
-        name: version(name)
-        for name in ("torch", "torchvision", "hydra-core", "tensorboard", "numpy", "safetensors")
-    }
-    return {"python": platform.python_version(), **packages, "cuda": str(torch.version.cuda)}

@@ -10,11 +10,11 @@ import torch
 
 from shardtrain import describe, held_by_rank
 from shardtrain.build import Job
-from shardtrain.config import AdamW, Config, Reference
+from shardtrain.config import Config, Reference, moments
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
+from shardtrain.text import MIB, counted
 
-MIB = 2**20
 MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
 
 
@@ -26,20 +26,18 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     held = held_by_rank(job.model)
     own = max(held) / MIB
     most = "at most " if min(held) < max(held) else ""
-    moments = 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
-    ranks = _count(place.world_size, "rank")
+    state = moments(optim) * own
+    micro_batches = counted(share.accumulate, "micro-batch")
+    ranks = counted(place.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
-    threads = f", {_count(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
+    threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     rows = [
         ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
         ("cost", f"{job.forward_flops / 1e9:.3g} GFLOP an image forward"),
         ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
-        ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {moments * own:.1f} optimizer"),
+        ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {state:.1f} optimizer"),
         ("data", f"{job.data_name}, {config.data.image_size}×{config.data.image_size} pixels"),
-        (
-            "batch",
-            f"{share.batch_size} = {ranks} × {_count(share.accumulate, 'micro-batch')} × {share.micro_batch}",
-        ),
+        ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} an epoch"),
         (
             "update",
@@ -106,11 +104,6 @@ def _unit_table(job: Job) -> str:
     lines = [f"  {'unit':<{width}}  {'parameters':>13}  {'MiB a rank':>10}"]
     lines += [f"  {name:<{width}}  {count:>13,}  {mib:>10.2f}" for name, count, mib in rows]
     return "\n".join(lines)
-
-
-def _count(number: int, word: str) -> str:
-    ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
-    return f"{number} {word}{ending}"
 
 
 def _model_name(model: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def _waiting(run: Run) -> str:
     if slow and slow[0][1] >= OFTEN * run.spent.reports:
         (rank, phase), _ = slow[0]
         return f"waiting for other ranks: rank {rank} is slower than the others in {phase}, look there first"
-    parallel, micro_batch = run.config.parallel, run.config.train.batch_size // run.ranks
+    parallel, images = run.config.parallel, run.config.train.batch_size // run.ranks
     what = "waiting for other ranks and their shards: "
     if run.device == "cpu" and (parallel.transport == "process_group" or parallel.traffic is not None):
         exact = "parallel.traffic=null " if parallel.traffic is not None else ""
@@ -98,7 +98,7 @@ def _waiting(run: Run) -> str:
         return what + (
             "parallel.reshard_after_forward=false spares backward's gathers, if the memory is there"
         )
-    return what + f"give each rank more to compute, train.batch_size (now {micro_batch} images a rank)"
+    return what + f"give each rank more to compute, train.batch_size (now {images} images a rank)"
 
 
 def _checkpoint(run: Run) -> str:

@@ -21,9 +21,10 @@ from shardtrain.engine import engine_of
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, timeline
 from shardtrain.monitor.norms import Norms
-from shardtrain.monitor.window import MIB, Window
+from shardtrain.monitor.window import Window
 from shardtrain.plan.live import LiveTensors
 from shardtrain.plan.memory import timeline_of
+from shardtrain.text import MIB, counted
 
 TRACED = 3  # steps
 REQUEST, FOLDER = "profile", "timeline"
@@ -34,8 +35,7 @@ class Watch:
 
     def __init__(self, config: Config, context: Context, job: Job, window: Window, monitor: Monitor) -> None:
         self._job, self._window, self._monitor = job, window, monitor
-        ranks = context.place.world_size
-        self._title = f"{config.model.get('name', 'model')}, {ranks} rank{'s'[: ranks > 1]}"
+        self._title = f"{config.model.get('name', 'model')}, {counted(context.place.world_size, 'rank')}"
         self._speaks = context.place.rank == 0
         self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
         self._profile_at = config.monitor.profile_at

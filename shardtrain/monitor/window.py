@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import resource
 import sys
 import time
@@ -25,8 +24,8 @@ from shardtrain.build import Job
 from shardtrain.engine import engine_of
 from shardtrain.monitor.phases import PHASES, Phases
 from shardtrain.monitor.stragglers import Slow, slowest
+from shardtrain.text import MIB
 
-MIB = 2**20
 MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
 
 # Dense TF32 peak of one GPU in operations a second (NVIDIA's data sheets, without sparsity): what
@@ -55,7 +54,7 @@ class Window:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.device = next(job.model.parameters()).device
+        self.device = job.device
         self.peak = _peak_flops(self.device)
         self.spent = Spent()
         self.slow: Slow | None = None  # the rank that the last report found beyond the margin
@@ -221,13 +220,6 @@ def _peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU's memory, or of this host's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _peak_flops(device: torch.device) -> float | None:

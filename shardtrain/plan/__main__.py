@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardtrain import launch, pictures
-from shardtrain.errors import UserError
+from shardtrain.errors import UserError, writing
 from shardtrain.launch import Place
 from shardtrain.plan import report
 from shardtrain.plan.fit import largest_batch
@@ -78,12 +78,8 @@ def _folder(settings: Settings) -> Path:
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{settings.config.model.get('name', 'model')}-{settings.question.world_size}ranks-{started}"
     folder = Path(settings.keys.out or Path("outputs") / "plan" / name).expanduser()
-    try:
+    with writing("out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"out={folder}: cannot write there ({error.strerror}); choose another out=DIR"
-        ) from error
     return folder
 
 

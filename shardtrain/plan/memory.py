@@ -12,8 +12,8 @@ from torch import Tensor
 from shardtrain.engine import Engine
 from shardtrain.pictures import Picture, plot
 from shardtrain.plan.live import KINDS, LiveTensors
+from shardtrain.text import MIB
 
-MIB = 2**20
 COLORS = ("tab:blue", "tab:cyan", "tab:purple", "tab:orange", "tab:green", "0.7")  # of KINDS
 MOST_NAMES = 60  # units that have room along the axis
 LONGEST = 20  # characters of a unit's name there; its end is shown

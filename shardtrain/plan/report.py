@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from shardtrain.columns import aligned
 from shardtrain.config import Config, layout_of
 from shardtrain.pictures import Picture, plot
 from shardtrain.plan.live import KINDS
-from shardtrain.plan.memory import COLORS, MIB
+from shardtrain.plan.memory import COLORS
 from shardtrain.plan.simulate import Plan
+from shardtrain.text import MIB, aligned, counted
 
 GIB = 2**30
 
@@ -34,7 +34,7 @@ def headline(config: Config, plan: Plan) -> str:
     question = plan.question
     parameters = sum(unit.parameters for unit in plan.units)
     side, images = config.data.image_size, question.micro_batch * plan.accumulate * question.world_size
-    replicas = f" in {_count(question.replicate, 'replica')}" if question.replicate > 1 else ""
+    replicas = f" in {counted(question.replicate, 'replica')}" if question.replicate > 1 else ""
     link = "shared memory" if question.in_place else "messages"
     parallel = config.parallel
     link += f" ({parallel.traffic})" if parallel.traffic else ""
@@ -44,10 +44,10 @@ def headline(config: Config, plan: Plan) -> str:
     layout = ", whole parameters" if layout_of(config) == "whole" else ""
     name = config.model.get("name", config.model["_target_"])
     return (
-        f"{name}, {parameters:,} parameters in {_count(len(plan.units), 'unit')}; {config.optim.name}, "
+        f"{name}, {parameters:,} parameters in {counted(len(plan.units), 'unit')}; {config.optim.name}, "
         f"{parallel.precision}, {link}{reshard}{layout}{recompute}{compiled}\n"
-        f"{_count(question.world_size, 'rank')}{replicas} × {_count(plan.accumulate, 'micro-batch')} × "
-        f"{_count(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
+        f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
+        f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
         f"{images:,} images a step"
     )
 
@@ -58,7 +58,7 @@ def rank_table(plan: Plan) -> str:
     rows = [[f"{rank}, which has most, holds" if plan.uneven else "a rank holds", "MiB"]]
     rows += [[name, _mib(size)] for name, size in sizes(plan).items()]
     traffic = [
-        f"{_count(plan.calls.get(kind, 0), noun)} sending {plan.sent.get(kind, 0) / MIB:,.2f} MiB"
+        f"{counted(plan.calls.get(kind, 0), noun)} sending {plan.sent.get(kind, 0) / MIB:,.2f} MiB"
         for kind, noun in _movements(plan)
     ]
     return "\n".join(
@@ -106,7 +106,7 @@ def fit_in_words(plan: Plan, largest: Largest) -> str:
         return f"Not even one image of a rank fits {largest.memory:g} GiB: more ranks, or a smaller model."
     images = largest.images * plan.accumulate * plan.question.world_size
     return (
-        f"{largest.memory:g} GiB of tensors hold at most {_count(largest.images, 'image')} of a rank at a "
+        f"{largest.memory:g} GiB of tensors hold at most {counted(largest.images, 'image')} of a rank at a "
         f"time, so train.batch_size={images}."
     )
 
@@ -190,8 +190,3 @@ def _draw_curve(figure: Any, title: str, plans: Sequence[Plan]) -> None:
 
 def _mib(size: int) -> str:
     return f"{size / MIB:,.2f}"
-
-
-def _count(number: int, word: str) -> str:
-    ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
-    return f"{number:,} {word}{ending}"

@@ -13,12 +13,12 @@ def plan_of(config: Config, job: Job, rank: int | None = None) -> Plan:
     """The plan of a job that has been built: its ranks, transport and batch. ``rank``: see `Question`."""
     transport = engine_of(job.model).transport
     in_place = transport.in_place and transport.world > 1
-    on_cpu = job.val.prepare.device.type == "cpu"
+    on_cpu = job.device.type == "cpu"
     question = Question(
         world_size=transport.everyone.world,
         replicate=transport.everyone.world // transport.world,
         micro_batch=job.share.micro_batch,
-        channels=len(job.val.prepare.mean),
+        channels=job.channels,
         in_place=in_place,
         inbox=on_cpu and not in_place,
         rank=rank,

@@ -13,7 +13,7 @@ from shardtrain import data
 from shardtrain.build import completed
 from shardtrain.checked import above, at_least
 from shardtrain.compose import read_beside
-from shardtrain.config import Config, Data, shard_group
+from shardtrain.config import Config, Data, require_equal_groups
 from shardtrain.data.batches import Arrays
 from shardtrain.errors import UserError
 from shardtrain.plan.simulate import Question
@@ -65,15 +65,16 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
 
 
 def _question(keys: Keys, config: Config, channels: int) -> Question:
+    require_equal_groups(config.parallel, keys.world_size)
+    replicate = config.parallel.replicate
     parts = keys.world_size * config.train.accumulate
     whole, left = divmod(config.train.batch_size, parts)
     share = max(2, whole + 1) if left else whole  # BatchNorm does not train on a single pixel of one image
-    group = shard_group(config.parallel, keys.world_size)
-    in_place = config.parallel.transport == "shared_memory" and group > 1
+    in_place = config.parallel.transport == "shared_memory" and keys.world_size > replicate
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     return Question(
         world_size=keys.world_size,
-        replicate=keys.world_size // group,
+        replicate=replicate,
         micro_batch=keys.micro_batch or share,
         channels=channels,
         in_place=in_place,

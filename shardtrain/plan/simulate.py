@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm, describe, held_by_rank
-from shardtrain.build import ema_of, plain_model, shard_with_optimizer, uncompiled
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.losses import loss_of
+from shardtrain.model import ema_of, plain_model, shard_with_optimizer, uncompiled
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.rows import held_by_rows
 from shardtrain.plan.step import Step

@@ -1,8 +1,16 @@
-"""Text in columns."""
+"""Numbers and tables as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+MIB = 2**20
+
+
+def counted(number: int, word: str) -> str:
+    """``1 rank``, ``1,024 ranks``, ``2 micro-batches``."""
+    ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
+    return f"{number:,} {word}{ending}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

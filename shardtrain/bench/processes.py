@@ -1,4 +1,4 @@
-"""Watching the processes of one host from outside: their memory, counted once, and their answers.
+"""Processes of one host, looked at from outside: their memory, counted once, and their answers.
 
 The proportional set size (PSS) of a page is its size over the number of processes that map it, so that the
 sum over ranks counts shared memory once. It is read from ``/proc/PID/smaps_rollup``.
@@ -21,7 +21,7 @@ from shardtrain.errors import UserError
 INTERVAL_S = 0.01
 
 
-class Watched(NamedTuple):
+class Seen(NamedTuple):
     """Bytes above what imports take, at the moment when all ranks together held most; each rank's answer."""
 
     peak: int
@@ -29,7 +29,7 @@ class Watched(NamedTuple):
 
 
 class RankEnded(RuntimeError):
-    """A watched process ended without an answer."""
+    """A process ended without an answer."""
 
 
 def require_pss() -> None:
@@ -48,7 +48,7 @@ def pss(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
-def watch(module: str, argument: str, environments: Sequence[Mapping[str, str]]) -> Watched:
+def run(module: str, argument: str, environments: Sequence[Mapping[str, str]]) -> Seen:
     """Run ``python -m module argument`` once per environment, all at the same time, to the end.
 
     Raises:
@@ -68,7 +68,7 @@ def watch(module: str, argument: str, environments: Sequence[Mapping[str, str]])
                 rank.wait()
         finally:
             _end(ranks)
-    return Watched(peak - before, answers)
+    return Seen(peak - before, answers)
 
 
 def _start(module: str, argument: str, environment: Mapping[str, str], log: Path) -> subprocess.Popen[str]:
