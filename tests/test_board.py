@@ -184,7 +184,7 @@ def test_mixed_images_are_captioned_with_both_classes(tmp_path: Path) -> None:
 
 
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
-    config = configure()
+    config = configure("data.grow={from:4,epochs:3}")
     facts = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9}
     first = TensorBoard(tmp_path, config, facts)
     for step in (1, 2, 3):
@@ -197,6 +197,8 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     first.close("failed")
     points = [(event.step, event.value) for event in events_of(tmp_path).Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    text = events_of(tmp_path).Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "    from: 4" in text  # the key, not the field's name
     resumed = Glance(tmp_path, Page(), Page(), job_of(2), 1.0)
     assert resumed.curves["train/loss"] == [(1, 1.0), (2, 2.0)]
 

@@ -74,7 +74,7 @@ def _index(shard: Path) -> Index:
         found: Index = np.load(kept, allow_pickle=False)
         if np.array_equal(found[:1], stamp):
             return found[1:]
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError):
         pass  # not there, or not whole: it is made anew
     index = np.array(list(_scan(shard)), dtype=np.int64)
     _keep(np.concatenate([stamp, index]), kept)
