@@ -28,6 +28,7 @@ from typing import NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.rendezvous import rendezvous
 
 from shardtrain.compose import compose
@@ -118,13 +119,14 @@ def run(job: Callable[[Config, Context], Result]) -> Result | None:
     )
 
 
+@record
 def start(
     read: Callable[[Sequence[str], bool], Settings | None],
     job: Callable[[Settings, Place, torch.device], Result],
 ) -> Result | None:
     """Runs a program with what `read(arguments, speak)` makes of the command line, if that is anything.
 
-    Leaves by SystemExit unless all went well.
+    Leaves by SystemExit unless all went well; torchrun shows what failed, in whichever program.
     """
     signal.signal(signal.SIGINT, _interrupt)
     try:

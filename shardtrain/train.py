@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from shardtrain import clip_grad_norm_, no_sync, sweep
 from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
@@ -98,7 +96,6 @@ def train(config: Config, context: Context) -> float | None:
         return best.acc1 if best else None
 
 
-@record
 def main() -> float | None:
     return sweep.run(train)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -24,7 +25,9 @@ ALONE = Place(0, 1, 0, 1)
 
 
 @pytest.fixture(autouse=True)
-def _process_restored() -> Iterator[None]:
+def _process_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Torch's `record` points it at stderr, which is no file where pytest captures it.
+    monkeypatch.setattr(faulthandler, "enable", lambda **_: None)
     handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
     yield
     signal.signal(signal.SIGINT, handler)
@@ -192,10 +195,15 @@ def test_ctrl_c_leaves_with_130_and_a_second_one_is_ignored(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_keep_their_traceback_and_reach_torchrun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def job(config: Config, context: Context) -> None:
         raise RuntimeError("as it was")
 
     _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(RuntimeError, match="as it was"):
         launch.run(job)
+    report = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert report["message"] == "RuntimeError: as it was"
