@@ -20,6 +20,7 @@ from shardtrain.launch import Context, Place
 from shardtrain.monitor import Monitor, open_monitor, start_table
 from shardtrain.monitor.console import Bar, Lines
 from shardtrain.monitor.window import Window
+from shardtrain.plan.live import optimizer_tensors
 
 CPU = torch.device("cpu")
 SCALARS = {
@@ -115,6 +116,19 @@ def test_start_table_says_what_a_rank_holds(tmp_path: Path) -> None:
         "layer4.1",
     ):
         assert expected in table
+
+
+def test_start_table_says_what_muon_will_keep(tmp_path: Path) -> None:
+    """Most of a ViT are hidden matrices with one moment; the rest, which AdamW steps on, has two."""
+    vit = ("model=vit_cifar", "model.layers=1", "data=fake", "data.train_images=12", "train.batch_size=4")
+    arguments = (*vit, "optim=muon")
+    _, context, job = opened(tmp_path, *arguments)
+    table = start_table(configure(*arguments), context, job)
+    images, labels, _ = next(iter(job.train))
+    job.loss(job.model(images), labels).backward()
+    job.optimizer.step()
+    kept = sum(tensor.nbytes for tensor in optimizer_tensors(job.optimizer))
+    assert f", {kept / 2**20:.1f} optimizer" in table
 
 
 def test_deep_models_are_summed_up(tmp_path: Path) -> None:
