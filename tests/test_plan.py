@@ -242,6 +242,19 @@ def test_a_batch_that_the_model_refuses() -> None:
         planned("model=resnet18", "data.image_size=8", "micro_batch=1")
 
 
+def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small = ("model=squeezenet1_1", "world_size=2", "device=")
+    here, cpu, gpus = (settings(*small[:2], small[2] + device) for device in ("auto", "cpu", "cuda"))
+    assert here.question == cpu.question
+    assert cpu.question.inbox
+    assert not gpus.question.inbox
+    for found, device in ((here, "cpu"), (gpus, "cuda")):
+        assert f", device={device}, messages" in headline(
+            found.config, simulate(found.config, found.question)
+        )
+
+
 def test_without_the_data_set() -> None:
     found = read(
         ["data=imagefolder", "data.root=/nowhere", "model.num_classes=7", "data.image_size=64"], speak=False
@@ -328,13 +341,22 @@ def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "none").exists()
 
 
+def test_overflows_are_told_in_bytes_that_no_plan_has() -> None:
+    found = planned("model=squeezenet1_1", "world_size=2", "parallel.replicate=2")
+    scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
+    scalars |= {tag: (found.sent.get(kind, 0) + 4) / MIB for kind, tag in TRAFFIC.items()}
+    scalars["memory/gathered_peak_mib"] = found.gathered / MIB
+    said = [compare(found, scalars, on_cuda=False, scaled=scaled)[-1].verdict for scaled in (True, False)]
+    assert said == ["+0.0 %", "+0.0 %, which should be exact"]
+
+
 def test_what_a_plan_got_wrong_is_said() -> None:
     found = planned("model=squeezenet1_1", "world_size=2")
     scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
     scalars |= {tag: found.sent[kind] / MIB for kind, tag in TRAFFIC.items()}
     scalars |= {"memory/gathered_peak_mib": found.gathered / MIB, "memory/peak_mib": 1.25 * found.peak / MIB}
     scalars["memory/grads_mib"] *= 0.5
-    rows = {row.name: row.verdict for row in compare(found, scalars, on_cuda=True)}
+    rows = {row.name: row.verdict for row in compare(found, scalars, on_cuda=True, scaled=False)}
     assert rows.pop("gradients") == "-50.0 %, which should be exact"
     assert rows.pop("peak") == "+25.0 %"
     assert set(rows.values()) == {"exact"}
