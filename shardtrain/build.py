@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +46,8 @@ class Job(NamedTuple):
     first_step: int  # steps that an earlier process has done
     steps_per_epoch: int
     data_name: str
-    forward_flops: float  # of one image
+    forward_flops: Mapping[int, float]
+    """Of one image, by its side in pixels."""
 
 
 def build(
@@ -63,10 +64,11 @@ def build(
     steps = min(steps, config.train.max_steps or steps)
 
     model = start_model(config)
-    sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
-    flops = forward_flops(model, sample, images.classes)
-    for side in data.sides(config.data) - {config.data.image_size}:
-        forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
+    sample = (share.micro_batch, images.channels)
+    flops = {  # of every size: what the model refuses is told now, not after hours
+        side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
+        for side in sorted(data.sides(config.data))
+    }
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
@@ -88,7 +90,7 @@ def build(
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out",
-        forward_flops=flops / share.micro_batch,
+        forward_flops=flops,
     )
     return job, config
 

@@ -18,7 +18,7 @@ from shardtrain.monitor import Monitor, Window
 from shardtrain.optim import GradScaler
 
 
-class Guard:
+class BadSteps:
     """Keeps steps whose gradient is not finite from the parameters: by stopping, or by skipping them.
 
     A step whose scaled gradient overflows in fp16 is none of these: it is left out, and the scale goes down.

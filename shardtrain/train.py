@@ -17,23 +17,29 @@ from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
 from shardtrain.launch import Context
-from shardtrain.monitor import Monitor, Window, open_monitor, score_table, start_table
-from shardtrain.monitor.watch import Watch
-from shardtrain.nonfinite import Guard
+from shardtrain.monitor import Monitor, Watch, Window, open_monitor, score_table, start_table
+from shardtrain.nonfinite import BadSteps
 from shardtrain.plan.run import foretold
 from shardtrain.resume import Keeper, find_start, restore, told
 from shardtrain.stop import StopSignals
 
 
 def fit(
-    job: Job, train: Train, monitor: Monitor, window: Window, guard: Guard, keeper: Keeper, watch: Watch
+    job: Job,
+    train: Train,
+    monitor: Monitor,
+    window: Window,
+    bad_steps: BadSteps,
+    keeper: Keeper,
+    watch: Watch,
 ) -> None:
     """Trains up to step `job.steps`, evaluating every `train.eval_every` epochs and at the end."""
     model, optimizer = job.model, job.optimizer
     max_norm = train.clip_grad_norm or math.inf  # inf measures and does not clip
     batches = monitor.showing(job.train)
+    window.start()
     for step in range(job.first_step + 1, job.steps + 1):
-        guard.begin_step()
+        bad_steps.begin_step()
         with window.step():
             for micro in range(1, train.accumulate + 1):
                 with window.phase("data"):
@@ -44,10 +50,10 @@ def fit(
                         loss = job.loss(logits, labels)
                     with window.phase("backward"):
                         job.scaler.scale(loss / train.accumulate).backward()
-                window.add(loss, logits, labels)
+                window.add(images, loss, logits, labels)
             job.scaler.unscale_(optimizer)
             norm = clip_grad_norm_(model, max_norm)
-            if not guard.accepts(step, norm):
+            if not bad_steps.accepts(step, norm):
                 optimizer.zero_grad()  # which leaves the update nothing to do
             keeper.before_update()
             job.scaler.step(optimizer)
@@ -65,7 +71,8 @@ def fit(
         if step % (train.eval_every * job.steps_per_epoch) == 0 or last:
             with window.paused("evaluation"):
                 found = evaluate(model, job.val, ema=job.ema, flip=train.eval_flip)
-                monitor.evaluated(step, found)
+                monitor.log(step, found.scalars())
+                monitor.evaluated(found)
         keeper.step_done(step, found)
     keeper.finish()
 
@@ -88,10 +95,10 @@ def train(config: Config, context: Context) -> float | None:
             if place.rank == 0:
                 monitor.say(foretold(config, job))
         else:
-            guard = Guard(job.model, config.train, window, monitor, job.scaler)
+            bad_steps = BadSteps(job.model, config.train, window, monitor, job.scaler)
             keeper = Keeper(config, job, start, best, window, monitor, signals)
             with Watch(config, context, job, window, monitor) as watch:
-                fit(job, config.train, monitor, window, guard, keeper, watch)
+                fit(job, config.train, monitor, window, bad_steps, keeper, watch)
             best = keeper.best
         return best.acc1 if best else None
 

@@ -33,8 +33,7 @@ from shardtrain.build import Job, build
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.launch import Context, Place
-from shardtrain.monitor import Monitor, Window, open_monitor
-from shardtrain.monitor.watch import Watch
+from shardtrain.monitor import Monitor, Watch, Window, open_monitor
 
 WARMUP = 2
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
@@ -85,7 +84,7 @@ def monitored(
                 loss = job.loss(logits, labels)
             with own.within(window.phase("backward")):
                 loss.backward()
-            own.call(window.add, loss, logits, labels)
+            own.call(window.add, images, loss, logits, labels)
             norm = clip_grad_norm_(job.model, math.inf)
             float(norm)
             job.optimizer.step()

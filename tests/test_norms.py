@@ -40,9 +40,10 @@ def _norms() -> tuple[list[dict[str, float]], dict[str, float]]:
             F.cross_entropy(each(x), y).backward()
         average_gradients(plain)
         before = {name: param.detach().clone() for name, param in plain.named_parameters()}
-        other.step()
-        optimizer.step()
-        taken.append(norms.take())
+        if step != 1:  # as where a scaled gradient overflows: Muon is not called then
+            other.step()
+            optimizer.step()
+        taken.append(norms.take(5 + step))
         for name, param in plain.named_parameters():
             assert param.grad is not None
             expected[f"norms/gradient/{name}"] = param.grad.norm().item()

@@ -97,7 +97,7 @@ ADVICE: list[tuple[dict[str, float], str, str, str]] = [
         {"the rest": 50},
         "",
         "cpu",
-        "neither steps nor evaluation: start-up and reports, train.log_every (now 10)",
+        "neither steps nor evaluation: reports, train.log_every (now 10)",
     ),
     (
         {"forward": 30, "backward": 60, "data": 4},

@@ -35,7 +35,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     rows = [
         ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
-        ("cost", f"{job.forward_flops / 1e9:.3g} GFLOP an image forward"),
+        ("cost", f"{job.forward_flops[config.data.image_size] / 1e9:.3g} GFLOP an image forward"),
         ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
         ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {kept:.1f} optimizer"),
         ("data", f"{job.data_name}, {config.data.image_size}×{config.data.image_size} pixels"),
