@@ -30,7 +30,8 @@ from shardtrain import launch
 from shardtrain.compose import compose, program_configs, split, unreadable
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
+from shardtrain.place import Place, meet
 from shardtrain.search import Combinations, Outcome, Search, Suggestions, written
 
 Program = Callable[[Config, Context], float | None]
@@ -163,7 +164,7 @@ def _telling(place: Place) -> Callable[[str], list[str]]:
     """Gives every rank's text for this rank's. By way of the store, for the group may be broken."""
     if place.world_size == 1:
         return lambda text: [text]
-    store = launch.meet(place.store, place.rank, place.world_size)
+    store = meet(place.store, place.rank, place.world_size)
     ranks, rounds = range(place.world_size), itertools.count()
 
     def tell(text: str) -> list[str]:

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet     two ranks of one host
 
 `fit` is the whole of training; what it works on comes from `build.py`, what it reports goes to `monitor`,
-and `resume.py` makes it go on where an earlier process stopped.
+`keeper.py` saves it, and `resume.py` makes it go on where an earlier process stopped.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from shardtrain import clip_grad_norm_, no_sync, sweep
 from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
 from shardtrain.evaluate import evaluate
+from shardtrain.keeper import Keeper
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, Window, open_monitor, score_table, start_table
 from shardtrain.monitor.watch import Watch
 from shardtrain.nonfinite import Guard
 from shardtrain.plan.run import foretold
-from shardtrain.resume import Keeper, find_start, restore, told
+from shardtrain.resume import find_start, restore, told
 from shardtrain.stop import StopSignals
 
 
@@ -91,7 +92,7 @@ def train(config: Config, context: Context) -> float | None:
                 monitor.say(foretold(config, job))
         else:
             guard = Guard(job.model, config.train, window, monitor, job.scaler)
-            keeper = Keeper(config, job, start, best, window, monitor, signals)
+            keeper = Keeper(config, job, start.store, best, window, monitor, signals)
             with Watch(config, context, job, window, monitor) as watch:
                 fit(job, config.train, monitor, window, guard, keeper, watch)
             best = keeper.best

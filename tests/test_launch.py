@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from shardtrain import launch
+from shardtrain import launch, place
 from shardtrain.config import Config
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place, choose_device, cpu_threads
+from shardtrain.launch import Context
+from shardtrain.place import Place, choose_device, cpu_threads
 
 ALONE = Place(0, 1, 0, 1)
 
@@ -35,7 +36,7 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None
     """Makes this process rank `rank` of two, with `store` for the launcher's."""
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(launch, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
+    monkeypatch.setattr(place, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
     monkeypatch.setattr(launch, "PATIENCE", 0.0)
 
 
@@ -127,7 +128,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
     shared = HashStore()
     with ThreadPoolExecutor(3) as threads:
         for attempt in range(3):
-            met = threads.map(lambda rank: launch.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
+            met = threads.map(lambda rank: place.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
             first, *others = met
             assert not first.check(["address"])
             first.set("address", f"of attempt {attempt}")
@@ -140,7 +141,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
 @pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0")])
 def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
     with pytest.raises(UserError, match=rf"rank {rank} has waited 0 s at start-up for rank {missing}$"):
-        launch.meet(HashStore(), rank, 3, timedelta(seconds=0))
+        place.meet(HashStore(), rank, 3, timedelta(seconds=0))
 
 
 def test_a_mistake_is_told_once_and_reaches_torchrun(

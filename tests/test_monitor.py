@@ -16,10 +16,11 @@ from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, open_monitor, start_table
 from shardtrain.monitor.console import Bar, Lines
 from shardtrain.monitor.window import Window
+from shardtrain.place import Place
 
 CPU = torch.device("cpu")
 SCALARS = {

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from shardtrain import comm, resume
+from shardtrain import comm, keeper
 from shardtrain.checkpoint import saving
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
@@ -29,8 +29,9 @@ from shardtrain.compose import compose
 from shardtrain.config import from_hydra
 from shardtrain.data import feed
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import Monitor
+from shardtrain.place import Place
 from shardtrain.stop import SIGNALS, Stopped, StopSignals
 from shardtrain.train import train
 
@@ -313,14 +314,14 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
     folder = copied(undisturbed, tmp_path)
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
-    fit = resume.Keeper.step_done
+    fit = keeper.Keeper.step_done
 
-    def look(keeper: resume.Keeper, *args: Any) -> None:
-        groups = keeper._job.optimizer.param_groups
+    def look(self: keeper.Keeper, *args: Any) -> None:
+        groups = self._job.optimizer.param_groups
         seen.append([(group["weight_decay"], group["lr"]) for group in groups])
-        fit(keeper, *args)
+        fit(self, *args)
 
-    with patch.object(resume.Keeper, "step_done", look):
+    with patch.object(keeper.Keeper, "step_done", look):
         assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 

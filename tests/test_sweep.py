@@ -17,7 +17,8 @@ import torch.distributed as dist
 from shardtrain import comm, sweep
 from shardtrain.config import Config
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
+from shardtrain.place import Place
 from shardtrain.search import Combinations, Outcome
 from shardtrain.sweep import Sweep
 from shardtrain.train import train

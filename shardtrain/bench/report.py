@@ -19,7 +19,7 @@ from shardtrain.bench.settings import Settings, what_is_measured
 from shardtrain.bench.statistics import Spread, geometric_mean
 from shardtrain.bench.steps import Measurement
 from shardtrain.errors import writing
-from shardtrain.launch import Place
+from shardtrain.place import Place
 
 SUITE_REFERENCES = ("fsdp2", "ddp", "no_communication")
 

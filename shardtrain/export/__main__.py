@@ -31,9 +31,9 @@ from shardtrain.compose import compose, config_folder
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
 from shardtrain.model import plain_model
 from shardtrain.optim import Ema
+from shardtrain.place import Place
 from shardtrain.resume import CHECKPOINTS
 from shardtrain.text import MIB
 from shardtrain.weights import load_weights, write_weights
