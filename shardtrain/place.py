@@ -10,17 +10,22 @@ import functools
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shardtrain import comm
 from shardtrain.errors import UserError
 from shardtrain.machine import cores
 
 START_UP = datetime.timedelta(minutes=10)
+LONGEST_PAUSE = 0.5  # seconds between two looks into the store, which all ranks share
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,21 @@ class Place:
         if "WORLD_SIZE" not in environ:
             return cls(0, 1, 0, 1)
         try:
-            rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-            local_rank = int(environ.get("LOCAL_RANK", "0"))
-            return cls(rank, world_size, local_rank, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+            world_size = int(environ["WORLD_SIZE"])
+            alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if world_size == 1 else {}
+            found = {**alone, **environ}
+            return cls(
+                int(found["RANK"]), world_size, int(found["LOCAL_RANK"]), int(found["LOCAL_WORLD_SIZE"])
+            )
         except (KeyError, ValueError) as error:
-            raise UserError(f"WORLD_SIZE is set, but RANK is missing or no number: {error}") from None
+            raise UserError(
+                f"WORLD_SIZE={environ['WORLD_SIZE']}, so the launcher has to set RANK, LOCAL_RANK and "
+                f"LOCAL_WORLD_SIZE (the ranks of this host), too; missing or no number: {error}"
+            ) from None
 
     @functools.cached_property
     def store(self) -> Store:
-        """The launcher's key-value store; exists when there is more than one rank."""
+        """The launcher's key-value store; torchrun has one for a single rank, too."""
         store: Store = next(rendezvous("env://", timeout=START_UP))[0]
         return store
 
@@ -55,8 +66,11 @@ class Place:
         return self.world_size == 1 or self.store.add(f"shardtrain/{key}/{attempt}", 1) == 1
 
     def agree(self, key: str, proposal: str) -> str:
-        """The value that the first rank proposed for `key`, on every rank and across restarts."""
-        if self.world_size == 1:
+        """The value that the first rank proposed for `key`, on every rank and across restarts.
+
+        A single rank agrees with those that torchrun may have started before it.
+        """
+        if self.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             return proposal
         store = self.store
         while isinstance(store, PrefixStore):  # torchrun puts each attempt behind a prefix of its own
@@ -108,6 +122,7 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
     key = "shardtrain/meeting/{}".format
     session, deadline = uuid.uuid4().hex, time.monotonic() + patience.total_seconds()
     missing = list(range(1, world_size)) if rank == 0 else [0]
+    pause = 0.01
     if rank:
         token = session
         store.set(key(rank), token)
@@ -125,7 +140,8 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
                 session, missing = answer, []
                 store.set(key(rank), session)
         if missing:
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
     return PrefixStore(f"shardtrain/{session}", store)
 
 
@@ -135,3 +151,24 @@ def _welcomed(store: Store, key: str, session: str) -> bool:
     if shown and shown != session and " " not in shown:
         store.compare_set(key, shown, f"{shown} {session}")
     return shown == session
+
+
+def together(action: Callable[[], Result]) -> Result:
+    """What it gives on this rank; a mistake that any rank finds is raised by all. Collective.
+
+    Raised on one rank alone, it would look to the others as if that rank had died.
+    """
+    problem = ""
+    try:
+        result = action()
+    except UserError as error:
+        problem = str(error)
+    problems = comm.gather_texts(problem, comm.plain_transport(), comm.control_device())
+    if any(problems):
+        raise UserError(next(filter(None, problems)))
+    return result
+
+
+def on_rank_0(action: Callable[[], object]) -> None:
+    """Do it there, while the others wait; a mistake that it finds is raised by all. Collective."""
+    together(action if comm.rank() == 0 else lambda: None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,15 +18,16 @@ from shardtrain.build import Job, seed_process
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
-from shardtrain.checkpoint.store import Found, Store, newest
+from shardtrain.checkpoint.store import Found, Store, newest, steps_in
 from shardtrain.comm.transport import Ranks
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.keeper import Best, facts_of
 from shardtrain.launch import Context
+from shardtrain.lock import locked
 from shardtrain.monitor import Window
-from shardtrain.place import Place
+from shardtrain.place import on_rank_0
 
 CHECKPOINTS = "checkpoints"
 
@@ -36,22 +38,24 @@ class Start(NamedTuple):
     step: int
     opened: Opened | None
     store: Store
-    messages: list[str]
+    damaged: list[tuple[Path, str]]  # newer checkpoints that are not whole, and why
 
 
 def told(start: Start, job: Job, evaluating: bool = False) -> list[str]:
     """What people should know of the start."""
+    aside = "" if evaluating else "; it is set aside"
+    warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
     if start.opened is None:
-        return start.messages
+        return warnings
     if evaluating:
-        return [*start.messages, f"evaluating step {start.step} ({start.opened.path})"]
+        return [*warnings, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
-    return [*start.messages, f"{where} ({start.opened.path})"]
+    return [*warnings, f"{where} ({start.opened.path})"]
 
 
 def find_start(config: Config, context: Context) -> Start:
-    """Where the configuration's `resume` says to start. Collective.
+    """Where the configuration's `resume` says to start. Changes nothing yet. Collective.
 
     Raises:
         UserError: there is nothing whole to start from, where there should be.
@@ -59,42 +63,63 @@ def find_start(config: Config, context: Context) -> Start:
     directory = context.run_dir / CHECKPOINTS
     everyone, keep = comm.plain_transport(), config.checkpoint.keep
     store = Store(directory, everyone, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous)
-    if config.dry_run or (config.eval_only and config.resume == "none"):
+    if config.dry_run or (config.resume == "none" and (config.eval_only or not _restarted(context))):
         return Start(0, None, store, [])
-    messages = _set_aside(directory, context.place) if config.resume == "none" else []
     try:
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
             found = _elsewhere(Path(config.resume).expanduser(), everyone, context.device)
     except Damaged as error:
         raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
-    messages += [f"warning: {text}; it is set aside" for _, text in found.damaged]
-    return Start(found.step, found.opened, store, messages)
+    return Start(found.step, found.opened, store, found.damaged)
 
 
-def _set_aside(directory: Path, place: Place) -> list[str]:
-    """Rename the checkpoints of an earlier run, so that no restart takes them for this one's.
+@contextlib.contextmanager
+def run_directory(start: Start, config: Config, context: Context) -> Iterator[list[str]]:
+    """Inside, the run directory is this job's alone, and ready for its checkpoints. Collective.
 
-    A restart of this very launch goes on from its own, whatever its `resume` says.
+    Gives what people should know of that. A run that writes nothing changes nothing here.
+
+    Raises:
+        UserError: on every rank: another job writes there, or nobody can.
     """
-    told: list[str] = []
-    if place.rank == 0 and not _restarted(place) and directory.is_dir() and any(directory.iterdir()):
-        taken = len(list(directory.parent.glob(f"{CHECKPOINTS}.*")))
-        aside = directory.with_name(f"{CHECKPOINTS}.{taken + 1}")
-        try:
-            directory.rename(aside)
-        except OSError as error:
-            raise UserError(f"resume=none: cannot rename {directory} ({error.strerror})") from error
-        told = [f"resume=none: the checkpoints of an earlier run are in {aside} now"]
-    return told
+    news: list[str] = []
+    with contextlib.ExitStack() as held:
+
+        def take() -> None:
+            held.enter_context(locked(context.run_dir))
+            if config.resume == "none" and start.opened is None:
+                news.extend(_set_aside(start.store.directory))
+            start.store.clear(start.damaged)
+
+        if not (config.dry_run or config.eval_only):
+            on_rank_0(take)
+        yield news
 
 
-def _restarted(place: Place) -> bool:
-    """Whether torchrun has started these ranks again: after a failure, or with more or fewer of them."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return False
-    token = secrets.token_hex(8)
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or place.agree("start", token) != token
+def _set_aside(directory: Path) -> list[str]:
+    """Rename the checkpoints of an earlier run, so that no restart takes them for this one's."""
+    if not steps_in(directory):
+        return []
+    taken = len(list(directory.parent.glob(f"{CHECKPOINTS}.*")))
+    aside = directory.with_name(f"{CHECKPOINTS}.{taken + 1}")
+    try:
+        directory.rename(aside)
+    except OSError as error:
+        raise UserError(f"resume=none: cannot rename {directory} ({error.strerror})") from error
+    return [f"resume=none: the checkpoints of an earlier run are in {aside} now"]
+
+
+def _restarted(context: Context) -> bool:
+    """Whether torchrun has started this run before: after a failure, or with more or fewer ranks. Collective.
+
+    Then it goes on from its own checkpoints, whatever its `resume` says.
+    """
+    before = False
+    if context.place.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+        token, count = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        before = context.place.agree(f"start/{context.run_dir}", token) != token or count != "0"
+    return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
 
 
 def _elsewhere(path: Path, everyone: Ranks, device: torch.device) -> Found:

@@ -24,7 +24,7 @@ from shardtrain.monitor import Monitor, Window, open_monitor, score_table, start
 from shardtrain.monitor.watch import Watch
 from shardtrain.nonfinite import Guard
 from shardtrain.plan.run import foretold
-from shardtrain.resume import find_start, restore, told
+from shardtrain.resume import find_start, restore, run_directory, told
 from shardtrain.stop import StopSignals
 
 
@@ -81,8 +81,13 @@ def train(config: Config, context: Context) -> float | None:
     window = Window(job)
     best = restore(start, config, job, window)
     best_acc1 = best.acc1 if best else None
-    with open_monitor(config, context, job, window, best_acc1) as monitor, StopSignals() as signals:
-        monitor.say("\n".join([start_table(config, context, job), *told(start, job, config.eval_only)]))
+    with (
+        run_directory(start, config, context) as news,
+        open_monitor(config, context, job, window, best_acc1) as monitor,
+        StopSignals() as signals,
+    ):
+        table = start_table(config, context, job)
+        monitor.say("\n".join([table, *news, *told(start, job, config.eval_only)]))
         if config.eval_only:
             found = evaluate(job.model, job.val, ema=job.ema, flip=config.train.eval_flip)
             monitor.say(score_table(found, config.reference))

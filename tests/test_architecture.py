@@ -42,6 +42,7 @@ CORE = [
 PUBLIC = "shardtrain"  # the package itself, which exports what the core has
 PROGRAM = [
     "errors",
+    "lock",
     "text",
     "pictures",
     "checked",

@@ -52,8 +52,10 @@ def test_places() -> None:
     assert Place.from_environment({}) == ALONE
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert Place.from_environment(environ) == Place(5, 8, 1, 4)
-    with pytest.raises(UserError, match="WORLD_SIZE is set, but RANK is missing or no number"):
-        Place.from_environment({"WORLD_SIZE": "2"})
+    assert Place.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
+    for missing in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        with pytest.raises(UserError, match=rf"WORLD_SIZE=8, so .* missing or no number: '{missing}'"):
+            Place.from_environment({key: environ[key] for key in environ if key != missing})
 
 
 def test_a_broken_environment_is_told(
@@ -63,7 +65,7 @@ def test_a_broken_environment_is_told(
     with pytest.raises(SystemExit) as left:
         launch.run(_no_job)
     assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("error: WORLD_SIZE is set, but RANK")
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=two, so the launcher has to set RANK")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.tables import end_table, score_table, start_table
 from shardtrain.monitor.verdict import judge
 from shardtrain.monitor.window import Window
+from shardtrain.place import on_rank_0
 from shardtrain.text import MIB
 
 __all__ = ["Monitor", "Window", "open_monitor", "score_table", "start_table"]
@@ -112,6 +113,8 @@ def open_monitor(
     """
     if config.monitor.norms and not config.monitor.tensorboard:
         raise UserError("monitor.norms=true: norms are for plots alone, so monitor.tensorboard must be true")
+    if not (config.dry_run or config.eval_only):
+        on_rank_0(lambda: make_run_dir(context.run_dir, config))
     monitor = Monitor(_sinks(config, context, job, best_acc1))
     status = "failed"
     try:
@@ -131,7 +134,6 @@ def _sinks(config: Config, context: Context, job: Job, best_acc1: float | None) 
         return []
     if config.dry_run or config.eval_only:
         return [Tables()]
-    make_run_dir(context.run_dir, config)
     console = _console(config, job)
     log = LogFile(context.run_dir)
     facts = _facts(config, context, job)
