@@ -10,10 +10,12 @@ and the next one follows; when the ranks part, nothing can follow.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,7 +159,18 @@ def _attempt(program: Program, sweep: Sweep, overrides: list[str], context: Cont
     except UserError as error:
         return Outcome(overrides, None, str(error))
     except Exception as error:
+        _keep_traceback(context)
         return Outcome(overrides, None, f"{type(error).__name__}: {error}")
+
+
+def _keep_traceback(context: Context) -> None:
+    """Of the exception being handled: in the job's folder, every rank's, and on rank 0's terminal."""
+    text, rank = traceback.format_exc(), context.place.rank
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # what the disk refuses may be the job's very failure
+        context.run_dir.mkdir(parents=True, exist_ok=True)
+        (context.run_dir / f"traceback-{rank:05}.txt").write_text(text)
 
 
 def _telling(place: Place) -> Callable[[str], list[str]]:

@@ -137,6 +137,17 @@ def test_ranks_that_part_end_the_sweep(on_ranks: Any, tmp_path: Path) -> None:
     assert [result for result, _ in results] == [text + "rank 1: RuntimeError: a disk is gone"] * 2
 
 
+def _fails(config: Config, context: Context) -> float:
+    raise ZeroDivisionError("of nothing")
+
+
+def test_a_failure_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result, _ = run(str(tmp_path), _fails, "seed=1,2")
+    assert result.endswith("the first with: ZeroDivisionError: of nothing")
+    for kept in (capsys.readouterr().err, (tmp_path / "1/traceback-00000.txt").read_text()):
+        assert 'raise ZeroDivisionError("of nothing")' in kept
+
+
 def _refused(config: Config, context: Context) -> float:
     raise UserError("no such thing")
 
