@@ -7,9 +7,11 @@ state, buffers and random numbers of every rank, what the next report adds up, a
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -20,9 +22,10 @@ from shardtrain.checked import plain
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store
 from shardtrain.config import Config
+from shardtrain.data import Batch
 from shardtrain.evaluate import Evaluation
 from shardtrain.monitor import Monitor, Window
-from shardtrain.stop import Stopped, StopSignals
+from shardtrain.stop import Listening, Stopped, StopSignals
 
 
 class Best(NamedTuple):
@@ -30,6 +33,14 @@ class Best(NamedTuple):
 
     step: int
     acc1: float
+
+
+class Past(NamedTuple):
+    """What a run had found out, and what it still owed, when its step was saved."""
+
+    best: Best | None = None
+    owed: bool = False
+    """The step's evaluation, which was left because a rank was asked to leave."""
 
 
 def facts_of(config: Config, job: Job) -> dict[str, Any]:
@@ -70,22 +81,45 @@ class Keeper:
         config: Config,
         job: Job,
         store: Store,
-        best: Best | None,
+        past: Past,
         window: Window,
         monitor: Monitor,
         signals: StopSignals,
     ) -> None:
         self._config, self._job, self._store = config, job, store
-        self.best, self._window, self._monitor, self._signals = best, window, monitor, signals
+        self.best, self.owed = past
+        self._window, self._monitor, self._signals = window, monitor, signals
         self._every = config.checkpoint.every_steps or job.steps_per_epoch
         self._device = job.device
         self._said: tuple[torch.Tensor, Thread | None] | None = None  # and which writer it speaks of
+        self._asked = 0  # the signal that ended an evaluation
         self._reported_s = 0.0
 
     def before_update(self) -> None:
         """Before parameters change."""
         with self._window.phase("checkpoint"):
             self._store.settle()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[Listening[Batch]]:
+        """For an evaluation of the batches given. It ends when a rank is asked to leave, and is owed then:
+        the process that goes on from this step makes up for it. Collective."""
+        self.owed = True
+        try:
+            yield Listening(self._job.val, self._signals)
+            self.owed = False
+        except Stopped as stopped:
+            self._asked = stopped.number
+
+    def made_up(self, step: int, found: Evaluation | None) -> None:
+        """After the evaluation that an earlier process owed; ``step`` is saved already.
+
+        Raises:
+            Stopped: on every rank: it was left once more.
+        """
+        self._judge(step, found)
+        if self.owed:
+            self._leave(step, self._asked)
 
     def step_done(self, step: int, found: Evaluation | None) -> None:
         """After everything of a step. Collective.
@@ -95,10 +129,10 @@ class Keeper:
             SaveFailed: on every rank, if failures are to stop the run.
         """
         signal, busy = self._exchange()
-        better = found is not None and (self.best is None or found.acc1 > self.best.acc1)
-        if better and found is not None:
-            self.best = Best(step, found.acc1)
+        signal = signal or self._asked
+        better = self._judge(step, found)
         last = step == self._job.steps
+        leaving = signal and (self.owed or not last)
         with self._window.paused("checkpoint"):
             if self._store.under_way and not busy:
                 self._attempt(self._store.advance, False)
@@ -106,15 +140,10 @@ class Keeper:
                 # An earlier save's failure must not keep this step from being saved.
                 self._attempt(self._store.finish, False)
                 self._attempt(lambda: self._save(step), last or bool(signal))
-            if signal and not last:
+            if leaving:
                 self._attempt(self._store.finish, True)
-        if signal and not last:
-            saved = (
-                f"step {self._store.latest} is saved" if self._store.latest == step else "nothing is saved"
-            )
-            stopped = Stopped(signal)
-            self._monitor.say(f"{stopped} after step {step}; {saved}")
-            raise stopped
+        if leaving:
+            self._leave(step, signal)
 
     def finish(self) -> None:
         """Return when the last save is committed.
@@ -130,6 +159,19 @@ class Keeper:
         before, self._reported_s = self._reported_s, self._store.exposed_s
         return {"time/checkpoint_s": self._reported_s - before} if self._config.checkpoint.keep else {}
 
+    def _judge(self, step: int, found: Evaluation | None) -> bool:
+        """Whether ``found`` is the best so far."""
+        if found is None or (self.best is not None and found.acc1 <= self.best.acc1):
+            return False
+        self.best = Best(step, found.acc1)
+        return True
+
+    def _leave(self, step: int, signal: int) -> NoReturn:
+        saved = f"step {step} is saved" if self._store.latest == step else "nothing is saved"
+        stopped = Stopped(signal)
+        self._monitor.say(f"{stopped} after step {step}; {saved}")
+        raise stopped
+
     def _exchange(self) -> tuple[int, bool]:
         mine = torch.tensor([self._signals.noted, self._store.busy], device=self._device)
         said, self._said = self._said, (comm.all_reduce(mine, "max"), self._store.writer)
@@ -144,6 +186,7 @@ class Keeper:
             "random": random_state(self._device),
             "window": self._window.state(),
             "best": self.best,
+            "owed": self.owed,
             "ema": None if self._job.ema is None else self._job.ema.state(),
             "scaler": self._job.scaler.state_dict(),
         }

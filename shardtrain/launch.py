@@ -1,9 +1,9 @@
 """From a shell to a running job on every rank, and back with the right exit code.
 
 The same program runs alone (`python -m`), under `torchrun`, or under any launcher that sets `RANK`,
-`WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT`. A mistake of the user's is told by one rank,
-whichever finds it first; the others stay silent. Exit codes: 0 done, 2 a mistake of the user's, 143 asked to
-leave and saved, 130 Ctrl-C; anything else is a failure.
+`WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. A mistake of the user's is
+told by one rank, whichever finds it first; the others stay silent. Exit codes: 0 done, 2 a mistake of the
+user's, 143 asked to leave and saved, 130 Ctrl-C; anything else is a failure.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ import torch.distributed as dist
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
-from shardtrain.place import Place, choose_device, cpu_threads, meet
+from shardtrain.place import START_UP, Place, choose_device, cpu_threads, meet
 from shardtrain.stop import INTERRUPTED, Stopped
 
 USER_ERROR = 2
-AFTERWARDS = datetime.timedelta(seconds=120)
 PATIENCE = 10.0  # seconds that a silent rank leaves the speaking one, before it ends by itself
 
 
@@ -105,7 +104,7 @@ def start(
 
 @contextlib.contextmanager
 def process_group(place: Place, device: torch.device) -> Iterator[None]:
-    """The default process group while the block runs; none for a single rank."""
+    """The default process group while the block runs, with a start-up's time; none for a single rank."""
     if place.world_size == 1:
         yield
         return
@@ -118,7 +117,7 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
         store=meet(place.store, place.rank, place.world_size),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=AFTERWARDS,
+        timeout=START_UP,
         device_id=device if device.type == "cuda" else None,
     )
     try:

@@ -22,7 +22,9 @@ from shardtrain import comm
 from shardtrain.errors import UserError
 from shardtrain.machine import cores
 
+# How long a rank waits for another: images are listed and fetched, models compiled; then steps are alike.
 START_UP = datetime.timedelta(minutes=10)
+AFTERWARDS = datetime.timedelta(seconds=120)
 LONGEST_PAUSE = 0.5  # seconds between two looks into the store, which all ranks share
 
 Result = TypeVar("Result")

@@ -23,7 +23,7 @@ from shardtrain.comm.transport import Ranks
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.keeper import Best, facts_of
+from shardtrain.keeper import Best, Past, facts_of
 from shardtrain.launch import Context
 from shardtrain.lock import locked
 from shardtrain.monitor import Window
@@ -135,8 +135,8 @@ def _elsewhere(path: Path, everyone: Ranks, device: torch.device) -> Found:
     return found
 
 
-def restore(start: Start, config: Config, job: Job, window: Window) -> Best | None:
-    """Fill the job with what `find_start` found; the best evaluation before it. Collective.
+def restore(start: Start, config: Config, job: Job, window: Window) -> Past:
+    """Fill the job with what `find_start` found, and give what is known of the run until then. Collective.
 
     The command's settings count, not the saved ones: a new `optim.weight_decay` takes effect.
 
@@ -145,9 +145,9 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
     """
     if config.eval_only:
         _restore_model(start, config, job)
-        return None
+        return Past()
     if start.opened is None:
-        return None
+        return Past()
     _compare(start.opened.manifest.facts, facts_of(config, job))
     options = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
     try:
@@ -167,7 +167,7 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Best | No
         _set_random_state(extra["random"], job.device)
     else:
         seed_process("resumed", config.seed, comm.rank(), start.step)
-    return None if extra["best"] is None else Best(*extra["best"])
+    return Past(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
 
 
 def _restore_model(start: Start, config: Config, job: Job) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -144,6 +145,19 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
 def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
     with pytest.raises(UserError, match=rf"rank {rank} has waited 0 s at start-up for rank {missing}$"):
         place.meet(HashStore(), rank, 3, timedelta(seconds=0))
+
+
+def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
+    looks: list[float] = []
+
+    class Asked:
+        def check(self, keys: list[str]) -> bool:
+            looks.append(time.monotonic())
+            return False
+
+    with pytest.raises(UserError, match="for rank 1"):
+        place.meet(Asked(), 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
+    assert 3 <= len(looks) <= 8
 
 
 def test_a_mistake_is_told_once_and_reaches_torchrun(

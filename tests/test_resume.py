@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from shardtrain import comm, keeper
+from shardtrain import build, comm, evaluate, keeper
 from shardtrain.checkpoint import saving
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
@@ -196,6 +196,50 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     assert on_ranks(2, signalled, str(tmp_path), number) == [[f"Stopped stopped by {text}", "finished"]] * 2
     assert f"stopped by {text} after step 4; step 4 is saved" in (tmp_path / "log.txt").read_text()
     assert final(tmp_path) == final(undisturbed)
+
+
+@contextlib.contextmanager
+def signal_in_an_evaluation() -> Iterator[None]:
+    """The last rank is told to leave while it answers the second batch of the first evaluation."""
+    answers, calls = evaluate._answers, []
+
+    def answer(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            on_rank_1(signal.SIGTERM)
+        return answers(*arguments)
+
+    with patch.object(evaluate, "_answers", answer), patch.object(build, "EVAL_BATCH", 1):
+        yield
+
+
+def left_in_an_evaluation(folder: str, *arguments: str) -> list[str]:
+    """The ending of a run, and of one that goes on from there."""
+    quiet = ("monitor.tensorboard=false", "monitor.plan=false", "checkpoint.every_steps=100", *arguments)
+    with signal_in_an_evaluation():
+        first = run(folder, *quiet)
+    return [first, run(folder, *quiet)]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_signal_ends_an_evaluation_which_is_made_up_for(
+    on_ranks: Any, tmp_path: Path, undisturbed: Path, every: int
+) -> None:
+    """One in the middle, and the last one of all."""
+    endings = on_ranks(2, left_in_an_evaluation, str(tmp_path), f"train.eval_every={every}")
+    assert endings == [["Stopped stopped by SIGTERM", "finished"]] * 2
+    log = (tmp_path / "log.txt").read_text()
+    assert f"stopped by SIGTERM after step {5 * every}; step {5 * every} is saved" in log
+    ours, theirs = (json.loads((path / "result.json").read_text()) for path in (tmp_path, undisturbed))
+    for key in ("status", "step", "train/loss", "val/loss", "val/acc1"):
+        assert ours[key] == theirs[key], key
+    if every == 1:  # the last step of the other was saved without its evaluation
+        assert final(tmp_path) == final(undisturbed)
+
+
+def test_a_signal_ends_a_scoring(undisturbed: Path) -> None:
+    with signal_in_an_evaluation():
+        assert run(str(undisturbed), "eval_only=true") == "Stopped stopped by SIGTERM"
 
 
 def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
