@@ -214,27 +214,26 @@ def signal_in_an_evaluation() -> Iterator[None]:
 
 
 def left_in_an_evaluation(folder: str, *arguments: str) -> list[str]:
-    """The ending of a run, and of one that goes on from there."""
-    quiet = ("monitor.tensorboard=false", "monitor.plan=false", "checkpoint.every_steps=100", *arguments)
+    """How a run ended, one that went on from there, and one that nobody disturbed."""
     with signal_in_an_evaluation():
-        first = run(folder, *quiet)
-    return [first, run(folder, *quiet)]
+        first = run(f"{folder}/left", *arguments)
+    return [first, run(f"{folder}/left", *arguments), run(f"{folder}/whole", *arguments)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_signal_ends_an_evaluation_which_is_made_up_for(
-    on_ranks: Any, tmp_path: Path, undisturbed: Path, every: int
-) -> None:
+def test_a_signal_ends_an_evaluation_which_is_made_up_for(on_ranks: Any, tmp_path: Path, every: int) -> None:
     """One in the middle, and the last one of all."""
-    endings = on_ranks(2, left_in_an_evaluation, str(tmp_path), f"train.eval_every={every}")
-    assert endings == [["Stopped stopped by SIGTERM", "finished"]] * 2
-    log = (tmp_path / "log.txt").read_text()
-    assert f"stopped by SIGTERM after step {5 * every}; step {5 * every} is saved" in log
-    ours, theirs = (json.loads((path / "result.json").read_text()) for path in (tmp_path, undisturbed))
-    for key in ("status", "step", "train/loss", "val/loss", "val/acc1"):
-        assert ours[key] == theirs[key], key
+    arguments = ("monitor.tensorboard=false", "monitor.plan=false", f"train.eval_every={every}")
+    endings = on_ranks(2, left_in_an_evaluation, str(tmp_path), *arguments)
+    assert endings == [["Stopped stopped by SIGTERM", "finished", "finished"]] * 2
+    ours, theirs = tmp_path / "left", tmp_path / "whole"
+    said = f"stopped by SIGTERM after step {5 * every}; step {5 * every} is saved"
+    assert said in (ours / "log.txt").read_text()
+    results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
+    for key in ("status", "step", "train/loss", "val/loss", "val/ema_loss", "best_val/acc1"):
+        assert results[0][key] == results[1][key], key
     if every == 1:  # the last step of the other was saved without its evaluation
-        assert final(tmp_path) == final(undisturbed)
+        assert final(ours) == final(theirs)
 
 
 def test_a_signal_ends_a_scoring(undisturbed: Path) -> None:
