@@ -23,6 +23,7 @@ from shardtrain.errors import UserError
 from shardtrain.losses import Loss, loss_of
 from shardtrain.model import converted, ema_of, shard_with_optimizer, start_model
 from shardtrain.optim import Ema, GradScaler
+from shardtrain.place import together
 from shardtrain.schedules import lr_factor
 
 
@@ -57,7 +58,7 @@ def build(
     require_equal_parts(config.train, world_size)
     require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
-    images = data.load(config.data)
+    images = together(lambda: data.load(config.data))  # which may be missing on one host only
     config = dataclasses.replace(config, model=completed(config, images))
     steps_per_epoch = _steps_per_epoch(config, images)
     steps = steps_per_epoch * config.train.epochs

@@ -29,7 +29,7 @@ from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference,
 from shardtrain.bench.steps import Measurement, measure
 from shardtrain.compose import compose
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
+from shardtrain.place import Place
 
 CPU = torch.device("cpu")
 HYBRID = {"shardtrain_hybrid", "fsdp2_hybrid"}

@@ -22,12 +22,13 @@ from shardtrain.config import Config, from_hydra
 from shardtrain.data import Batch, Prepare
 from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.evaluate import Evaluation, Mistake, Scores
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import glance
 from shardtrain.monitor.board import METRICS, TensorBoard, hyperparameters
 from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.window import Window
+from shardtrain.place import Place
 from shardtrain.train import train
 
 CPU = torch.device("cpu")

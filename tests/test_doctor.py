@@ -21,7 +21,7 @@ from shardtrain.doctor.difference import difference, ordered
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
+from shardtrain.place import Place
 from shardtrain.plan.settings import read
 from shardtrain.plan.simulate import simulate
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,10 +17,11 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from shardtrain import launch
+from shardtrain import launch, place
 from shardtrain.config import Config
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place, choose_device, cpu_threads
+from shardtrain.launch import Context
+from shardtrain.place import Place, choose_device, cpu_threads
 
 ALONE = Place(0, 1, 0, 1)
 
@@ -38,7 +40,7 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None
     """Makes this process rank `rank` of two, with `store` for the launcher's."""
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(launch, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
+    monkeypatch.setattr(place, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
     monkeypatch.setattr(launch, "PATIENCE", 0.0)
 
 
@@ -54,8 +56,10 @@ def test_places() -> None:
     assert Place.from_environment({}) == ALONE
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert Place.from_environment(environ) == Place(5, 8, 1, 4)
-    with pytest.raises(UserError, match="WORLD_SIZE is set, but RANK is missing or no number"):
-        Place.from_environment({"WORLD_SIZE": "2"})
+    assert Place.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
+    for missing in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        with pytest.raises(UserError, match=rf"WORLD_SIZE=8, so .* missing or no number: '{missing}'"):
+            Place.from_environment({key: environ[key] for key in environ if key != missing})
 
 
 def test_a_broken_environment_is_told(
@@ -65,7 +69,7 @@ def test_a_broken_environment_is_told(
     with pytest.raises(SystemExit) as left:
         launch.run(_no_job)
     assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("error: WORLD_SIZE is set, but RANK")
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=two, so the launcher has to set RANK")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +134,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
     shared = HashStore()
     with ThreadPoolExecutor(3) as threads:
         for attempt in range(3):
-            met = threads.map(lambda rank: launch.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
+            met = threads.map(lambda rank: place.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
             first, *others = met
             assert not first.check(["address"])
             first.set("address", f"of attempt {attempt}")
@@ -143,7 +147,20 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
 @pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0")])
 def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
     with pytest.raises(UserError, match=rf"rank {rank} has waited 0 s at start-up for rank {missing}$"):
-        launch.meet(HashStore(), rank, 3, timedelta(seconds=0))
+        place.meet(HashStore(), rank, 3, timedelta(seconds=0))
+
+
+def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
+    looks: list[float] = []
+
+    class Asked:
+        def check(self, keys: list[str]) -> bool:
+            looks.append(time.monotonic())
+            return False
+
+    with pytest.raises(UserError, match="for rank 1"):
+        place.meet(Asked(), 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
+    assert 3 <= len(looks) <= 8
 
 
 def test_a_mistake_is_told_once_and_reaches_torchrun(

@@ -21,13 +21,14 @@ from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import Monitor, comparison, open_monitor, start_table
 from shardtrain.monitor.comparison import Comparison
 from shardtrain.monitor.console import Bar, Lines, Tables
 from shardtrain.monitor.files import LogFile, ResultFile
 from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.window import Window, _peak_flops
+from shardtrain.place import Place
 from shardtrain.plan.live import optimizer_tensors
 from shardtrain.precision import Precision
 from shardtrain.text import MIB

@@ -12,7 +12,8 @@ import torch
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
 from shardtrain.data import Prepare
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
+from shardtrain.place import Place
 from shardtrain.train import train
 
 VIT = (

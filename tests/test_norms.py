@@ -14,9 +14,10 @@ from shardtrain import comm
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import open_monitor
 from shardtrain.monitor.norms import Norms
+from shardtrain.place import Place
 from shardtrain.train import train
 
 from small import Block, OddNet, average_gradients, images, sgd, shard

@@ -20,8 +20,9 @@ from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor.comparison import STATE, TRAFFIC, compare
+from shardtrain.place import Place
 from shardtrain.plan.__main__ import plan
 from shardtrain.plan.fit import MOST, largest_batch
 from shardtrain.plan.live import KINDS

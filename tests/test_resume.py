@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from shardtrain import comm, resume
+from shardtrain import build, comm, evaluate, keeper
 from shardtrain.checkpoint import saving
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
@@ -29,8 +29,9 @@ from shardtrain.compose import compose
 from shardtrain.config import from_hydra
 from shardtrain.data import feed
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import Monitor
+from shardtrain.place import Place
 from shardtrain.stop import SIGNALS, Stopped, StopSignals
 from shardtrain.train import train
 
@@ -197,6 +198,49 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     assert final(tmp_path) == final(undisturbed)
 
 
+@contextlib.contextmanager
+def signal_in_an_evaluation() -> Iterator[None]:
+    """The last rank is told to leave while it answers the second batch of the first evaluation."""
+    answers, calls = evaluate._answers, []
+
+    def answer(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            on_rank_1(signal.SIGTERM)
+        return answers(*arguments)
+
+    with patch.object(evaluate, "_answers", answer), patch.object(build, "EVAL_BATCH", 1):
+        yield
+
+
+def left_in_an_evaluation(folder: str, *arguments: str) -> list[str]:
+    """How a run ended, one that went on from there, and one that nobody disturbed."""
+    with signal_in_an_evaluation():
+        first = run(f"{folder}/left", *arguments)
+    return [first, run(f"{folder}/left", *arguments), run(f"{folder}/whole", *arguments)]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_signal_ends_an_evaluation_which_is_made_up_for(on_ranks: Any, tmp_path: Path, every: int) -> None:
+    """One in the middle, and the last one of all."""
+    arguments = ("monitor.tensorboard=false", "monitor.plan=false", f"train.eval_every={every}")
+    endings = on_ranks(2, left_in_an_evaluation, str(tmp_path), *arguments)
+    assert endings == [["Stopped stopped by SIGTERM", "finished", "finished"]] * 2
+    ours, theirs = tmp_path / "left", tmp_path / "whole"
+    said = f"stopped by SIGTERM after step {5 * every}; step {5 * every} is saved"
+    assert said in (ours / "log.txt").read_text()
+    results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
+    for key in ("status", "step", "train/loss", "val/loss", "val/ema_loss", "best_val/acc1"):
+        assert results[0][key] == results[1][key], key
+    if every == 1:  # the last step of the other was saved without its evaluation
+        assert final(ours) == final(theirs)
+
+
+def test_a_signal_ends_a_scoring(undisturbed: Path) -> None:
+    with signal_in_an_evaluation():
+        assert run(str(undisturbed), "eval_only=true") == "Stopped stopped by SIGTERM"
+
+
 def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignals() as signals:
@@ -313,14 +357,14 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
     folder = copied(undisturbed, tmp_path)
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
-    fit = resume.Keeper.step_done
+    fit = keeper.Keeper.step_done
 
-    def look(keeper: resume.Keeper, *args: Any) -> None:
-        groups = keeper._job.optimizer.param_groups
+    def look(self: keeper.Keeper, *args: Any) -> None:
+        groups = self._job.optimizer.param_groups
         seen.append([(group["weight_decay"], group["lr"]) for group in groups])
-        fit(keeper, *args)
+        fit(self, *args)
 
-    with patch.object(resume.Keeper, "step_done", look):
+    with patch.object(keeper.Keeper, "step_done", look):
         assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 

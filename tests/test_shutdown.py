@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import shardtrain
-from shardtrain.launch import Place, process_group
+from shardtrain.launch import process_group
+from shardtrain.place import Place
 
 
 def threads():

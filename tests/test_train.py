@@ -21,8 +21,9 @@ from shardtrain.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores, evaluate
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.model import _optimizer, parameter_groups
+from shardtrain.place import Place
 from shardtrain.schedules import lr_factor
 from shardtrain.train import train
 

@@ -65,6 +65,8 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
     model, optimizer = fresh()
     store = open_store(folder, keep, asynchronous)
     found = store.newest()
+    if comm.rank() == 0:
+        store.clear(found.damaged)
     if found.opened is not None:
         load_into(found.opened, engine_of(model), optimizer)
     for step in range(found.step + 1, steps + 1):

@@ -17,7 +17,7 @@ from shardtrain.bench.group import process_group
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
+from shardtrain.place import Place
 
 STEPS, COLLECTIVES, HOST = "steps", "collectives", "host"
 

@@ -19,8 +19,8 @@ from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
 from shardtrain.model import uncompiled
+from shardtrain.place import Place
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -24,6 +24,7 @@ from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.tables import end_table
 from shardtrain.monitor.verdict import judge
 from shardtrain.monitor.window import Window
+from shardtrain.place import on_rank_0
 from shardtrain.text import MIB
 
 
@@ -49,6 +50,8 @@ def open_monitor(
     """
     if config.monitor.norms and not config.monitor.tensorboard:
         raise UserError("monitor.norms=true: norms are for plots alone, so monitor.tensorboard must be true")
+    if not (config.dry_run or config.eval_only):
+        on_rank_0(lambda: make_run_dir(context.run_dir, config))
     monitor = Monitor()
     monitor.sinks = _sinks(config, context, job, best_acc1, monitor)
     status = "failed"
@@ -72,7 +75,6 @@ def _sinks(
         return []
     if config.dry_run or config.eval_only:
         return [Tables()]
-    make_run_dir(context.run_dir, config)
     log = LogFile(context.run_dir)
     facts = _facts(config, context, job)
     if best_acc1 is not None:

@@ -12,7 +12,7 @@ import torch
 from shardtrain import launch, pictures
 from shardtrain.checked import plain
 from shardtrain.errors import UserError, writing
-from shardtrain.launch import Place
+from shardtrain.place import Place
 from shardtrain.plan import report
 from shardtrain.plan.fit import largest_batch
 from shardtrain.plan.report import GIB, Largest, Rates
