@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -41,6 +40,7 @@ from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 from shardtrain.engine import engine_of
 
+from pool import forkserver
 from small import Block, OddNet, train
 
 CPU = torch.device("cpu")
@@ -146,11 +146,9 @@ def _rank(rank: int, meeting: str, folder: str, steps: int, asynchronous: bool, 
 @contextlib.contextmanager
 def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None) -> Iterator[list[Any]]:
     """Two ranks at work on ``folder`` up to step ``steps``; gone when the block is left."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", str(folder), steps, asynchronous, kill)
-        started = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
+        started = [forkserver().Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in started:
             process.start()
         try:
@@ -163,11 +161,11 @@ def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None
 
 def expected(folder: Path, steps: int) -> dict[int, str]:
     """The content of every step's checkpoint, from ranks that nobody disturbs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", str(folder), steps)
-        started = [context.Process(target=_undisturbed, args=(rank, *arguments)) for rank in range(WORLD)]
+        started = [
+            forkserver().Process(target=_undisturbed, args=(rank, *arguments)) for rank in range(WORLD)
+        ]
         for process in started:
             process.start()
         for process in started:
