@@ -49,14 +49,17 @@ class Program:
         for process in self._processes:
             os.kill(process.pid, number)
 
-    def end(self, timeout: float = 100.0) -> Ended:
-        """What it was when all of its ranks had ended."""
+    def over(self, timeout: float) -> bool:
+        """Whether all ranks have ended, ``timeout`` seconds from now at the latest."""
         deadline = time.monotonic() + timeout
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in self._processes]
-        assert None not in codes, f"not over in {timeout} s: {codes}\n{self.output}{self.errors}"
-        return Ended(codes, self.output, self.errors)
+        return not any(process.is_alive() for process in self._processes)
+
+    def end(self, timeout: float = 100.0) -> Ended:
+        """What it was when all of its ranks had ended."""
+        assert self.over(timeout), f"not over in {timeout} s: {self.output}{self.errors}"
+        return Ended([process.exitcode for process in self._processes], self.output, self.errors)
 
 
 class Ended(NamedTuple):
@@ -86,13 +89,14 @@ def started(world: int, *command: str, folder: Path, **environment: str) -> Iter
         finally:
             for process in processes:
                 process.kill()
+            for process in processes:
                 process.join()
             del store
 
 
-def ended(world: int, *command: str, folder: Path, **environment: str) -> Ended:
+def ended(world: int, *command: str, folder: Path, timeout: float = 100.0, **environment: str) -> Ended:
     with started(world, *command, folder=folder, **environment) as program:
-        return program.end()
+        return program.end(timeout)
 
 
 def _torchrun_s(rank: int, world: int, port: int) -> dict[str, str]:

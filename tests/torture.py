@@ -40,6 +40,7 @@ from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 from shardtrain.engine import engine_of
 
+import programs
 from pool import forkserver
 from small import Block, OddNet, train
 
@@ -433,15 +434,12 @@ RUN = (
     "train.log_every=3",
     "checkpoint.every_steps=5",
     "monitor.progress=lines",
+    "monitor.plan=false",
 )
 
 
-def torchrun(folder: Path, restarts: int = 0, extra: Sequence[str] = ()) -> list[str]:
-    """Two ranks of the training program, on a port of their own."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
-    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]
-    launcher += ["--max-restarts", str(restarts)]
-    return [*launcher, "-m", "shardtrain.train", *RUN, f"run.dir={folder}", *extra]
+def program(folder: Path, extra: Sequence[str]) -> list[str]:
+    return ["-m", "shardtrain.train", *RUN, f"run.dir={folder}", *extra]
 
 
 def finished(folder: Path) -> tuple[Any, Any]:
@@ -472,43 +470,40 @@ def workers(launcher: int) -> list[int]:
 
 
 def runs(folder: Path, count: int = 20, extra: Sequence[str] = ()) -> Iterator[str]:
-    """A run killed at random times and started again by the same command, then by torchrun itself."""
+    """A run killed at random times and started again by the same command; then workers of torchrun's."""
     chance = random.Random(0)
-    started = time.monotonic()
-    subprocess.run(torchrun(folder / "whole", extra=extra), check=True, capture_output=True)
-    length = time.monotonic() - started
-    yield f"undisturbed: {length:.0f} s"
+    whole, disturbed = program(folder / "whole", extra), program(folder / "killed", extra)
+    _to_the_end(whole, folder)
     killed = 0
     while killed < count:
-        running = subprocess.Popen(
-            torchrun(folder / "killed", extra=extra),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.wait(length * (0.4 + 0.5 * chance.random()))
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
+        reports = chance.randrange(1, 6)
+        with programs.started(WORLD, *disturbed, folder=folder) as job:
+            while not (over := job.over(0.2 * chance.random())) and job.output.count("\nstep ") < reports:
+                pass
+        if not over:  # what still runs where the block is left is killed
             killed += 1
         elif killed < count:  # it has finished before it was killed often enough: another one
-            assert running.returncode == 0
             assert finished(folder / "killed") == finished(folder / "whole")
             shutil.rmtree(folder / "killed")
-        for child in workers(running.pid) if Path(f"/proc/{running.pid}").exists() else []:
-            os.kill(child, signal.SIGKILL)
-        running.wait()
-    subprocess.run(torchrun(folder / "killed", extra=extra), check=True, capture_output=True)
+    _to_the_end(disturbed, folder)
     assert finished(folder / "killed") == finished(folder / "whole")
     yield f"{count} kills of the whole job, continued by the same command: the same bits, the same curves"
     yield from restarts(folder, min(3, count), extra)
 
 
+def _to_the_end(command: Sequence[str], folder: Path) -> None:
+    done = programs.ended(WORLD, *command, folder=folder, timeout=300)
+    assert done.codes == [0] * WORLD, done.output + done.errors
+
+
 def restarts(folder: Path, count: int, extra: Sequence[str] = ()) -> Iterator[str]:
     """One worker killed at random, again and again, under ``torchrun --max-restarts``."""
     chance = random.Random(1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]  # a port of its own
+    launcher += ["--max-restarts", str(count)]
     running = subprocess.Popen(
-        torchrun(folder / "restarted", count, extra),
+        [*launcher, *program(folder / "restarted", extra)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
