@@ -1,7 +1,7 @@
 """Checkpoints under torture: kills, bit flips, full disks, and whole runs killed again and again.
 
     python tests/torture.py              everything, at length (about a quarter of an hour on two cores)
-    python tests/torture.py flips        one of: points kills flips files dcp disks runs
+    python tests/torture.py flips        one of: points kills flips files dcp disks runs restarts
 
 Every part is a generator that yields a line per case and raises at the first wrong result. The test-suite
 runs a short form of each (`test_torture.py`).
@@ -470,13 +470,13 @@ def workers(launcher: int) -> list[int]:
 
 
 def runs(folder: Path, count: int = 20, extra: Sequence[str] = ()) -> Iterator[str]:
-    """A run killed at random times and started again by the same command; then workers of torchrun's."""
+    """A run killed at random times and started again by the same command."""
     chance = random.Random(0)
-    whole, disturbed = program(folder / "whole", extra), program(folder / "killed", extra)
-    _to_the_end(whole, folder)
+    disturbed = program(folder / "killed", extra)
+    _undisturbed_run(folder, extra)
     killed = 0
     while killed < count:
-        reports = chance.randrange(1, 6)
+        reports = chance.randrange(1, 4)
         with programs.started(WORLD, *disturbed, folder=folder) as job:
             while not (over := job.over(0.2 * chance.random())) and job.output.count("\nstep ") < reports:
                 pass
@@ -488,7 +488,6 @@ def runs(folder: Path, count: int = 20, extra: Sequence[str] = ()) -> Iterator[s
     _to_the_end(disturbed, folder)
     assert finished(folder / "killed") == finished(folder / "whole")
     yield f"{count} kills of the whole job, continued by the same command: the same bits, the same curves"
-    yield from restarts(folder, min(3, count), extra)
 
 
 def _to_the_end(command: Sequence[str], folder: Path) -> None:
@@ -496,9 +495,15 @@ def _to_the_end(command: Sequence[str], folder: Path) -> None:
     assert done.codes == [0] * WORLD, done.output + done.errors
 
 
-def restarts(folder: Path, count: int, extra: Sequence[str] = ()) -> Iterator[str]:
+def _undisturbed_run(folder: Path, extra: Sequence[str]) -> None:
+    if not (folder / "whole").exists():
+        _to_the_end(program(folder / "whole", extra), folder)
+
+
+def restarts(folder: Path, count: int = 3, extra: Sequence[str] = ()) -> Iterator[str]:
     """One worker killed at random, again and again, under ``torchrun --max-restarts``."""
     chance = random.Random(1)
+    _undisturbed_run(folder, extra)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]  # a port of its own
     launcher += ["--max-restarts", str(count)]
@@ -531,6 +536,7 @@ PARTS: dict[str, Callable[[Path], Iterator[str]]] = {
     "dcp": dcp,
     "disks": disks,
     "runs": runs,
+    "restarts": restarts,
 }
 
 
