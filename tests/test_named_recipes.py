@@ -240,6 +240,7 @@ TINY = (
     "train.log_every=1",
     "monitor.tensorboard=false",
     "monitor.progress=none",
+    "monitor.plan=false",
     "checkpoint.keep=0",
 )
 FAKE = ("data=fake", "data.classes=7", "data.val_images=9")

@@ -34,6 +34,7 @@ TINY = (
     "train.max_steps=2",
     "monitor.progress=none",
     "monitor.tensorboard=false",
+    "monitor.plan=false",
     "checkpoint.keep=0",
 )
 
