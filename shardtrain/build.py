@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from shardtrain.errors import UserError
 from shardtrain.losses import Loss, loss_of
 from shardtrain.model import converted, ema_of, shard_with_optimizer, start_model
 from shardtrain.optim import Ema, GradScaler
+from shardtrain.place import together
 from shardtrain.schedules import lr_factor
 
 
@@ -46,7 +47,8 @@ class Job(NamedTuple):
     first_step: int  # steps that an earlier process has done
     steps_per_epoch: int
     data_name: str
-    forward_flops: float  # of one image
+    forward_flops: Mapping[int, float]
+    """Of one image, by its side in pixels."""
 
 
 def build(
@@ -56,17 +58,18 @@ def build(
     require_equal_parts(config.train, world_size)
     require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
-    images = data.load(config.data)
+    images = together(lambda: data.load(config.data))  # which may be missing on one host only
     config = dataclasses.replace(config, model=completed(config, images))
     steps_per_epoch = _steps_per_epoch(config, images)
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
     model = start_model(config)
-    sample = (share.micro_batch, images.channels, config.data.image_size, config.data.image_size)
-    flops = forward_flops(model, sample, images.classes)
-    for side in data.sides(config.data) - {config.data.image_size}:
-        forward_flops(model, (*sample[:2], side, side), images.classes)  # refused now, not after hours
+    sample = (share.micro_batch, images.channels)
+    flops = {  # of every size: what the model refuses is told now, not after hours
+        side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
+        for side in sorted(data.sides(config.data))
+    }
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
@@ -88,7 +91,7 @@ def build(
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
         data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out",
-        forward_flops=flops / share.micro_batch,
+        forward_flops=flops,
     )
     return job, config
 

@@ -164,6 +164,10 @@ class Sgd:
     momentum: float = fraction()
     weight_decay: float = at_least(0)
 
+    def moments(self, hidden_matrix: bool) -> int:
+        """Tensors that the optimizer keeps of a parameter, each of the parameter's size."""
+        return int(self.momentum > 0)
+
 
 @dataclass(frozen=True)
 class AdamW:
@@ -173,6 +177,9 @@ class AdamW:
     lr: float = above(0)
     eps: float = above(0)
     weight_decay: float = at_least(0)
+
+    def moments(self, hidden_matrix: bool) -> int:
+        return 2
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,9 @@ class Muon:
     momentum: float = fraction()
     eps: float = above(0)
     weight_decay: float = at_least(0)
+
+    def moments(self, hidden_matrix: bool) -> int:
+        return 1 if hidden_matrix else 2
 
 
 @dataclass(frozen=True)
@@ -339,11 +349,6 @@ def layout_of(config: Config) -> Policy:
     """The layout for `shard`: whole parameters where the optimizer needs them, else what balances best."""
     asked = config.parallel.layout
     return "whole" if asked == "whole" or (asked == "auto" and isinstance(config.optim, Muon)) else "even"
-
-
-def moments(optim: Optim) -> int:
-    """How many numbers the optimizer keeps for each parameter's; for most of them, with muon."""
-    return 2 if isinstance(optim, AdamW) else int(optim.momentum > 0)
 
 
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardtrain
-from shardtrain import comm, targets
+from shardtrain import comm, config, targets
 from shardtrain.checked import typed
 from shardtrain.comm import Transport
 from shardtrain.config import AdamW, Config, Optim, Parallel, Sgd, layout_of
@@ -157,7 +157,7 @@ def plain_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 def _groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     groups = parameter_groups(model, optim.weight_decay, optim.decay_all)
-    if isinstance(optim, Sgd | AdamW):
+    if not isinstance(optim, config.Muon):
         return groups
     matrices = set(hidden_matrices(model))
     split = [
@@ -175,14 +175,16 @@ def _optimizer(optim: Optim, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         )
     if isinstance(optim, AdamW):
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    return Muon(
-        groups,
-        lr=optim.lr,
-        momentum=optim.momentum,
-        nesterov=optim.nesterov,
-        betas=optim.betas,
-        eps=optim.eps,
-    )
+    if isinstance(optim, config.Muon):
+        return Muon(
+            groups,
+            lr=optim.lr,
+            momentum=optim.momentum,
+            nesterov=optim.nesterov,
+            betas=optim.betas,
+            eps=optim.eps,
+        )
+    raise NotImplementedError(f"_optimizer() does not make {type(optim).__name__}, which config.OPTIM lists")
 
 
 def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:

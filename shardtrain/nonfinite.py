@@ -18,7 +18,7 @@ from shardtrain.monitor import Monitor, Window
 from shardtrain.optim import GradScaler
 
 
-class Guard:
+class BadSteps:
     """Keeps steps whose gradient is not finite from the parameters: by stopping, or by skipping them.
 
     A step whose scaled gradient overflows in fp16 is none of these: it is left out, and the scale goes down.
@@ -36,8 +36,7 @@ class Guard:
 
     def begin_step(self) -> None:
         """Remember BatchNorm's running statistics, which a bad forward spoils for good."""
-        if self._buffers:
-            torch._foreach_copy_(self._before, self._buffers)
+        _copy(self._before, self._buffers)
 
     def accepts(self, step: int, norm: Tensor) -> bool:
         """Whether this step may be taken. Collective if ``norm`` is not finite.
@@ -59,7 +58,7 @@ class Guard:
             raise RuntimeError(f"{cause}; {self._most} steps in a row were skipped (train.skip_at_most)")
         self._monitor.say(f"skipped {cause}")
         self._window.drop_step()
-        torch._foreach_copy_(self._buffers, self._before)
+        _copy(self._buffers, self._before)
         return False
 
     def _bad_losses(self) -> list[str]:
@@ -67,3 +66,9 @@ class Guard:
         losses[comm.rank()] = self._window.loss_of_step()
         found = [(rank, loss) for rank, loss in enumerate(comm.all_reduce(losses).tolist())]
         return [f"loss {loss} on rank {rank}" for rank, loss in found if not math.isfinite(loss)]
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    """Models without BatchNorm have no buffers, and torch refuses to copy none."""
+    if into:
+        torch._foreach_copy_(into, values)

@@ -1,25 +1,35 @@
 """Being asked to leave: a scheduler's SIGTERM or SIGUSR1, or Ctrl-C.
 
 While training, a signal is only noted. The ranks exchange what they have noted with every step (see
-`resume.Keeper`), so they stop together, wherever the signal went, with the step saved.
+`keeper.Keeper`) and every batch of an evaluation (`Listening`), so they stop together, wherever the signal
+went, with the step saved.
 """
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from shardtrain import comm
 
 TERMINATED, INTERRUPTED = 143, 130
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_S = 1.0  # seconds in which a Ctrl-C may come twice: from the terminal, and passed on by torchrun
 
 
+Batch = TypeVar("Batch")
+
+
 class Stopped(KeyboardInterrupt):
-    """All ranks have stopped after the same step, because one was asked to."""
+    """All ranks have stopped at the same place, because one was asked to."""
 
     def __init__(self, number: int) -> None:
+        self.number = number
         self.name = signal.Signals(number).name
         self.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
         super().__init__(f"stopped by {self.name}")
@@ -52,3 +62,26 @@ class StopSignals:
             raise KeyboardInterrupt
         if not self.noted:
             self.noted, self._since = number, time.monotonic()
+
+
+class Listening(Generic[Batch]):
+    """Batches, of which all ranks have as many; a signal to one of them ends them on all. Collective.
+
+    With each batch the ranks exchange what they have noted, and read what they exchanged the batch before,
+    so on a GPU nobody waits for the exchange.
+    """
+
+    def __init__(self, batches: Iterable[Batch], signals: StopSignals) -> None:
+        self._batches, self._signals = batches, signals
+
+    def __iter__(self) -> Iterator[Batch]:
+        """
+        Raises:
+            Stopped: on every rank, before the same batch.
+        """
+        said: torch.Tensor | None = None
+        for batch in self._batches:
+            if said is not None and said.item():
+                raise Stopped(int(said.item()))
+            said = comm.all_reduce(torch.tensor(self._signals.noted, device=comm.control_device()), "max")
+            yield batch

@@ -10,10 +10,12 @@ and the next one follows; when the ranks part, nothing can follow.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +32,8 @@ from shardtrain import launch
 from shardtrain.compose import compose, program_configs, split, unreadable
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
+from shardtrain.place import Place, meet
 from shardtrain.search import Combinations, Outcome, Search, Suggestions, written
 
 Program = Callable[[Config, Context], float | None]
@@ -156,14 +159,25 @@ def _attempt(program: Program, sweep: Sweep, overrides: list[str], context: Cont
     except UserError as error:
         return Outcome(overrides, None, str(error))
     except Exception as error:
+        _keep_traceback(context)
         return Outcome(overrides, None, f"{type(error).__name__}: {error}")
+
+
+def _keep_traceback(context: Context) -> None:
+    """Of the exception being handled: in the job's folder, every rank's, and on rank 0's terminal."""
+    text, rank = traceback.format_exc(), context.place.rank
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # what the disk refuses may be the job's very failure
+        context.run_dir.mkdir(parents=True, exist_ok=True)
+        (context.run_dir / f"traceback-{rank:05}.txt").write_text(text)
 
 
 def _telling(place: Place) -> Callable[[str], list[str]]:
     """Gives every rank's text for this rank's. By way of the store, for the group may be broken."""
     if place.world_size == 1:
         return lambda text: [text]
-    store = launch.meet(place.store, place.rank, place.world_size)
+    store = meet(place.store, place.rank, place.world_size)
     ranks, rounds = range(place.world_size), itertools.count()
 
     def tell(text: str) -> list[str]:

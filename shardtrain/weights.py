@@ -62,7 +62,10 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
         if path.suffix == ".safetensors":
             write_tensors(temporary, state, {"format": "pt"})
         else:
-            torch.save(dict(state), temporary)
+            with temporary.open("xb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
         os.rename(temporary, path)
         sync_directory(path.parent)
     except (OSError, RuntimeError) as error:

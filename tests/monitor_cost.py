@@ -32,9 +32,9 @@ from shardtrain.bench.statistics import ratios
 from shardtrain.build import Job, build
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
-from shardtrain.launch import Context, Place
-from shardtrain.monitor import Monitor, Window, open_monitor
-from shardtrain.monitor.watch import Watch
+from shardtrain.launch import Context
+from shardtrain.monitor import Monitor, Watch, Window, open_monitor
+from shardtrain.place import Place, choose_device, cpu_threads
 
 WARMUP = 2
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
@@ -85,7 +85,7 @@ def monitored(
                 loss = job.loss(logits, labels)
             with own.within(window.phase("backward")):
                 loss.backward()
-            own.call(window.add, loss, logits, labels)
+            own.call(window.add, images, loss, logits, labels)
             norm = clip_grad_norm_(job.model, math.inf)
             float(norm)
             job.optimizer.step()
@@ -128,8 +128,8 @@ def main() -> None:
     raw = compose([*DEFAULTS, *(text for text in sys.argv[1:] if text not in own)])
     assert raw is not None
     config, place = from_hydra(raw), Place.from_environment(os.environ)
-    device = launch.choose_device(config.device, place)
-    torch.set_num_threads(config.threads or launch.cpu_threads(place, os.environ))
+    device = choose_device(config.device, place)
+    torch.set_num_threads(config.threads or cpu_threads(place, os.environ))
     with tempfile.TemporaryDirectory() as folder, launch.process_group(place, device):
         measure(config, place, device, Path(folder), rounds)
 

@@ -7,6 +7,7 @@ fails that one test and the pool is started afresh.
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,16 @@ from typing import Any
 
 LARGEST = 4
 TIMEOUT_S = 150.0
+# What tests import, so that ranks are forked with it; `shardtrain.train` stands for what programs import.
+PRELOADED = ["torch", "torchvision", "shardtrain.train", "matplotlib.figure", "pytest", "hypothesis"]
+
+
+@functools.cache
+def forkserver() -> Any:
+    """What starts ranks: a process that has imported `PRELOADED`, forked for each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class RankFailed(AssertionError):
@@ -31,8 +42,6 @@ class RankFailed(AssertionError):
 class Pool:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
 
     def run(self, transport: str, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``body(*args)`` on ``world`` ranks, whose `small.shard` takes ``transport``.
@@ -68,8 +77,8 @@ class Pool:
         return answers
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, sys.path), daemon=True)
+        ours, theirs = forkserver().Pipe()
+        process = forkserver().Process(target=_serve, args=(theirs, sys.path), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -88,6 +97,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     while True:
         try:
             body, args, rank, world, store, transport = pipe.recv()
@@ -105,6 +115,7 @@ def _call(body: Callable[..., Any], args: Any, rank: int, world: int, store: str
     torch.manual_seed(0)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        dist.barrier()  # a rank that is done at once must not leave while others still connect to it
         result = body(*args)
         assert dict(os.environ) == environment, "the test left environment variables behind"
         return True, result
@@ -114,3 +125,4 @@ def _call(body: Callable[..., Any], args: Any, rank: int, world: int, store: str
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # models are cycles; four ranks' worth of them would wait for a full collection
+        gc.freeze()  # what is left are modules that the test was the first to import

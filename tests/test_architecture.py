@@ -42,6 +42,7 @@ CORE = [
 PUBLIC = "shardtrain"  # the package itself, which exports what the core has
 PROGRAM = [
     "errors",
+    "lock",
     "text",
     "pictures",
     "checked",
@@ -51,6 +52,7 @@ PROGRAM = [
     "compose",
     "stop",
     "machine",
+    "place",
     "launch",
     "losses",
     "schedules",
@@ -62,6 +64,7 @@ PROGRAM = [
     "plan",
     "monitor",
     "nonfinite",
+    "keeper",
     "resume",
     "search",
     "sweep",

@@ -6,9 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
-import os
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -29,29 +27,22 @@ from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference,
 from shardtrain.bench.steps import Measurement, measure
 from shardtrain.compose import compose
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
+from shardtrain.place import Place
+
+from programs import ended, started
 
 CPU = torch.device("cpu")
 HYBRID = {"shardtrain_hybrid", "fsdp2_hybrid"}
-TIMEOUT_S = 100
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def run(world: int, *arguments: str, expect: int = 0) -> str:
     """What ``-m shardtrain.bench`` prints on ``world`` ranks."""
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world}"] if world > 1 else []
-    command = [sys.executable, *launcher, "-m", "shardtrain.bench", *arguments, "device=cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as bench:
-        try:
-            said, complained = bench.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            bench.terminate()  # torchrun then ends its ranks
-            raise
-    assert bench.returncode == expect, said + complained
+    bench = ended(world, "-m", "shardtrain.bench", *arguments, "device=cpu", folder=Path.cwd(), **ONE_THREAD)
+    assert bench.codes == [expect] * world, bench.output + bench.errors
     if expect == 0:
-        assert complained == ""
-    return said + complained
+        assert bench.errors == ""
+    return bench.output + bench.errors
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -333,15 +324,14 @@ def test_a_mistake_ends_every_rank_with_one_message(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardtrain.bench", "model=tiny", "rounds=100000", f"out={tmp_path}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command += ["warmup=0", "device=cpu", "contenders=[shardtrain,fsdp2,ddp]"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as bench:
-        assert bench.stdout is not None
-        assert bench.stdout.readline().startswith("tiny@8×2  round 20/")
-        bench.send_signal(signal.SIGINT)
-        said = bench.stdout.read()
-    assert bench.returncode == 130
+    arguments = ("model=tiny", "rounds=100000", f"out={tmp_path}", "warmup=0", "device=cpu")
+    contenders = "contenders=[shardtrain,fsdp2,ddp]"
+    command = ("-m", "shardtrain.bench", *arguments, contenders)
+    with started(1, *command, folder=tmp_path, **ONE_THREAD) as bench:
+        bench.wait_for("tiny@8×2  round 20/")
+        bench.signal(signal.SIGINT)
+        codes, said, _ = bench.end()
+    assert codes == [130]
     assert "interrupted: what was measured until then" in said
     found = result(tmp_path)
     assert found["interrupted"]

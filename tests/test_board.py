@@ -22,12 +22,13 @@ from shardtrain.config import Config, from_hydra
 from shardtrain.data import Batch, Prepare
 from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.evaluate import Evaluation, Mistake, Scores
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import glance
 from shardtrain.monitor.board import METRICS, TensorBoard, hyperparameters
 from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.sink import Sink
 from shardtrain.monitor.window import Window
+from shardtrain.place import Place
 from shardtrain.train import train
 
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ FOUND = Evaluation(Scores(1.0, 80.0, 100.0), torch.eye(5, dtype=torch.int64), (M
 
 def test_mixed_images_are_captioned_with_both_classes(tmp_path: Path) -> None:
     page, captions = Page(), []
-    look = Glance(tmp_path, page, page, job_of(), 1.0)
+    look = Glance(tmp_path, page, job_of(), 1.0)
     soft = torch.tensor([[0.0, 0.3, 0.7], [0.02, 0.98, 0.0]])
 
     def grid(images: torch.Tensor, texts: list[str], *_: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -184,7 +185,7 @@ def test_mixed_images_are_captioned_with_both_classes(tmp_path: Path) -> None:
 
 
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
-    config = configure()
+    config = configure("data.grow={from:4,epochs:3}")
     facts = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9}
     first = TensorBoard(tmp_path, config, facts)
     for step in (1, 2, 3):
@@ -197,13 +198,15 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     first.close("failed")
     points = [(event.step, event.value) for event in events_of(tmp_path).Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    resumed = Glance(tmp_path, Page(), Page(), job_of(2), 1.0)
+    text = events_of(tmp_path).Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "    from: 4" in text  # the key, not the field's name
+    resumed = Glance(tmp_path, Page(), job_of(2), 1.0)
     assert resumed.curves["train/loss"] == [(1, 1.0), (2, 2.0)]
 
 
 def test_the_glance_draws_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Page()
-    look = Glance(tmp_path, page, page, job_of(), memory_mib=1000.0)
+    look = Glance(tmp_path, page, job_of(), memory_mib=1000.0)
     look.log(5, {"val/loss": 1.0})
     look.evaluated(FOUND)
     assert page.seen == []
@@ -223,7 +226,7 @@ def test_without_matplotlib_there_are_no_plots(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert "matplotlib is not installed" in str(pictures.confusion(torch.eye(2)))
     page = Page()
-    look = Glance(tmp_path, page, page, job_of(), 1.0)
+    look = Glance(tmp_path, page, job_of(), 1.0)
     look.log(1, {"val/loss": 1.0})
     look.close("finished")
     assert page.seen == ['no picture: matplotlib is not installed (pip install "shardtrain[bench]")']
@@ -271,7 +274,7 @@ def _measured() -> dict[str, Any]:
                     loss = job.loss(logits, batch.labels)
                 with window.phase("backward"):
                     loss.backward()
-                window.add(loss, logits, batch.labels)
+                window.add(batch.images, loss, logits, batch.labels)
             job.optimizer.step()
 
     step()

@@ -1,4 +1,8 @@
-"""The real program, as typed in a shell, alone and under torchrun."""
+"""The real program, as typed in a shell, alone and under torchrun.
+
+A start through torchrun costs three imports of torch, so where it is not torchrun that matters the program is
+forked (`programs.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
+from programs import ended, started
 
-PYTHON = [sys.executable, "-m", "shardtrain.train"]
+PROGRAM = ["-m", "shardtrain.train"]
 TINY = [
     "+recipe=resnet",
     "data=fake",
@@ -48,7 +52,7 @@ def shell(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_alone_from_another_directory(tmp_path: Path) -> None:
-    done = shell([*PYTHON, *TINY, "train.max_steps=2", "train.accumulate=2"], tmp_path)
+    done = shell([sys.executable, *PROGRAM, *TINY, "train.max_steps=2", "train.accumulate=2"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     (run,) = (tmp_path / "outputs").iterdir()
     kinds = sorted(path.name.split(".")[0] for path in run.iterdir())
@@ -58,10 +62,10 @@ def test_alone_from_another_directory(tmp_path: Path) -> None:
 
 
 def test_two_ranks_make_one_run(tmp_path: Path) -> None:
-    done = shell([*torchrun(2), *TINY, "train.max_steps=2"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("GFLOP an image") == 1
-    assert done.stdout.count("finished") == 1
+    done = ended(2, *PROGRAM, *TINY, "train.max_steps=2", folder=tmp_path)
+    assert done.codes == [0, 0], done.errors
+    assert done.output.count("GFLOP an image") == 1
+    assert done.output.count("finished") == 1
     (run,) = (tmp_path / "outputs").iterdir()
     result = json.loads((run / "result.json").read_text())
     assert (result["world_size"], result["step"]) == (2, 2)
@@ -85,24 +89,33 @@ def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
 
 def test_mistakes_end_with_code_2(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = shell([*PYTHON, *TINY, f"run.dir={tmp_path}/file/run"], tmp_path)
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: run.dir=.*: cannot write there \(Not a directory\).*\n", done.stderr)
+    done = ended(1, *PROGRAM, *TINY, f"run.dir={tmp_path}/file/run", folder=tmp_path)
+    assert done.codes == [2]
+    assert re.fullmatch(r"error: run.dir=.*: cannot write there \(Not a directory\).*\n", done.errors)
 
 
 def test_the_configuration_is_printed_once(tmp_path: Path) -> None:
-    done = shell([*torchrun(2), "+recipe=resnet", "--cfg", "job"], tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.count("batch_size: 48") == 1
+    done = ended(2, *PROGRAM, "+recipe=resnet", "--cfg", "job", folder=tmp_path)
+    assert done.codes == [0, 0]
+    assert done.output.count("batch_size: 48") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_leaves_cleanly(tmp_path: Path, ranks: int) -> None:
+def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
+    with started(1, *PROGRAM, *TINY, "train.epochs=10000", "run.dir=run", folder=tmp_path) as running:
+        running.wait_for("step")
+        running.signal(signal.SIGINT)
+        done = running.end()
+    assert done.codes == [130]
+    assert "interrupted  step" in done.output
+    assert done.errors == "interrupted\n"
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
+
+
+def test_ctrl_c_to_torchrun_leaves_cleanly(tmp_path: Path) -> None:
     """As in a terminal, where every process of the group gets the signal."""
-    command = [*(torchrun(ranks) if ranks > 1 else PYTHON), *TINY, "train.epochs=10000", "run.dir=run"]
     running = subprocess.Popen(
-        command,
+        [*torchrun(2), *TINY, "train.epochs=10000", "run.dir=run"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -119,30 +132,45 @@ def test_ctrl_c_leaves_cleanly(tmp_path: Path, ranks: int) -> None:
         output, errors = running.communicate(timeout=60)
     finally:
         running.kill()
-    assert running.returncode == (130 if ranks == 1 else 1)
+    assert running.returncode == 1
     assert "interrupted  step" in output
     assert errors.count("interrupted\n") == 1
     assert 'shardtrain/train.py"' not in errors  # torchrun tells where it was itself; we do not
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path, ranks: int) -> None:
-    """To the program itself, or to torchrun, which passes it on."""
-    launcher = torchrun(ranks) if ranks > 1 else PYTHON
-    small = ["model=squeezenet1_1", "data.image_size=32", "checkpoint.keep=1", "run.name=here"]
-    command = [*launcher, *TINY, *small, "train.epochs=4000"]
+SAVING = [*TINY, "model=squeezenet1_1", "data.image_size=32", "checkpoint.keep=1", "run.name=here"]
+
+
+def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
+    command = [*PROGRAM, *SAVING, "train.epochs=4000"]
+    with started(1, *command, folder=tmp_path) as running:
+        running.wait_for("step")
+        running.signal(signal.SIGTERM)
+        done = running.end()
+    assert done.codes == [143]
+    continues(1, command, tmp_path, done.output)
+
+
+def test_sigterm_to_torchrun_saves_and_the_same_command_continues(tmp_path: Path) -> None:
+    """torchrun passes it on."""
+    command = [*SAVING, "train.epochs=4000"]
     running = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*torchrun(2), *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with running, running.stdout as lines:  # type: ignore[union-attr]
         next(line for line in lines if line.startswith("step"))
         running.send_signal(signal.SIGTERM)
         output = lines.read()
-    assert running.returncode == (143 if ranks == 1 else 1)
+    assert running.returncode == 1
+    continues(2, [*PROGRAM, *command], tmp_path, output)
+
+
+def continues(ranks: int, command: list[str], folder: Path, output: str) -> None:
+    """A run that SIGTERM has stopped says so, and goes on from there."""
     (step,) = re.findall(r"stopped by SIGTERM after step (\d+); step \1 is saved", output)
-    (saved,) = (tmp_path / "outputs/here/checkpoints").iterdir()
+    (saved,) = (folder / "outputs/here/checkpoints").iterdir()
     assert int(saved.name.removeprefix("step-")) == int(step)
-    done = shell([*command, "train.epochs=1", "train.max_steps=1"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"continuing after step {step} of 1: nothing is left to do" in done.stdout
+    done = ended(ranks, *command, "train.epochs=1", "train.max_steps=1", folder=folder)
+    assert done.codes == [0] * ranks, done.errors
+    assert f"continuing after step {step} of 1: nothing is left to do" in done.output

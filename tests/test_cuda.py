@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.checkpoint.saving import HostMemory
+from shardtrain.checkpoint.saving import Snapshot
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Tag, native
 from shardtrain.comm.meter import waiting
 from shardtrain.layout import Policy, even
@@ -186,7 +186,7 @@ def test_the_meter_times_what_the_stream_waits_for() -> None:
 def test_a_thread_waits_for_the_copies_of_another_device() -> None:
     device = torch.device("cuda", 1)
     values = torch.zeros(1 << 20, device=device)
-    memory = HostMemory()
+    memory = Snapshot()
     memory.copy({"values": values})
     with torch.cuda.device(device):
         torch.cuda._sleep(500_000_000)

@@ -21,7 +21,7 @@ from shardtrain.doctor.difference import difference, ordered
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
+from shardtrain.place import Place
 from shardtrain.plan.settings import read
 from shardtrain.plan.simulate import simulate
 
@@ -100,6 +100,7 @@ def test_traffic_that_rounds_is_not_compared() -> None:
     [
         (["parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, updates to 1e-06"),
         (["parallel.precision=bf16", "train.accumulate=2"], "to 0.05, updates to 0.05"),
+        (["parallel.precision=fp16", "train.accumulate=2"], "to 0.01, updates to 0.01"),
     ],
 )
 def test_what_is_promised_is_stated(on_ranks: Any, arguments: list[str], how: str) -> None:
@@ -221,32 +222,35 @@ def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_program_says_a_line_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    own = ["steps=1", f"out={tmp_path}/pictures"]
+    own = ["steps=2", "train.max_steps=1", f"out={tmp_path}/pictures"]  # the run has fewer steps
     settings = program.read([*TINY, "model=squeezenet1_1", "data.image_size=32", *own], False)
     assert settings is not None
     program.examine(settings, HERE, CPU)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     assert all(line.split()[0] in (OK, WARNING) for line in lines)
-    assert lines[7].startswith("ok       1 steps sharded over 1 rank")
-    assert lines[8].startswith(f"ok       {tmp_path}/pictures/memory-rank0.png: The peak of ")
+    assert lines[6].startswith("ok       1 steps sharded over 1 rank")
+    assert lines[7].startswith(f"ok       {tmp_path}/pictures/memory-rank0.png: The peak of ")
     assert re.match(
-        r"ok +state and traffic are as planned; peak [\d.]+ MiB, planned [\d.]+ \([-+]0\.\d %\)", lines[9]
+        r"ok +state and traffic are as planned; peak [\d.]+ MiB, planned [\d.]+ \([-+]0\.\d %\)", lines[8]
     )
+    assert " MiB free for 4 checkpoints of 6" in lines[9]  # parameters and momentum
     assert (tmp_path / "pictures/memory-rank0.png").stat().st_size > 10_000
 
 
-def watched() -> list[str]:
+def watched() -> tuple[list[str], int]:
     raw = compose([*TINY, "model=squeezenet1_1", "data.image_size=32", "ema.decay=0.9"])
     assert raw is not None
     job, config = build(from_hydra(raw), comm.rank(), comm.world_size(), CPU)
-    return [str(finding) for finding in shared(memory.check(job, config, None))]
+    said = [str(finding) for finding in shared(memory.check(job, config, None))]
+    return said, memory.checkpoint_bytes(job)
 
 
 def test_ranks_hold_what_is_planned(on_ranks: Any) -> None:
-    said = on_ranks(2, watched)
-    assert said[0] == said[1]
-    assert re.match(r"ok +rank 0: state and traffic are as planned; peak .* \([-+]\d\.\d %\)", said[0][0])
+    (said, size), other = on_ranks(2, watched)
+    assert (said, size) == other
+    assert re.match(r"ok +rank 0: state and traffic are as planned; peak .* \([-+]\d\.\d %\)", said[0])
+    assert size == 3 * 4 * 727_626  # parameters, momentum and averages
 
 
 def test_what_is_not_as_planned_is_said() -> None:

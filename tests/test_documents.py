@@ -6,8 +6,6 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +18,8 @@ from shardtrain.config import from_hydra
 from shardtrain.doctor import __main__ as doctor
 from shardtrain.plan import settings as plan_settings
 
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+from programs import ended
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -95,24 +94,16 @@ def test_every_command_is_tried_somewhere() -> None:
     assert set(ELSEWHERE) <= set(COMMANDS)
 
 
-def torchrun(*command: str, folder: Path) -> str:
-    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command]
-    done = subprocess.run(
-        program,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def on_two_ranks(*command: str, folder: Path) -> str:
+    program = ended(2, *command, folder=folder)
+    assert program.codes == [0, 0], program.errors
+    return program.output
 
 
 def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
     (example,) = [text for file, text in blocks("python") if file.name == "README.md" and "import " in text]
     (tmp_path / "mine.py").write_text(example + "\nassert state['fc.weight'].shape == (10, 512)\n")
-    torchrun("mine.py", folder=tmp_path)
+    on_two_ranks("mine.py", folder=tmp_path)
 
 
 @pytest.mark.parametrize("package", ["accelerate", "lightning_fabric"])
@@ -121,11 +112,11 @@ def test_a_sharded_model_trains_in_another_loop(package: str, tmp_path: Path) ->
         pytest.skip(f"{package} is not installed")
     (example,) = [text for _, text in blocks("python") if f"import {package}" in text]
     (tmp_path / "theirs.py").write_text(example)
-    torchrun("theirs.py", folder=tmp_path)
+    on_two_ranks("theirs.py", folder=tmp_path)
 
 
 def test_the_walk_tells_what_the_document_says(tmp_path: Path) -> None:
-    said = torchrun("-m", "shardtrain.recipes.walk", folder=tmp_path)
+    said = on_two_ranks("-m", "shardtrain.recipes.walk", folder=tmp_path)
     for line in (
         "rank 0  1.weight [1 1]",
         "rank 1  1.weight []",
@@ -157,5 +148,5 @@ def test_no_link_is_dead(file: Path) -> None:
 
 
 def test_the_cost_of_monitoring_is_told(tmp_path: Path) -> None:
-    said = torchrun(str(ROOT / "tests/monitor_cost.py"), "rounds=1", "train.log_every=2", folder=tmp_path)
+    said = on_two_ranks(str(ROOT / "tests/monitor_cost.py"), "rounds=1", "train.log_every=2", folder=tmp_path)
     assert "inside monitoring's calls" in said, said

@@ -133,6 +133,7 @@ def test_an_evaluation_alone_scores_as_the_run_did(
         (["run={run}"], "error: out: Missing mandatory value"),
         (["run={raw}", "out=x.pth", "weights=ema"], "has no moving average; its run had ema.decay=null"),
         (["run={run}", "out=x.pth", "weights=avg"], "error: weights=avg (valid: raw, ema)"),
+        (["run={run}", "out=x.pth", "device=cda"], "error: device=cda; did you mean cuda?"),
         (["ran={run}"], "error: unknown key ran; did you mean run?"),
         (["run={broken}", "out=x.pth"], "step-00000005 is damaged: rank 0: manifest.sha256 is missing"),
     ],
@@ -169,6 +170,36 @@ def test_an_export_where_the_images_are_not(
     monkeypatch.setattr("shardtrain.data.load", missing)
     assert export(monkeypatch, f"run={trained}", f"out={tmp_path}/x.safetensors") == 0
     assert "answers as the checkpoint does to 32 random images" in capsys.readouterr().out
+
+
+def test_a_run_of_another_version_is_exported(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that an export has no use for may be missing or unknown."""
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    for path in run_dir.glob("checkpoints/*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        config = manifest["facts"]["config"]
+        del config["train"], config["monitor"]["plan"]
+        config["later"] = {"key": 1}
+        path.write_text(text := json.dumps(manifest))
+        path.with_name("manifest.sha256").write_text(digest_line(text))
+    assert export(monkeypatch, f"run={run_dir}", f"out={tmp_path}/x.safetensors") == 0
+
+
+def test_weights_are_on_the_disk_before_they_have_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, synced = os.rename, []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+
+    def named(source: Path, target: Path) -> None:
+        assert synced == [str(source)]
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", named)
+    write_weights(tmp_path / "x.pth", {"weight": torch.ones(2)})
+    assert synced[1:] == [str(tmp_path)]
 
 
 def test_weights_never_run_code(tmp_path: Path) -> None:

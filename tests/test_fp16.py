@@ -15,8 +15,9 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
-from shardtrain.launch import Context, Place
-from shardtrain.resume import Keeper
+from shardtrain.keeper import Keeper
+from shardtrain.launch import Context
+from shardtrain.place import Place
 from shardtrain.train import train
 
 from small import images, shard

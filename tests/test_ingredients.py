@@ -115,6 +115,17 @@ def test_an_average_of_shards_is_that_of_the_plain_model(ranks: Any, tmp_path: P
         assert scores != ema
 
 
+def average_of_nothing() -> int:
+    model = shard(nn.Linear(3, 2, bias=False), layout="whole")
+    ema = Ema(model, 0.5)
+    ema.update(1)
+    return sum(average.numel() for average in ema.averages.values())
+
+
+def test_a_rank_that_owns_nothing_averages_nothing(on_ranks: Any) -> None:
+    assert sorted(on_ranks(2, average_of_nothing)) == [0, 6]
+
+
 def test_what_an_average_refuses() -> None:
     model = shardtrain.shard(OddNet())
     with pytest.raises(ValueError, match=r"decay=1, every=1, after=0: expected \[0, 1\), at least 1 and 0"):

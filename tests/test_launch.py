@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,16 +17,19 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from shardtrain import launch
+from shardtrain import launch, place
 from shardtrain.config import Config
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place, choose_device, cpu_threads
+from shardtrain.launch import Context
+from shardtrain.place import Place, choose_device, cpu_threads
 
 ALONE = Place(0, 1, 0, 1)
 
 
 @pytest.fixture(autouse=True)
-def _process_restored() -> Iterator[None]:
+def _process_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Torch's `record` points it at stderr, which is no file where pytest captures it.
+    monkeypatch.setattr(faulthandler, "enable", lambda **_: None)
     handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
     yield
     signal.signal(signal.SIGINT, handler)
@@ -35,7 +40,7 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None
     """Makes this process rank `rank` of two, with `store` for the launcher's."""
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(launch, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
+    monkeypatch.setattr(place, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
     monkeypatch.setattr(launch, "PATIENCE", 0.0)
 
 
@@ -51,8 +56,10 @@ def test_places() -> None:
     assert Place.from_environment({}) == ALONE
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert Place.from_environment(environ) == Place(5, 8, 1, 4)
-    with pytest.raises(UserError, match="WORLD_SIZE is set, but RANK is missing or no number"):
-        Place.from_environment({"WORLD_SIZE": "2"})
+    assert Place.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
+    for missing in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        with pytest.raises(UserError, match=rf"WORLD_SIZE=8, so .* missing or no number: '{missing}'"):
+            Place.from_environment({key: environ[key] for key in environ if key != missing})
 
 
 def test_a_broken_environment_is_told(
@@ -62,7 +69,7 @@ def test_a_broken_environment_is_told(
     with pytest.raises(SystemExit) as left:
         launch.run(_no_job)
     assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("error: WORLD_SIZE is set, but RANK")
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=two, so the launcher has to set RANK")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +134,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
     shared = HashStore()
     with ThreadPoolExecutor(3) as threads:
         for attempt in range(3):
-            met = threads.map(lambda rank: launch.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
+            met = threads.map(lambda rank: place.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
             first, *others = met
             assert not first.check(["address"])
             first.set("address", f"of attempt {attempt}")
@@ -140,7 +147,20 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
 @pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0")])
 def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
     with pytest.raises(UserError, match=rf"rank {rank} has waited 0 s at start-up for rank {missing}$"):
-        launch.meet(HashStore(), rank, 3, timedelta(seconds=0))
+        place.meet(HashStore(), rank, 3, timedelta(seconds=0))
+
+
+def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
+    looks: list[float] = []
+
+    class Asked:
+        def check(self, keys: list[str]) -> bool:
+            looks.append(time.monotonic())
+            return False
+
+    with pytest.raises(UserError, match="for rank 1"):
+        place.meet(Asked(), 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
+    assert 3 <= len(looks) <= 8
 
 
 def test_a_mistake_is_told_once_and_reaches_torchrun(
@@ -192,10 +212,15 @@ def test_ctrl_c_leaves_with_130_and_a_second_one_is_ignored(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_keep_their_traceback_and_reach_torchrun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def job(config: Config, context: Context) -> None:
         raise RuntimeError("as it was")
 
     _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(RuntimeError, match="as it was"):
         launch.run(job)
+    report = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert report["message"] == "RuntimeError: as it was"

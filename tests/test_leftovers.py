@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -11,6 +10,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import pytest
+
+from pool import forkserver
 
 WORLD = 3
 
@@ -57,12 +58,11 @@ def _left_by(pids: list[int | None]) -> list[str]:
     "ending", ["normally", "by an exception", "SIGTERM to one", "SIGKILL to one", "SIGKILL to all"]
 )
 def test_nothing_is_left_behind(tmp_path: Path, ending: str) -> None:
-    context = multiprocessing.get_context("forkserver")
     processes, pipes = [], []
     for rank in range(WORLD):
-        ours, theirs = context.Pipe()
+        ours, theirs = forkserver().Pipe()
         arguments = (sys.path, rank, str(tmp_path / "store"), theirs, ending)
-        processes.append(context.Process(target=_steps, args=arguments))
+        processes.append(forkserver().Process(target=_steps, args=arguments))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from shardtrain.build import build
+from shardtrain.comm.meter import count
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores
-from shardtrain.launch import Context, Place
-from shardtrain.monitor import Monitor, open_monitor, start_table
-from shardtrain.monitor.console import Bar, Lines
-from shardtrain.monitor.window import Window
+from shardtrain.launch import Context
+from shardtrain.monitor import Monitor, comparison, open_monitor, start_table
+from shardtrain.monitor.comparison import Comparison
+from shardtrain.monitor.console import Bar, Lines, Tables
+from shardtrain.monitor.files import LogFile, ResultFile
+from shardtrain.monitor.sink import Sink
+from shardtrain.monitor.window import Window, _peak_flops
+from shardtrain.place import Place
+from shardtrain.plan.live import optimizer_tensors
+from shardtrain.precision import Precision
+from shardtrain.text import MIB
 
 CPU = torch.device("cpu")
 SCALARS = {
@@ -29,6 +41,9 @@ SCALARS = {
     "perf/img_per_s": 123.0,
     "grad_norm": 2.0,
 }
+
+
+TWO = torch.zeros(2, 1, 8, 8)  # images
 
 
 def configure(*arguments: str) -> Config:
@@ -49,7 +64,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         monitor.step(1)
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
-        monitor.evaluated(1, Evaluation(Scores(0.25, 98.5, 100.0), None, ()))
+        monitor.log(1, Evaluation(Scores(0.25, 98.5, 100.0), None, ()).scalars())
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
@@ -82,6 +97,69 @@ def test_files_are_complete_however_a_run_ends(
     assert (result["status"], result["step"]) == (status, 3)
     assert ("interrupted  step 3" in capsys.readouterr().out) == (status == "interrupted")
     assert (tmp_path / "log.txt").read_text().endswith(f"{status}\n")
+
+
+class Full(Sink):
+    """Its disk is full; it knows what it was told to do."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.told.append(text)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self, status: str) -> None:
+        self.say(status)
+
+
+def test_a_sink_that_cannot_write_disturbs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = Full(), Full()
+    monitor = Monitor([first, Tables(), second])
+    monitor.say("heard")
+    monitor.say("again")
+    monitor.close("finished")
+    assert first.told == second.told == ["heard", "again", "finished"]
+    found = capsys.readouterr()
+    assert found.out == "heard\nagain\n"
+    assert found.err == 2 * "warning: Full: [Errno 28] No space left on device; training goes on\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_a_full_disk_does_not_end_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opening, _, _ = opened(tmp_path)
+    with opening as monitor:
+        (log,) = (sink for sink in monitor.sinks if isinstance(sink, LogFile))
+        log.close("full")
+        log.file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - the sink closes it
+        monitor.say("warning: checkpoint was not saved; training goes on")
+        monitor.log(1, SCALARS)
+    assert log.file.closed
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "finished"
+    found = capsys.readouterr()
+    assert "finished  step 0" in found.out
+    assert found.err.count("warning: LogFile: [Errno 28] No space left on device") == 1
+
+
+def test_a_run_that_cannot_be_planned_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    job: Any = SimpleNamespace(device=CPU, scaler=torch.amp.GradScaler("cpu"))
+    end = Comparison(configure(), job, Tables())
+    end.log(1, {"memory/params_mib": 1.0})
+    with patch.object(comparison, "plan_of", side_effect=UserError("it takes no such images\nat all")):
+        end.close("finished")
+    assert capsys.readouterr().out == "no plan to compare with: UserError: it takes no such images\n"
+
+
+def test_results_are_valid_json(tmp_path: Path) -> None:
+    result = ResultFile(tmp_path, {}, 5)
+    result.log(1, {"train/loss": float("nan"), "grad_norm": float("inf"), "perf/img_per_s": 2.0})
+    result.close("finished")
+    text = result.path.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    found = json.loads(text)
+    assert (found["train/loss"], found["grad_norm"], found["perf/img_per_s"]) == (None, None, 2.0)
+    assert "train/loss" not in ResultFile(tmp_path, {}, 5, first_step=1).result
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +195,19 @@ def test_start_table_says_what_a_rank_holds(tmp_path: Path) -> None:
         assert expected in table
 
 
+def test_start_table_says_what_muon_will_keep(tmp_path: Path) -> None:
+    """Most of a ViT are hidden matrices with one moment; the rest, which AdamW steps on, has two."""
+    vit = ("model=vit_cifar", "model.layers=1", "data=fake", "data.train_images=12", "train.batch_size=4")
+    arguments = (*vit, "optim=muon")
+    _, context, job = opened(tmp_path, *arguments)
+    table = start_table(configure(*arguments), context, job)
+    images, labels, _ = next(iter(job.train))
+    job.loss(job.model(images), labels).backward()
+    job.optimizer.step()
+    kept = sum(tensor.nbytes for tensor in optimizer_tensors(job.optimizer))
+    assert f", {kept / 2**20:.1f} optimizer" in table
+
+
 def test_deep_models_are_summed_up(tmp_path: Path) -> None:
     _, context, job = opened(tmp_path, "model=resnet101", "dry_run=true")
     table = start_table(configure("model=resnet101"), context, job)
@@ -150,7 +241,7 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
         for loss in (1.0, 2.0):
             with window.phase("data"):
                 time.sleep(0.02)
-            window.add(torch.tensor(loss), logits, torch.tensor([0, 0]))
+            window.add(TWO, torch.tensor(loss), logits, torch.tensor([0, 0]))
     scalars = window.close(1, torch.tensor(3.0))
     assert (scalars["train/loss"], scalars["train/acc1"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
     assert scalars["perf/img_per_s"] == pytest.approx(4 / scalars["time/step_s"])
@@ -162,6 +253,70 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
     assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
     assert "perf/mfu" not in scalars
     with window.step():
-        window.add(torch.tensor(float("nan")), logits, torch.tensor([0, 0]))
+        window.add(TWO, torch.tensor(float("nan")), logits, torch.tensor([0, 0]))
     with pytest.raises(RuntimeError, match=r"train/loss is nan at step 7; a lower optim.lr may help"):
         window.close(7, torch.tensor(3.0))
+
+
+def step_of(window: Window, *images: torch.Tensor) -> None:
+    """A step over micro-batches of ``images``, which moves a MiB."""
+    with window.step():
+        count("all_gather", MIB)
+        for batch in images:
+            labels = torch.zeros(len(batch), dtype=torch.int64)
+            window.add(batch, torch.tensor(1.0), torch.eye(2)[labels], labels)
+
+
+def test_start_up_is_no_part_of_the_first_report(tmp_path: Path) -> None:
+    _, _, job = opened(tmp_path)
+    window = Window(job)
+    time.sleep(0.2)
+    window.start()
+    step_of(window, TWO)
+    assert window.close(1, torch.ones(()))["time/step_s"] < 0.2
+    assert time.perf_counter() - window.spent.since < 0.2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_traffic_is_that_of_the_steps_that_were_metered(tmp_path: Path, ranks: int) -> None:
+    """A run that continues on as many ranks, or on fewer, has metered none of the steps before."""
+    _, _, job = opened(tmp_path)
+    before, after = Window(job), Window(job)
+    step_of(before, TWO)
+    after.restore(before.state(), ranks)
+    step_of(after, TWO)
+    scalars = after.close(2, torch.ones(()))
+    assert scalars["comm/all_gather_mib_per_step"] == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process can set its peak back on Linux only")
+def test_the_peak_is_that_of_the_run(tmp_path: Path) -> None:
+    """Jobs of a sweep share a process."""
+    _, _, job = opened(tmp_path)
+    large = torch.ones(400 * MIB, dtype=torch.uint8)
+    del large
+    peaks = []
+    for window in (Window(job), Window(job)):
+        if peaks:
+            window.start()
+        step_of(window, TWO)
+        peaks.append(window.close(1, torch.ones(()))["memory/peak_mib"])
+    assert peaks[1] < peaks[0] - 300
+
+
+def test_utilisation_counts_the_pixels_shown_and_the_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, job = opened(tmp_path, "data.grow={from:4,epochs:1,multiple:4}")
+    assert job.forward_flops[4] < job.forward_flops[8]
+    window = Window(job)
+    window.peak = 1e9
+    step_of(window, TWO, torch.zeros(3, 1, 4, 4))
+    scalars = window.close(1, torch.ones(()))
+    seconds = 5 / scalars["perf/img_per_s"]
+    flops = 3 * (2 * job.forward_flops[8] + 3 * job.forward_flops[4])
+    assert scalars["perf/mfu"] == pytest.approx(flops / seconds / 1e9)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    fp32, bf16 = (_peak_flops(torch.device("cuda"), Precision(dtype)) for dtype in (None, torch.bfloat16))
+    assert (fp32, bf16) == (494e12, 988e12)

@@ -19,8 +19,9 @@ from shardtrain import comm
 from shardtrain.compose import compose, config_folder
 from shardtrain.config import Config, from_hydra
 from shardtrain.data import side_in
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor.tables import end_table
+from shardtrain.place import Place
 from shardtrain.recipes import digits
 from shardtrain.schedules import lr_factor
 from shardtrain.train import train
@@ -239,6 +240,7 @@ TINY = (
     "train.log_every=1",
     "monitor.tensorboard=false",
     "monitor.progress=none",
+    "monitor.plan=false",
     "checkpoint.keep=0",
 )
 FAKE = ("data=fake", "data.classes=7", "data.val_images=9")

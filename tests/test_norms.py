@@ -14,9 +14,10 @@ from shardtrain import comm
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import open_monitor
 from shardtrain.monitor.norms import Norms
+from shardtrain.place import Place
 from shardtrain.train import train
 
 from small import Block, OddNet, average_gradients, images, sgd, shard
@@ -40,9 +41,10 @@ def _norms() -> tuple[list[dict[str, float]], dict[str, float]]:
             F.cross_entropy(each(x), y).backward()
         average_gradients(plain)
         before = {name: param.detach().clone() for name, param in plain.named_parameters()}
-        other.step()
-        optimizer.step()
-        taken.append(norms.take())
+        if step != 1:  # as where a scaled gradient overflows: Muon is not called then
+            other.step()
+            optimizer.step()
+        taken.append(norms.take(5 + step))
         for name, param in plain.named_parameters():
             assert param.grad is not None
             expected[f"norms/gradient/{name}"] = param.grad.norm().item()

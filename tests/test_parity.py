@@ -49,39 +49,41 @@ def mean_in_rank_order(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuse
     return future
 
 
-def resnet_exactly_like_ddp(optimizer: Optimizer, repeat: bool) -> None:
+def resnet_exactly_like_ddp(optimizer: Optimizer, steps: int, repeat: bool) -> None:
     sharded, replica = sharded_and_replica(small_resnet18, units=None)
     again = copy.deepcopy(replica.module)
     replica.register_comm_hook(None, mean_in_rank_order)
-    expected = train(replica, optimizer(replica), 20, resnet_batch)
-    losses = train(sharded, optimizer(sharded), 20, resnet_batch)
+    expected = train(replica, optimizer(replica), steps, resnet_batch)
+    losses = train(sharded, optimizer(sharded), steps, resnet_batch)
     assert losses == expected
     assert_same_parameters(sharded, replica, tolerance=0)
     if repeat:
         shard(again)
-        assert train(again, optimizer(again), 20, resnet_batch) == losses
+        assert train(again, optimizer(again), steps, resnet_batch) == losses
         assert_same_parameters(again, replica, tolerance=0)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "world"), [*((momentum_sgd, world) for world in WORLDS), (adamw, 2), (adamw, 3)]
+    ("optimizer", "world", "steps"),
+    [(momentum_sgd, 2, 20), (momentum_sgd, 3, 20), *((momentum_sgd, world, 5) for world in (1, 4))]
+    + [(adamw, world, 5) for world in (2, 3)],
 )
 def test_resnet18_in_fp32_equals_ddp_that_sums_in_rank_order(
-    on_ranks: Ranks, optimizer: Any, world: int
+    on_ranks: Ranks, optimizer: Any, world: int, steps: int
 ) -> None:
-    """20 steps, bit for bit; and once more, bit for bit. For one and two ranks that is stock DDP's order."""
-    on_ranks(world, resnet_exactly_like_ddp, optimizer, world == 2)
+    """Bit for bit; and once more, bit for bit. For one and two ranks that is stock DDP's order.
+
+    20 steps show that nothing drifts; what other worlds and optimizers do otherwise would show at once.
+    """
+    on_ranks(world, resnet_exactly_like_ddp, optimizer, steps, world == 2)
 
 
 def resnet_like_stock_ddp(optimizer: Optimizer) -> None:
-    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return images(step, n=8, size=32)
-
     torch.set_default_dtype(torch.float64)
     try:
         sharded, replica = sharded_and_replica(small_resnet18, units=None)
-        expected = train(replica, optimizer(replica), 10, batch)
-        assert train(sharded, optimizer(sharded), 10, batch) == pytest.approx(expected, rel=1e-8)
+        expected = train(replica, optimizer(replica), 5, resnet_batch)
+        assert train(sharded, optimizer(sharded), 5, resnet_batch) == pytest.approx(expected, rel=1e-8)
         assert_same_parameters(sharded, replica, tolerance=1e-8)
     finally:
         torch.set_default_dtype(torch.float32)

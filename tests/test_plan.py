@@ -20,8 +20,9 @@ from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor.comparison import STATE, TRAFFIC, compare
+from shardtrain.place import Place
 from shardtrain.plan.__main__ import plan
 from shardtrain.plan.fit import MOST, largest_batch
 from shardtrain.plan.live import KINDS
@@ -34,8 +35,9 @@ from shardtrain.train import train
 
 CPU = torch.device("cpu")
 MIB = 2**20
-RESNET = ["model=resnet18"]
+RESNET = ["model=resnet18", "data.image_size=16"]
 VIT = ["model=vit_cifar", "model.layers=4", "model.width=96"]
+TINY = ["model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2", "model.mlp_width=16"]
 FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size=16"]
 
 
@@ -97,20 +99,12 @@ def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
     assert plan.peak == pytest.approx(found["peak"], rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("world", "model", "transport"),
-    [
-        (1, "resnet18", "auto"),
-        (2, "resnet18", "shared_memory"),
-        (4, "resnet18", "process_group"),
-    ],
-)
-def test_a_plan_is_kept(on_ranks: Any, world: int, model: str, transport: str) -> None:
-    assert_plan_is_kept(on_ranks, world, f"model={model}", f"parallel.transport={transport}")
+@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "shared_memory"), (4, "process_group")])
+def test_a_plan_is_kept(on_ranks: Any, world: int, transport: str) -> None:
+    assert_plan_is_kept(on_ranks, world, *RESNET, f"parallel.transport={transport}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("model", [RESNET, VIT])
+@pytest.mark.parametrize(("world", "model"), [(1, VIT), (2, RESNET)])
 def test_a_plan_with_activations_computed_again_is_kept(on_ranks: Any, world: int, model: list[str]) -> None:
     arguments = [*model, "parallel.transport=process_group"]
     again = [*arguments, "parallel.activation_checkpoint=true"]
@@ -136,7 +130,7 @@ def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
         ("parallel.reshard_after_forward=false", lambda plan: plan.gathered),
         ("ema.decay=0.9", lambda plan: plan.averages),
     ]
-    common = ["model=squeezenet1_1", "parallel.transport=process_group"]
+    common = [*TINY, "parallel.transport=process_group"]
     plain = planned(*common, "world_size=2")
     for change, look in changes:
         assert look(planned(*common, "world_size=2", change)) != look(plain), change
@@ -199,11 +193,12 @@ def test_the_largest_batch_is_found_in_few_questions(memory: int, images: int) -
 
 def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["model=squeezenet1_1", "world_size=4", "bandwidth=10", "flops=2", "memory=0.03"]
+    arguments = [*TINY, "world_size=4", "bandwidth=10", "flops=2", "memory=0.03"]
+    arguments.append("data.grow={from:16,epochs:2}")
     plan(settings(*arguments, f"out={tmp_path}/here"), Place(0, 1, 0, 1), CPU)
     said = capsys.readouterr().out
     for expected in (
-        "squeezenet1_1, 727,626 parameters",
+        "vit, 6,362 parameters",
         "4 ranks × 1 micro-batch × 4 images of 3×32×32 = 16 images a step",
         "The peak of ",
         "At 2 TFLOP/s and 10 GB/s a step takes at least ",
@@ -215,6 +210,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     written = json.loads((tmp_path / "here/plan.json").read_text())
     assert [plan["world_size"] for plan in written["curve"]] == [1, 2, 4, 8, 16, 64, 256, 1024]
     assert written["plan"] == written["curve"][2]
+    assert written["config"]["data"]["grow"]["from"] == 16
     assert sum(written["plan"]["peak"]["bytes"].values()) == written["plan"]["bytes"]["all at once, at most"]
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {"plan.json", "plan.txt", "plan.png", "memory.png"}
@@ -238,6 +234,19 @@ def test_a_batch_that_the_model_refuses() -> None:
     message = r"does not take images of shape 1×3×8×8: Expected more than 1 value per channel .*\(micro_batch"
     with pytest.raises(UserError, match=message):
         planned("model=resnet18", "data.image_size=8", "micro_batch=1")
+
+
+def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small = ("model=squeezenet1_1", "world_size=2", "device=")
+    here, cpu, gpus = (settings(*small[:2], small[2] + device) for device in ("auto", "cpu", "cuda"))
+    assert here.question == cpu.question
+    assert cpu.question.inbox
+    assert not gpus.question.inbox
+    for found, device in ((here, "cpu"), (gpus, "cuda")):
+        assert f", device={device}, messages" in headline(
+            found.config, simulate(found.config, found.question)
+        )
 
 
 def test_without_the_data_set() -> None:
@@ -279,9 +288,9 @@ def test_kinds_are_told_apart() -> None:
 
 
 def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
-    arguments = ("model=squeezenet1_1", "world_size=8", "optim=muon")
-    found, even = planned(*arguments), planned(*arguments[:2])
-    by_rank = [planned_as(rank, *arguments) for rank in range(8)]
+    arguments = (*TINY, "world_size=4", "optim=muon")
+    found, even = planned(*arguments), planned(*arguments[:-1])
+    by_rank = [planned_as(rank, *arguments) for rank in range(4)]
     assert found.uneven
     assert not even.uneven
     assert found.parameters == max(plan.parameters for plan in by_rank) > even.parameters
@@ -326,13 +335,22 @@ def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "none").exists()
 
 
+def test_overflows_are_told_in_bytes_that_no_plan_has() -> None:
+    found = planned("model=squeezenet1_1", "world_size=2", "parallel.replicate=2")
+    scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
+    scalars |= {tag: (found.sent.get(kind, 0) + 4) / MIB for kind, tag in TRAFFIC.items()}
+    scalars["memory/gathered_peak_mib"] = found.gathered / MIB
+    said = [compare(found, scalars, on_cuda=False, scaled=scaled)[-1].verdict for scaled in (True, False)]
+    assert said == ["+0.0 %", "+0.0 %, which should be exact"]
+
+
 def test_what_a_plan_got_wrong_is_said() -> None:
     found = planned("model=squeezenet1_1", "world_size=2")
     scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
     scalars |= {tag: found.sent[kind] / MIB for kind, tag in TRAFFIC.items()}
     scalars |= {"memory/gathered_peak_mib": found.gathered / MIB, "memory/peak_mib": 1.25 * found.peak / MIB}
     scalars["memory/grads_mib"] *= 0.5
-    rows = {row.name: row.verdict for row in compare(found, scalars, on_cuda=True)}
+    rows = {row.name: row.verdict for row in compare(found, scalars, on_cuda=True, scaled=False)}
     assert rows.pop("gradients") == "-50.0 %, which should be exact"
     assert rows.pop("peak") == "+25.0 %"
     assert set(rows.values()) == {"exact"}

@@ -21,16 +21,17 @@ import torch
 from PIL import Image
 from torch import nn
 
-from shardtrain import comm, resume
+from shardtrain import build, comm, evaluate, keeper
 from shardtrain.checkpoint import saving
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.compose import compose
-from shardtrain.config import from_hydra
+from shardtrain.config import Config, from_hydra
 from shardtrain.data import feed
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import Monitor
+from shardtrain.place import Place
 from shardtrain.stop import SIGNALS, Stopped, StopSignals
 from shardtrain.train import train
 
@@ -46,6 +47,7 @@ SMALL = (
     "train.log_every=3",
     "checkpoint.every_steps=4",
     "monitor.progress=none",
+    "monitor.plan=false",
 )
 STEPS = 10
 MEASURED = ("perf", "time", "ranks", "memory")  # groups of tags that no run repeats
@@ -82,16 +84,22 @@ def on_rank_1(number: int) -> None:
         os.kill(os.getpid(), number)
 
 
+@functools.cache
+def configure(*arguments: str) -> Config:
+    raw = compose(["+recipe=resnet", *SMALL, *arguments])
+    assert raw is not None
+    return from_hydra(raw)
+
+
 def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     """How the run ended on this rank."""
     sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
-    raw = compose(["+recipe=resnet", *SMALL, *sizes, *arguments])
-    assert raw is not None
     place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
-    time.sleep(1 - time.time() % 1)  # TensorBoard names files by the second, then by a number without zeros
+    if "monitor.tensorboard=false" not in arguments:
+        time.sleep(1 - time.time() % 1)  # it names files by the second, then by a number without zeros
     try:
         with happening(at or {}):
-            train(from_hydra(raw), Context(place, CPU, Path(folder)))
+            train(configure(*sizes, *arguments), Context(place, CPU, Path(folder)))
     except (Crash, Stopped, UserError, RuntimeError) as error:
         return f"{type(error).__name__} {error}"
     finally:
@@ -143,11 +151,13 @@ def undisturbed(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_crashes_leave_no_trace(on_ranks: Any, tmp_path: Path, undisturbed: Path, asynchronous: str) -> None:
-    events = [{2: crash}, {7: crash}, {9: crash}, {10: crash}]
+@pytest.mark.parametrize(("asynchronous", "steps"), [("true", [2, 7, 9, 10]), ("false", [7, 10])])
+def test_crashes_leave_no_trace(
+    on_ranks: Any, tmp_path: Path, undisturbed: Path, asynchronous: str, steps: list[int]
+) -> None:
+    events = [{step: crash} for step in steps]
     endings = on_ranks(2, interrupted, str(tmp_path), events, f"checkpoint.asynchronous={asynchronous}")
-    assert endings[0] == ["Crash "] * 4 + ["finished"]
+    assert endings[0] == ["Crash "] * len(steps) + ["finished"]
     assert final(tmp_path) == final(undisturbed)
     assert curves(tmp_path) == curves(undisturbed)
     ours, theirs = (json.loads((path / "result.json").read_text()) for path in (tmp_path, undisturbed))
@@ -169,7 +179,6 @@ def test_loader_workers_random_crops_and_micro_batches_too(tmp_path: Path) -> No
         "data.resize=18",
         "train.accumulate=2",
         "monitor.tensorboard=false",
-        "monitor.plan=false",
         "augment=imagefolder",
     )
     assert run(str(tmp_path / "a"), *arguments, "data.workers=2") == "finished"
@@ -180,9 +189,7 @@ def test_loader_workers_random_crops_and_micro_batches_too(tmp_path: Path) -> No
 
 def signalled(folder: str, number: int) -> list[str]:
     events = [{3: lambda: on_rank_1(number)}]
-    return interrupted(
-        folder, events, "monitor.tensorboard=false", "monitor.plan=false", "checkpoint.every_steps=100"
-    )
+    return interrupted(folder, events, "monitor.tensorboard=false", "checkpoint.every_steps=100")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +202,49 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
     assert on_ranks(2, signalled, str(tmp_path), number) == [[f"Stopped stopped by {text}", "finished"]] * 2
     assert f"stopped by {text} after step 4; step 4 is saved" in (tmp_path / "log.txt").read_text()
     assert final(tmp_path) == final(undisturbed)
+
+
+@contextlib.contextmanager
+def signal_in_an_evaluation() -> Iterator[None]:
+    """The last rank is told to leave while it answers the second batch of the first evaluation."""
+    answers, calls = evaluate._answers, []
+
+    def answer(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            on_rank_1(signal.SIGTERM)
+        return answers(*arguments)
+
+    with patch.object(evaluate, "_answers", answer), patch.object(build, "EVAL_BATCH", 1):
+        yield
+
+
+def left_in_an_evaluation(folder: str, *arguments: str) -> list[str]:
+    """How a run ended, one that went on from there, and one that nobody disturbed."""
+    with signal_in_an_evaluation():
+        first = run(f"{folder}/left", *arguments)
+    return [first, run(f"{folder}/left", *arguments), run(f"{folder}/whole", *arguments)]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_signal_ends_an_evaluation_which_is_made_up_for(on_ranks: Any, tmp_path: Path, every: int) -> None:
+    """One in the middle, and the last one of all."""
+    arguments = ("monitor.tensorboard=false", "monitor.plan=false", f"train.eval_every={every}")
+    endings = on_ranks(2, left_in_an_evaluation, str(tmp_path), *arguments)
+    assert endings == [["Stopped stopped by SIGTERM", "finished", "finished"]] * 2
+    ours, theirs = tmp_path / "left", tmp_path / "whole"
+    said = f"stopped by SIGTERM after step {5 * every}; step {5 * every} is saved"
+    assert said in (ours / "log.txt").read_text()
+    results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
+    for key in ("status", "step", "train/loss", "val/loss", "val/ema_loss", "best_val/acc1"):
+        assert results[0][key] == results[1][key], key
+    if every == 1:  # the last step of the other was saved without its evaluation
+        assert final(ours) == final(theirs)
+
+
+def test_a_signal_ends_a_scoring(undisturbed: Path) -> None:
+    with signal_in_an_evaluation():
+        assert run(str(undisturbed), "eval_only=true") == "Stopped stopped by SIGTERM"
 
 
 def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,14 +363,14 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
     folder = copied(undisturbed, tmp_path)
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
-    fit = resume.Keeper.step_done
+    fit = keeper.Keeper.step_done
 
-    def look(keeper: resume.Keeper, *args: Any) -> None:
-        groups = keeper._job.optimizer.param_groups
+    def look(self: keeper.Keeper, *args: Any) -> None:
+        groups = self._job.optimizer.param_groups
         seen.append([(group["weight_decay"], group["lr"]) for group in groups])
-        fit(keeper, *args)
+        fit(self, *args)
 
-    with patch.object(resume.Keeper, "step_done", look):
+    with patch.object(keeper.Keeper, "step_done", look):
         assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 
@@ -340,9 +390,7 @@ def on_a_full_disk(folder: str, *arguments: str) -> str:
         saving.write_tensors = write
 
     try:
-        return run(
-            folder, "monitor.tensorboard=false", "monitor.plan=false", *arguments, at={6: fill, 9: empty}
-        )
+        return run(folder, "monitor.tensorboard=false", *arguments, at={6: fill, 9: empty})
     finally:
         empty()
 
@@ -369,7 +417,7 @@ def with_bad_steps(folder: str, bad: list[int], *arguments: str) -> Any:
         return prepare(self, images, side) * (float("nan") if spoiled else 1.0)
 
     with patch.object(feed.Prepare, "__call__", spoil):
-        return run(folder, "monitor.tensorboard=false", "monitor.plan=false", "train.log_every=1", *arguments)
+        return run(folder, "monitor.tensorboard=false", "train.log_every=1", *arguments)
 
 
 def test_a_step_that_is_no_number_stops_the_run_or_is_skipped(on_ranks: Any, tmp_path: Path) -> None:
@@ -382,7 +430,7 @@ def test_a_step_that_is_no_number_stops_the_run_or_is_skipped(on_ranks: Any, tmp
     assert "skipped step 3: loss nan on rank 1, gradient norm nan" in (tmp_path / "skip/log.txt").read_text()
     result = json.loads((tmp_path / "skip/result.json").read_text())
     assert math.isfinite(result["val/loss"])
-    assert math.isnan(result["train/loss"])  # of a report in which every step was skipped
+    assert result["train/loss"] is None  # of a report in which every step was skipped
     too_many = on_ranks(2, with_bad_steps, str(tmp_path / "many"), [2, 3, 4], *skip)
     text = "step 4: loss nan on rank 1, gradient norm nan; 2 steps in a row were skipped (train.skip_at_most)"
     assert too_many == [f"RuntimeError {text}"] * 2

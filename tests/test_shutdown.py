@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from programs import ended
+
 PROGRAM = """
 import os
 from pathlib import Path
@@ -16,7 +18,8 @@ import torch
 from torch import nn
 
 import shardtrain
-from shardtrain.launch import Place, process_group
+from shardtrain.launch import process_group
+from shardtrain.place import Place
 
 
 def threads():
@@ -70,12 +73,9 @@ if sys.argv[1] == "process_group":
 
 @pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 def test_a_model_that_lives_on_does_not_keep_the_group(tmp_path: Path, transport: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(ALIVE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [*torchrun, str(program), transport]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "program.py").write_text(ALIVE)
+    done = ended(2, "program.py", transport, folder=tmp_path)
+    assert done.codes == [0, 0], done.errors
 
 
 def test_gloo_s_threads_end_with_the_process_group(tmp_path: Path) -> None:

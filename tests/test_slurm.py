@@ -27,6 +27,7 @@ STAND_INS = {
         exit $status""",
     "torchrun": """
         trap 'echo saved > saved.$SLURM_NODEID; exit 1' TERM
+        echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > patience
         echo "$@" > given.tmp.$SLURM_NODEID; mv given.tmp.$SLURM_NODEID given.$SLURM_NODEID
         while [ ! -f end ]; do sleep 0.02; done
         exit $(cat end)""",
@@ -65,6 +66,7 @@ def test_every_node_starts_a_torchrun_at_one_meeting_point(job: list[str], tmp_p
         "--rdzv-id 54321-0 -m shardtrain.train run.name=digits-54321 +recipe=resnet\n"
     }
     assert not (tmp_path / "requeued").exists()
+    assert 30 < int((tmp_path / "patience").read_text()) < 300  # USR1 comes 300 s before the end
 
 
 def test_a_failure_is_the_jobs_failure(job: list[str], tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def falls_back(path: str) -> Any:
         (Path(path) / "step-00000020").rename(Path(path) / "step-00000025")
     comm.barrier()
     found = store.newest()
+    if dist.get_rank() == 0:
+        store.clear(found.damaged)
     comm.barrier()
     fill(store, [30])  # its place is free again
     return found.step, [text.partition("c/")[2] for _, text in found.damaged]

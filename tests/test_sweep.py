@@ -17,7 +17,8 @@ import torch.distributed as dist
 from shardtrain import comm, sweep
 from shardtrain.config import Config
 from shardtrain.errors import UserError
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
+from shardtrain.place import Place
 from shardtrain.search import Combinations, Outcome
 from shardtrain.sweep import Sweep
 from shardtrain.train import train
@@ -33,6 +34,7 @@ TINY = (
     "train.max_steps=2",
     "monitor.progress=none",
     "monitor.tensorboard=false",
+    "monitor.plan=false",
     "checkpoint.keep=0",
 )
 
@@ -134,6 +136,17 @@ def test_ranks_that_part_end_the_sweep(on_ranks: Any, tmp_path: Path) -> None:
     results = on_ranks(2, run, str(tmp_path / "sweep"), _fails_on_rank_1, "seed=1,2")
     text = "RuntimeError: the ranks left job 0 for different reasons, so none can follow: rank 0: done; "
     assert [result for result, _ in results] == [text + "rank 1: RuntimeError: a disk is gone"] * 2
+
+
+def _fails(config: Config, context: Context) -> float:
+    raise ZeroDivisionError("of nothing")
+
+
+def test_a_failure_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result, _ = run(str(tmp_path), _fails, "seed=1,2")
+    assert result.endswith("the first with: ZeroDivisionError: of nothing")
+    for kept in (capsys.readouterr().err, (tmp_path / "1/traceback-00000.txt").read_text()):
+        assert 'raise ZeroDivisionError("of nothing")' in kept
 
 
 def _refused(config: Config, context: Context) -> float:

@@ -21,9 +21,10 @@ from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import Span
 from shardtrain.compose import compose
 from shardtrain.config import from_hydra
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor import timeline
 from shardtrain.monitor.timeline import Lanes
+from shardtrain.place import Place
 from shardtrain.train import train
 
 from small import Block, OddNet, images, sgd, shard

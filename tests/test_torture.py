@@ -33,6 +33,20 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
     assert len(told) == 3
 
 
+SHORT = ["train.epochs=1", "data.train_images=120"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose undisturbed run serves both of these tests."""
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_runs_that_are_killed(tmp_path: Path) -> None:
-    assert list(torture.runs(tmp_path, 1, ["train.epochs=1"]))
+def test_runs_that_are_killed(runs: Path) -> None:
+    assert len(list(torture.runs(runs, 1, SHORT))) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_workers_of_torchrun_that_are_killed(runs: Path) -> None:
+    assert len(list(torture.restarts(runs, 1, SHORT))) == 1

@@ -21,8 +21,9 @@ from shardtrain.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.data.batches import Arrays, DataSet
 from shardtrain.errors import UserError
 from shardtrain.evaluate import Evaluation, Scores, evaluate
-from shardtrain.launch import Context, Place
-from shardtrain.model import parameter_groups
+from shardtrain.launch import Context
+from shardtrain.model import _optimizer, parameter_groups
+from shardtrain.place import Place
 from shardtrain.schedules import lr_factor
 from shardtrain.train import train
 
@@ -202,6 +203,13 @@ def test_channels_last_reaches_the_activations() -> None:
 def test_decay_on_everything() -> None:
     (group,) = parameter_groups(resnet18(num_classes=10), 0.1, decay_all=True)
     assert (group["weight_decay"], len(group["params"])) == (0.1, 62)
+
+
+def test_an_optimizer_that_is_not_made_is_named() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"_optimizer\(\) does not make Constant, which config.OPTIM"
+    ):
+        _optimizer(Constant("constant", 0.0), [])  # type: ignore[arg-type]
 
 
 def test_no_decay_on_norms_and_biases() -> None:

@@ -17,13 +17,14 @@ from shardtrain import comm
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
 from shardtrain.data import Prepare
-from shardtrain.launch import Context, Place
+from shardtrain.launch import Context
 from shardtrain.monitor.phases import PHASES
 from shardtrain.monitor.stragglers import Slow, slowest
 from shardtrain.monitor.tables import end_table
 from shardtrain.monitor.verdict import Run, judge, verdict
 from shardtrain.monitor.watch import Watch
 from shardtrain.monitor.window import Spent
+from shardtrain.place import Place
 from shardtrain.train import train
 
 CPU = torch.device("cpu")
@@ -97,7 +98,7 @@ ADVICE: list[tuple[dict[str, float], str, str, str]] = [
         {"the rest": 50},
         "",
         "cpu",
-        "neither steps nor evaluation: start-up and reports, train.log_every (now 10)",
+        "neither steps nor evaluation: reports, train.log_every (now 10)",
     ),
     (
         {"forward": 30, "backward": 60, "data": 4},

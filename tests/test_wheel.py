@@ -46,7 +46,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path) -> None:
-    where = "import shardtrain; print(shardtrain.__file__)"
+    where = "from importlib.util import find_spec; print(find_spec('shardtrain').origin)"
     path = {"PYTHONPATH": str(installed)}
     assert Path(_run([sys.executable, "-c", where], tmp_path, **path).strip()).is_relative_to(installed)
     program = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet", "debug=fdr", "data.limit=12"]

@@ -1,7 +1,7 @@
 """Checkpoints under torture: kills, bit flips, full disks, and whole runs killed again and again.
 
     python tests/torture.py              everything, at length (about a quarter of an hour on two cores)
-    python tests/torture.py flips        one of: points kills flips files dcp disks runs
+    python tests/torture.py flips        one of: points kills flips files dcp disks runs restarts
 
 Every part is a generator that yields a line per case and raises at the first wrong result. The test-suite
 runs a short form of each (`test_torture.py`).
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -41,6 +40,8 @@ from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 from shardtrain.engine import engine_of
 
+import programs
+from pool import forkserver
 from small import Block, OddNet, train
 
 CPU = torch.device("cpu")
@@ -65,6 +66,8 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
     model, optimizer = fresh()
     store = open_store(folder, keep, asynchronous)
     found = store.newest()
+    if comm.rank() == 0:
+        store.clear(found.damaged)
     if found.opened is not None:
         load_into(found.opened, engine_of(model), optimizer)
     for step in range(found.step + 1, steps + 1):
@@ -146,11 +149,9 @@ def _rank(rank: int, meeting: str, folder: str, steps: int, asynchronous: bool, 
 @contextlib.contextmanager
 def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None) -> Iterator[list[Any]]:
     """Two ranks at work on ``folder`` up to step ``steps``; gone when the block is left."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", str(folder), steps, asynchronous, kill)
-        started = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
+        started = [forkserver().Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in started:
             process.start()
         try:
@@ -163,11 +164,11 @@ def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None
 
 def expected(folder: Path, steps: int) -> dict[int, str]:
     """The content of every step's checkpoint, from ranks that nobody disturbs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "shardtrain"])
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (f"{meeting}/store", str(folder), steps)
-        started = [context.Process(target=_undisturbed, args=(rank, *arguments)) for rank in range(WORLD)]
+        started = [
+            forkserver().Process(target=_undisturbed, args=(rank, *arguments)) for rank in range(WORLD)
+        ]
         for process in started:
             process.start()
         for process in started:
@@ -435,15 +436,12 @@ RUN = (
     "train.log_every=3",
     "checkpoint.every_steps=5",
     "monitor.progress=lines",
+    "monitor.plan=false",
 )
 
 
-def torchrun(folder: Path, restarts: int = 0, extra: Sequence[str] = ()) -> list[str]:
-    """Two ranks of the training program, on a port of their own."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
-    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]
-    launcher += ["--max-restarts", str(restarts)]
-    return [*launcher, "-m", "shardtrain.train", *RUN, f"run.dir={folder}", *extra]
+def program(folder: Path, extra: Sequence[str]) -> list[str]:
+    return ["-m", "shardtrain.train", *RUN, f"run.dir={folder}", *extra]
 
 
 def finished(folder: Path) -> tuple[Any, Any]:
@@ -474,43 +472,45 @@ def workers(launcher: int) -> list[int]:
 
 
 def runs(folder: Path, count: int = 20, extra: Sequence[str] = ()) -> Iterator[str]:
-    """A run killed at random times and started again by the same command, then by torchrun itself."""
+    """A run killed at random times and started again by the same command."""
     chance = random.Random(0)
-    started = time.monotonic()
-    subprocess.run(torchrun(folder / "whole", extra=extra), check=True, capture_output=True)
-    length = time.monotonic() - started
-    yield f"undisturbed: {length:.0f} s"
+    disturbed = program(folder / "killed", extra)
+    _undisturbed_run(folder, extra)
     killed = 0
     while killed < count:
-        running = subprocess.Popen(
-            torchrun(folder / "killed", extra=extra),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.wait(length * (0.4 + 0.5 * chance.random()))
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
+        reports = chance.randrange(1, 4)
+        with programs.started(WORLD, *disturbed, folder=folder) as job:
+            while not (over := job.over(0.2 * chance.random())) and job.output.count("\nstep ") < reports:
+                pass
+        if not over:  # what still runs where the block is left is killed
             killed += 1
         elif killed < count:  # it has finished before it was killed often enough: another one
-            assert running.returncode == 0
             assert finished(folder / "killed") == finished(folder / "whole")
             shutil.rmtree(folder / "killed")
-        for child in workers(running.pid) if Path(f"/proc/{running.pid}").exists() else []:
-            os.kill(child, signal.SIGKILL)
-        running.wait()
-    subprocess.run(torchrun(folder / "killed", extra=extra), check=True, capture_output=True)
+    _to_the_end(disturbed, folder)
     assert finished(folder / "killed") == finished(folder / "whole")
     yield f"{count} kills of the whole job, continued by the same command: the same bits, the same curves"
-    yield from restarts(folder, min(3, count), extra)
 
 
-def restarts(folder: Path, count: int, extra: Sequence[str] = ()) -> Iterator[str]:
+def _to_the_end(command: Sequence[str], folder: Path) -> None:
+    done = programs.ended(WORLD, *command, folder=folder, timeout=300)
+    assert done.codes == [0] * WORLD, done.output + done.errors
+
+
+def _undisturbed_run(folder: Path, extra: Sequence[str]) -> None:
+    if not (folder / "whole").exists():
+        _to_the_end(program(folder / "whole", extra), folder)
+
+
+def restarts(folder: Path, count: int = 3, extra: Sequence[str] = ()) -> Iterator[str]:
     """One worker killed at random, again and again, under ``torchrun --max-restarts``."""
     chance = random.Random(1)
+    _undisturbed_run(folder, extra)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]  # a port of its own
+    launcher += ["--max-restarts", str(count)]
     running = subprocess.Popen(
-        torchrun(folder / "restarted", count, extra),
+        [*launcher, *program(folder / "restarted", extra)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -538,6 +538,7 @@ PARTS: dict[str, Callable[[Path], Iterator[str]]] = {
     "dcp": dcp,
     "disks": disks,
     "runs": runs,
+    "restarts": restarts,
 }
 
 

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain import launch
 from shardtrain.bench import collectives, host, memory, report, settings, steps
@@ -18,7 +17,7 @@ from shardtrain.bench.group import process_group
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
+from shardtrain.place import Place
 
 STEPS, COLLECTIVES, HOST = "steps", "collectives", "host"
 
@@ -89,7 +88,6 @@ def _quiet_peers() -> Iterator[None]:
         yield
 
 
-@record
 def main() -> None:
     named = sys.argv[1] if sys.argv[1:2] in ([COLLECTIVES], [HOST]) else None
     program = named or STEPS

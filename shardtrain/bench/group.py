@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardtrain.launch import START_UP, Place, close_process_group
+from shardtrain.launch import close_process_group
+from shardtrain.place import START_UP, Place
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.statistics import spread
 from shardtrain.bench.steps import to_run
-from shardtrain.launch import Place
+from shardtrain.place import Place
 from shardtrain.text import MIB, aligned
 
 

@@ -21,7 +21,7 @@ from shardtrain.bench.cases import POOL, build_data, build_model
 from shardtrain.bench.group import process_group
 from shardtrain.bench.settings import Settings
 from shardtrain.checked import checked
-from shardtrain.launch import Place, choose_device
+from shardtrain.place import Place, choose_device
 
 STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next
 

@@ -19,7 +19,7 @@ from shardtrain.bench.settings import Settings, what_is_measured
 from shardtrain.bench.statistics import Spread, geometric_mean
 from shardtrain.bench.steps import Measurement
 from shardtrain.errors import writing
-from shardtrain.launch import Place
+from shardtrain.place import Place, on_rank_0
 
 SUITE_REFERENCES = ("fsdp2", "ddp", "no_communication")
 
@@ -36,8 +36,7 @@ class Report:
         default = f"{what_is_measured(settings, program)}-{place.world_size}ranks-{started}"
         self.folder = Path(settings.out or Path("outputs") / "bench" / (settings.name or default))
         self.speaks = place.rank == 0
-        if self.speaks:
-            self._make_folder()
+        on_rank_0(self._make_folder)
 
     def write(
         self,

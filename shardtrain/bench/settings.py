@@ -14,7 +14,7 @@ from shardtrain.bench.contenders import OPTIMIZERS, PRECISIONS, TITLES, Setup
 from shardtrain.checked import above, at_least, checked, one_of
 from shardtrain.compose import compose
 from shardtrain.errors import UserError, nearest
-from shardtrain.launch import Place
+from shardtrain.place import Place
 
 CONFIGS = Path(__file__).parent / "configs"
 

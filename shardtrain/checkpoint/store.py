@@ -1,14 +1,15 @@
 """The checkpoints of one run: a directory with one `step-NNNNNNNN` each.
 
     store = Store(run_dir / "checkpoints", everyone, device, keep=2, asynchronous=True)
-    found = store.newest()             the newest whole one; damaged ones are set aside and told of
+    found = store.newest()             the newest whole one, and the damaged ones after it
+    store.clear(found.damaged)         they are set aside; what killed saves left is removed
     store.save(step, model, …)         at most one save is under way; a thread copies, then writes
     store.settle()                     before the next update: wait for the copy, not for the disk
     store.busy, store.advance()        once no rank is busy, all advance; the second time it is committed
     store.finish()                     wait for what is under way
 
-Everything but ``busy`` and ``settle`` is collective. A save that fails raises `SaveFailed` on all ranks
-together, from whichever of these calls learns of it; the checkpoints before it stay.
+Everything but ``clear``, ``busy`` and ``settle`` is collective. A save that fails raises `SaveFailed` on all
+ranks together, from whichever of these calls learns of it; the checkpoints before it stay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -116,21 +117,22 @@ class Store:
         return self._saving is not None
 
     def newest(self) -> Found:
-        """Where to continue. Clears away what killed saves left, and sets damaged checkpoints aside.
+        """Where to continue. Changes nothing: the run may be another job's, which this one looks at.
 
         Raises:
             Damaged: there are checkpoints, and none of them is whole.
         """
-        if self._everyone.rank == 0:
-            for path in self.directory.glob(f"{TEMPORARY}*"):
-                shutil.rmtree(path, ignore_errors=True)
         found = newest(self.directory, self._everyone, self._device)
-        if self._everyone.rank == 0:
-            for path, _ in found.damaged:
-                with contextlib.suppress(OSError):
-                    path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
         self.latest = found.step
         return found
+
+    def clear(self, damaged: Iterable[tuple[Path, str]]) -> None:
+        """Remove what killed saves left, and set ``damaged`` checkpoints aside; for one rank to do."""
+        for path in self.directory.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path, _ in damaged:
+            with contextlib.suppress(OSError):
+                path.rename(path.with_name(f"{ASIDE}{path.name}-{time.time_ns()}"))
 
     def save(
         self,

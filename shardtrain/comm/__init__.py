@@ -54,6 +54,7 @@ from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.host_scatter import HostScatter
 from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.meter import Meter, Wait, meter
+from shardtrain.comm.native import set_time_out
 from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.opening import host_key, open_replicated, open_transport
 from shardtrain.comm.process_group import ProcessGroupTransport
@@ -125,6 +126,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "require_same",
     "scatter",
+    "set_time_out",
     "simulated",
     "world_size",
 ]

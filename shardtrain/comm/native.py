@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 
 import torch
@@ -20,6 +21,9 @@ _all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.Proc
 _reduce_scatter = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
+
+# Public since torch 2.15.
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 def all_gather(
@@ -87,6 +91,13 @@ def reduce_scatter_uneven(
     """Reduce every rank's ``inputs[r]``, of any length, to rank ``r``'s ``output``."""
     if moves_bytes(group):
         dist.reduce_scatter(output, list(inputs), op=op, group=group)
+
+
+def set_time_out(time_out: timedelta) -> None:
+    """Of whatever any group of this rank begins from now on."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if moves_bytes(group):
+            _set_timeout(time_out, group)
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:

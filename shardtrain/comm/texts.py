@@ -22,13 +22,13 @@ def decoded(data: torch.Tensor) -> str:
 
 
 def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
-    """Rank ``src``'s ``text`` on every rank."""
+    """Rank ``src``'s ``text`` on every rank; nothing where ``src`` is only simulated."""
     data = encoded(text).to(device)
-    length = torch.tensor([data.numel()], device=device)
+    length = torch.tensor([data.numel() if ranks.rank == src else 0], device=device)
     ranks.broadcast(length, src)
     if ranks.rank != src:
         data = data.new_empty(int(length.item()))
-    if length.item():
+    if data.numel():
         ranks.broadcast(data, src)
     return decoded(data)
 

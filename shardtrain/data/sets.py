@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.resources
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from shardtrain import comm
 from shardtrain.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Images, WebDataset
 from shardtrain.data.batches import Arrays, Batches, DataSet, Repeated, Some
 from shardtrain.data.sampler import generator
 from shardtrain.errors import UserError
+from shardtrain.place import on_rank_0
 
 
 def load(config: Data) -> DataSet:
@@ -80,10 +81,7 @@ def _cifar(config: Cifar) -> DataSet:
 
     kind = torchvision.datasets.CIFAR10 if config.name == "cifar10" else torchvision.datasets.CIFAR100
     if config.download:
-        # One rank fetches while the others wait; on several hosts `root` has to be shared.
-        if comm.rank() == 0:
-            kind(config.root, download=True)
-        comm.barrier()
+        on_rank_0(lambda: _fetch(kind, config))
     try:
         parts = [kind(config.root, train=train) for train in (True, False)]
     except RuntimeError:
@@ -104,6 +102,16 @@ def _cifar(config: Cifar) -> DataSet:
         mean=(125.3, 123.0, 113.9),
         std=(63.0, 62.1, 66.7),
     )
+
+
+def _fetch(kind: Callable[..., object], config: Cifar) -> None:
+    """One rank does, for all; on several hosts `root` has to be shared."""
+    try:
+        kind(config.root, download=True)
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"data.download=true: cannot fetch {config.name} to {config.root}: {error}"
+        ) from error
 
 
 def _fake(config: Fake) -> DataSet:

@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from shardtrain import comm
 from shardtrain.config import WebDataset
 from shardtrain.data.batches import DataSet
 from shardtrain.data.photos import pictures
 from shardtrain.errors import UserError
+from shardtrain.place import together
 
 Index = NDArray[np.int64]  # [images, 3]: first byte, bytes, label
 
@@ -33,7 +35,8 @@ class Shards:
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
-        indexes = [_index(path) for path in paths]
+        together(lambda: [_index(path) for path in paths[comm.rank() :: comm.world_size()]])
+        indexes = [_index(path) for path in paths]  # most of which were made by other ranks just now
         whole = np.concatenate(indexes)
         self.ends = np.cumsum([len(index) for index in indexes])
         self.first, self.size = whole[:, 0], whole[:, 1]
@@ -52,7 +55,8 @@ class Shards:
 
 
 def web_dataset(config: WebDataset) -> DataSet:
-    train, val = (Shards(_find(config, key)) for key in ("train", "val"))
+    found = together(lambda: [_find(config, key) for key in ("train", "val")])
+    train, val = map(Shards, found)
     classes = max(*train.labels, *val.labels) + 1
     return pictures(config, train, val, classes)
 
@@ -74,7 +78,7 @@ def _index(shard: Path) -> Index:
         found: Index = np.load(kept, allow_pickle=False)
         if np.array_equal(found[:1], stamp):
             return found[1:]
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError):
         pass  # not there, or not whole: it is made anew
     index = np.array(list(_scan(shard)), dtype=np.int64)
     _keep(np.concatenate([stamp, index]), kept)

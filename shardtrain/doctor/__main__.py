@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import describe, launch
-from shardtrain.build import Job, build
+from shardtrain import launch
+from shardtrain.build import build
 from shardtrain.checked import at_least
 from shardtrain.compose import read_beside
-from shardtrain.config import Config, moments
+from shardtrain.config import Config
 from shardtrain.doctor import installation, memory
 from shardtrain.doctor.finding import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
 from shardtrain.model import uncompiled
+from shardtrain.place import Place
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -77,16 +77,11 @@ def findings(settings: Settings, place: Place, device: torch.device) -> Iterator
     ]
     for check in checks:
         yield from shared([check()])
-    first_here = place.local_rank == 0  # one rank of a host looks at its disk
-    needed = _checkpoint_bytes(config, job)
-    yield from shared([installation.disk(run_dir, needed, kept)] if first_here else [])
-    yield Twins(job, config).examine(settings.keys.steps)
+    yield Twins(job, config).examine(min(settings.keys.steps, job.steps))
     yield from shared(memory.check(job, config, settings.keys.out))
-
-
-def _checkpoint_bytes(config: Config, job: Job) -> int:
-    """Parameters and moments of all ranks."""
-    return sum(unit.bytes for unit in describe(job.model)) * (1 + moments(config.optim))
+    needed = memory.checkpoint_bytes(job)
+    first_here = place.local_rank == 0  # one rank of a host looks at its disk
+    yield from shared([installation.disk(run_dir, needed, kept)] if first_here else [])
 
 
 def examine(settings: Settings, place: Place, device: torch.device) -> None:

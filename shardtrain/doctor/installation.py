@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardtrain import comm, machine
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
-from shardtrain.launch import Place
+from shardtrain.place import Place
 from shardtrain.text import MIB, counted
 
 OLDEST_TORCH = (2, 11)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from shardtrain import comm, pictures
 from shardtrain.build import Job
@@ -14,6 +14,7 @@ from shardtrain.config import Config
 from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
 from shardtrain.engine import engine_of
 from shardtrain.errors import writing
+from shardtrain.plan.live import optimizer_tensors
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.run import plan_of
 from shardtrain.plan.simulate import Plan
@@ -40,11 +41,19 @@ def check(job: Job, config: Config, out: str | None) -> list[Finding]:
 
 def held(job: Job) -> dict[str, int]:
     """Bytes of this rank's parameters and optimizer state."""
-    state = [value for entry in job.optimizer.state.values() for value in entry.values()]
     return {
         "parameters": sum(param.nbytes for param in job.model.parameters()),
-        "optimizer": sum(value.nbytes for value in state if isinstance(value, Tensor)),
+        "optimizer": sum(value.nbytes for value in optimizer_tensors(job.optimizer)),
     }
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """What all ranks will save of parameters, their optimizer and their averages. Collective."""
+    engine = engine_of(job.model)
+    averages = job.ema.averages.values() if job.ema is not None else ()
+    own = sum(held(job).values()) + sum(average.nbytes for average in averages)
+    saves = comm.rank() in engine.transport.speakers  # other replicas have the same
+    return int(comm.all_reduce(torch.tensor(own * saves, device=engine.device)))
 
 
 def compare(plan: Plan, held: Mapping[str, int], sent: Mapping[str, int], peak: int) -> Finding:

@@ -14,8 +14,8 @@ Shared memory on one host and messages over gloo add in that order, too, so outp
 bit for bit. Elsewhere (NCCL's sums, several hosts, bf16 with micro-batches, CUDA's convolutions) rounding may
 differ, and tensors have to be equal to TOLERANCE of their largest element. An update may round otherwise in
 any case, where a fused optimizer's vector instructions end at a piece's end: it has UPDATE_TOLERANCE, and
-then the twin takes over the sharded parameters, so that each step begins alike. In bf16 the twin is the
-engine's own single rank, since nothing else casts as it does.
+then the twin takes over the sharded parameters, so that each step begins alike. In bf16 and fp16 the twin
+is the engine's own single rank, since nothing else casts as it does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardtrain.engine import engine_of, is_sharded
 from shardtrain.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
 from shardtrain.text import counted
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of the largest element
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of the largest element
 UPDATE_TOLERANCE = 1e-6  # likewise
 ADVICE = {
     "initial value": "parameters were changed between shard() and the first step, on one rank perhaps",

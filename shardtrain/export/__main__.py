@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 import shardtrain
 from shardtrain import comm, data, launch
-from shardtrain.checked import checked, one_of
+from shardtrain.checked import at_least, checked, one_of
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
 from shardtrain.compose import compose, config_folder
-from shardtrain.config import Config
+from shardtrain.config import DATA, Data
 from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
-from shardtrain.launch import Place
 from shardtrain.model import plain_model
 from shardtrain.optim import Ema
+from shardtrain.place import Place
 from shardtrain.resume import CHECKPOINTS
 from shardtrain.text import MIB
 from shardtrain.weights import load_weights, write_weights
@@ -45,9 +45,17 @@ _RANDOM_IMAGES = 32
 class Settings:
     run: str
     out: str
-    device: str
-    threads: int | None
+    device: str = one_of("auto", "cpu", "cuda")
+    threads: int | None = at_least(1)
     weights: str = one_of("raw", "ema")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an export reads of a run's saved configuration: other keys come and go with versions."""
+
+    model: dict[str, Any]
+    data: Data = field(metadata=DATA)
 
 
 class Check(NamedTuple):
@@ -70,7 +78,8 @@ def _export(settings: Settings, place: Place, device: torch.device) -> None:
     if place.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
     opened = find(Path(settings.run).expanduser(), device)
-    config = checked(OmegaConf.create(opened.manifest.facts["config"]), Config)
+    saved = opened.manifest.facts["config"]
+    config = checked(OmegaConf.create({key: saved[key] for key in ("model", "data")}), Trained)
     model = shardtrain.shard(plain_model(config.model).to(device))
     with _loaded(opened, model, settings):
         _write(opened, config, model, Path(settings.out).expanduser(), device)
@@ -94,7 +103,7 @@ def _loaded(opened: Opened, model: nn.Module, settings: Settings) -> Iterator[No
         yield
 
 
-def _write(opened: Opened, config: Config, model: nn.Module, out: Path, device: torch.device) -> None:
+def _write(opened: Opened, config: Trained, model: nn.Module, out: Path, device: torch.device) -> None:
     state = shardtrain.full_state_dict(model)
     write_weights(out, state)
     plain = plain_model(config.model)
@@ -125,7 +134,7 @@ def find(run: Path, device: torch.device) -> Opened:
     return opened
 
 
-def compare(config: Config, model: nn.Module, plain: nn.Module, device: torch.device) -> Check:
+def compare(config: Trained, model: nn.Module, plain: nn.Module, device: torch.device) -> Check:
     """What both models answer to the held-out images; to random ones where the data set is not at hand."""
     right = count = 0
     largest, known = 0.0, True
@@ -139,7 +148,7 @@ def compare(config: Config, model: nn.Module, plain: nn.Module, device: torch.de
     return Check(count, 100 * right / count if known else None, largest)
 
 
-def _images(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _images(config: Trained, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
     try:
         held_out = data.load(config.data)
     except UserError:

@@ -7,7 +7,6 @@ people ask of a run: is it learning, is it fast, does it fit.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from shardtrain.checked import plain
 from shardtrain.config import Config
 from shardtrain.monitor.sink import Sink
 
@@ -64,7 +64,7 @@ class TensorBoard(Sink):
         self.writer.file_writer.add_summary(self._hparams)
         self.writer.file_writer.add_summary(session)
         self.writer.add_custom_scalars(LAYOUT)
-        resolved = OmegaConf.to_yaml(dataclasses.asdict(config))
+        resolved = OmegaConf.to_yaml(plain(config))
         self.text("config", f"```yaml\n{resolved}```")
         self.writer.flush()
 

@@ -42,13 +42,17 @@ TRAFFIC = {
 }
 
 
-def compare(plan: Plan, scalars: Mapping[str, float], *, on_cuda: bool) -> list[Row]:
-    """Plan and measurement of rank 0. On CUDA the allocator knows the peak; on the CPU nobody does."""
+def compare(plan: Plan, scalars: Mapping[str, float], *, on_cuda: bool, scaled: bool) -> list[Row]:
+    """Plan and measurement of rank 0. On CUDA the allocator knows the peak; on the CPU nobody does.
+
+    ``scaled``: the loss was, so the ranks have told one another of overflows, in a few more bytes each time.
+    """
     rows = [Row(name, getattr(plan, name), scalars[tag] * MIB, True) for name, tag in STATE.items()]
     rows.append(Row("gathered at once", plan.gathered, scalars["memory/gathered_peak_mib"] * MIB, True))
     names = ["gathers send", "reductions send", *(["averages send"] if plan.question.replicate > 1 else [])]
     for name, (kind, tag) in zip(names, TRAFFIC.items(), strict=False):
-        rows.append(Row(name, plan.sent.get(kind, 0), scalars[tag] * MIB, True))
+        exact = not (scaled and kind == "all_reduce")
+        rows.append(Row(name, plan.sent.get(kind, 0), scalars[tag] * MIB, exact))
     if on_cuda:
         rows.append(Row("peak", plan.peak, scalars["memory/peak_mib"] * MIB, False))
     return rows
@@ -65,8 +69,8 @@ def comparison(rows: Sequence[Row]) -> str:
 class Comparison(Sink):
     """Tells at the end of a run how far plan and measurement are apart. To plan takes a second or two."""
 
-    def __init__(self, config: Config, job: Job, listeners: Sequence[Sink]) -> None:
-        self.config, self.job, self.listeners = config, job, listeners
+    def __init__(self, config: Config, job: Job, speaker: Sink) -> None:
+        self.config, self.job, self.speaker = config, job, speaker
         self.scalars: dict[str, float] = {}
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -75,12 +79,10 @@ class Comparison(Sink):
     def close(self, status: str) -> None:
         if status != "finished" or "memory/params_mib" not in self.scalars:
             return
-        on_cuda = self.job.device.type == "cuda"
+        on_cuda, scaled = self.job.device.type == "cuda", self.job.scaler.is_enabled()
         try:
-            rows = compare(plan_of(self.config, self.job, rank=0), self.scalars, on_cuda=on_cuda)
-        except RuntimeError as error:  # the model needs values, say; the run has done well all the same
-            text = f"no plan to compare with: {error}".split("\n", 1)[0]
-        else:
-            text = comparison(rows)
-        for listener in self.listeners:
-            listener.say(text)
+            plan = plan_of(self.config, self.job, rank=0)
+            text = comparison(compare(plan, self.scalars, on_cuda=on_cuda, scaled=scaled))
+        except Exception as error:  # the model needs values, say; the run has done well all the same
+            text = f"no plan to compare with: {type(error).__name__}: {error}".split("\n", 1)[0]
+        self.speaker.say(text)

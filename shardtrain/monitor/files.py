@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import sys
 import time
@@ -42,8 +43,8 @@ class LogFile(Sink):
         self.say(f"step {step}  " + "  ".join(f"{tag} {value:.5g}" for tag, value in scalars.items()))
 
     def close(self, status: str) -> None:
-        self.say(status)
-        self.file.close()
+        with self.file:
+            self.say(status)
 
 
 class ResultFile(Sink):
@@ -84,12 +85,24 @@ class ResultFile(Sink):
             result = json.loads(self.path.read_text())
         except (OSError, ValueError):
             return {}
-        return {key: value for key, value in result.items() if "/" in key or key == "seconds"}
+        return {
+            key: value
+            for key, value in result.items()
+            if ("/" in key or key == "seconds") and value is not None
+        }
 
     def _write(self) -> None:
         """Whoever reads it meanwhile finds the old file or the new one, whole."""
         self.result["epoch"] = self.result["step"] / self.steps_per_epoch
         self.result["seconds"] = round(time.perf_counter() - self.started, 3)
         temporary = self.path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(self.result, indent=2) + "\n")
+        temporary.write_text(json.dumps(_valid(self.result), indent=2) + "\n")
         os.replace(temporary, self.path)
+
+
+def _valid(result: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: what is no number is null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in result.items()
+    }

@@ -36,13 +36,13 @@ Curve = list[tuple[int, float]]
 
 
 class Glance(Sink):
-    """Remembers every curve, draws now and then, and passes pictures to ``board``.
+    """Remembers every curve, draws now and then, and passes pictures to ``monitor``.
 
-    ``speaker``: hears why there are no pictures. ``memory_mib``: what the device has.
+    ``memory_mib``: what the device has.
     """
 
-    def __init__(self, directory: Path, board: Sink, speaker: Sink, job: Job, memory_mib: float) -> None:
-        self.path, self.board, self.speaker = directory / "at_a_glance.png", board, speaker
+    def __init__(self, directory: Path, monitor: Sink, job: Job, memory_mib: float) -> None:
+        self.path, self.monitor = directory / "at_a_glance.png", monitor
         self.held_out, self.memory_mib = job.val, memory_mib
         self.found: Evaluation | None = None
         self.curves: dict[str, Curve] = _curves_until(directory, job.first_step) if job.first_step else {}
@@ -55,7 +55,7 @@ class Glance(Sink):
     def samples(self, batch: Batch) -> None:
         images, prepare = batch.images[:SAMPLES], self.held_out.prepare
         captions = [_caption(label) for label in batch.labels[:SAMPLES]]
-        self.board.picture("samples/augmented", pictures.grid(images, captions, prepare.mean, prepare.std))
+        self.monitor.picture("samples/augmented", pictures.grid(images, captions, prepare.mean, prepare.std))
 
     def evaluated(self, found: Evaluation) -> None:
         self.found = found
@@ -77,28 +77,28 @@ class Glance(Sink):
         for tag, panel in panels.items():
             picture = pictures.plot(panel, INCHES)
             if isinstance(picture, str):
-                self.speaker.say(picture)
+                self.monitor.say(picture)
                 self._cost_s = math.inf
                 return
-            self.board.picture(tag, picture)
+            self.monitor.picture(tag, picture)
             drawn.append(picture)
-        pictures.save(self.path, np.hstack(drawn))
         if self.found is not None:
             self._draw_mistakes(self.found)
         self._drawn_at = time.perf_counter()
         self._cost_s = self._drawn_at - start
+        pictures.save(self.path, np.hstack(drawn))  # at last: the disk may be full
 
     def _draw_mistakes(self, found: Evaluation) -> None:
         if found.confusion is not None:
             matrix = pictures.confusion(found.confusion)
             assert not isinstance(matrix, str)  # there is Matplotlib
-            self.board.picture("val/confusion", matrix)
+            self.monitor.picture("val/confusion", matrix)
         if found.mistakes:
             prepare, data = self.held_out.prepare, self.held_out.images
             images = torch.cat([prepare(data[[mistake.image]][0]) for mistake in found.mistakes])
             captions = [f"{mistake.label} as {mistake.predicted}" for mistake in found.mistakes]
             page = pictures.grid(images, captions, prepare.mean, prepare.std)
-            self.board.picture("val/worst_mistakes", page)
+            self.monitor.picture("val/worst_mistakes", page)
 
     def latest(self, tag: str) -> float:
         return self.curves[tag][-1][1] if self.curves.get(tag) else float("nan")

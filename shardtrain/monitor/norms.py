@@ -24,17 +24,21 @@ class Norms:
     def __init__(self, job: Job, log_every: int) -> None:
         self._names, self._params = zip(*job.model.named_parameters(), strict=True)
         self._speaks = comm.rank() in engine_of(job.model).transport.speakers
-        self._step, self._last_step, self._log_every = job.first_step, job.steps, log_every
+        self._done, self._last_step, self._log_every = job.first_step, job.steps, log_every
         self._before: list[Tensor] = []
         self.hook = job.optimizer.register_step_pre_hook(self._before_update)
 
     def _before_update(self, *_: object) -> None:
-        self._step += 1
-        if self._step % self._log_every == 0 or self._step == self._last_step:
+        step = self._done + 1
+        if step % self._log_every == 0 or step == self._last_step:
             self._before = [param.detach().clone() for param in self._params]
 
-    def take(self) -> dict[str, float]:
-        """By tag, if the update just made is to be reported. Collective; gradients have to be still there."""
+    def take(self, step: int) -> dict[str, float]:
+        """By tag, if ``step`` has made an update and is to be reported; to be called after every step.
+
+        Collective; gradients have to be still there.
+        """
+        self._done = step
         if not self._before:
             return {}
         weights = [param.detach() for param in self._params]

@@ -10,7 +10,9 @@ import torch
 
 from shardtrain import describe, held_by_rank
 from shardtrain.build import Job
-from shardtrain.config import Config, Reference, moments
+from shardtrain.checkpoint.content import held as held_by_everyone
+from shardtrain.config import Config, Optim, Reference
+from shardtrain.engine import engine_of
 from shardtrain.evaluate import Evaluation
 from shardtrain.launch import Context
 from shardtrain.text import MIB, counted
@@ -26,16 +28,16 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     held = held_by_rank(job.model)
     own = max(held) / MIB
     most = "at most " if min(held) < max(held) else ""
-    state = moments(optim) * own
+    kept = max(_kept_by_rank(optim, job)) / MIB
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(place.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     rows = [
         ("model", f"{_model_name(config.model)}, {parameters:,} parameters"),
-        ("cost", f"{job.forward_flops / 1e9:.3g} GFLOP an image forward"),
+        ("cost", f"{job.forward_flops[config.data.image_size] / 1e9:.3g} GFLOP an image forward"),
         ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
-        ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {state:.1f} optimizer"),
+        ("a rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {kept:.1f} optimizer"),
         ("data", f"{job.data_name}, {config.data.image_size}×{config.data.image_size} pixels"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} an epoch"),
@@ -47,6 +49,21 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("run", _run_dir(config, context)),
     ]
     return f"{_aligned(rows)}\n{_unit_table(job)}"
+
+
+def _kept_by_rank(optim: Optim, job: Job) -> list[int]:
+    """Bytes of moments that each rank's optimizer will have."""
+    hidden = {
+        param: group.get("use_muon", False)
+        for group in job.optimizer.param_groups
+        for param in group["params"]
+    }
+    kept = [0] * job.share.world_size
+    for held in held_by_everyone(engine_of(job.model)):
+        size = held.param.element_size() * optim.moments(hidden[held.param])
+        for rank, (start, stop) in enumerate(held.cuts):
+            kept[rank] += (stop - start) * size
+    return kept
 
 
 def end_table(result: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardtrain.config import Config
 from shardtrain.monitor.window import Spent
 
-FEW_STEPS = 20  # of fewer, start-up is most of what there is to see
+FEW_STEPS = 20  # of fewer, the first is most of what there is to see
 OFTEN = 0.5  # of the reports, that name one rank slow
 ORDER = (
     "data",
@@ -119,7 +119,7 @@ def _optimizer(run: Run) -> str:
 
 def _rest(run: Run) -> str:
     every = run.config.train.log_every
-    return f"neither steps nor evaluation: start-up and reports, train.log_every (now {every})"
+    return f"neither steps nor evaluation: reports, train.log_every (now {every})"
 
 
 def _computing(run: Run) -> float:

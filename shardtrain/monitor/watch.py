@@ -19,8 +19,9 @@ from shardtrain.comm import trace
 from shardtrain.config import Config
 from shardtrain.engine import engine_of
 from shardtrain.launch import Context
-from shardtrain.monitor import Monitor, timeline
+from shardtrain.monitor import timeline
 from shardtrain.monitor.norms import Norms
+from shardtrain.monitor.reporter import Monitor
 from shardtrain.monitor.window import Window
 from shardtrain.plan.live import LiveTensors
 from shardtrain.plan.memory import timeline_of
@@ -59,7 +60,7 @@ class Watch:
         """After an update, before gradients are cleared. Collective after steps reported or traced."""
         self._name_the_slow(step)
         if self._norms is not None:
-            self._monitor.details(step, self._norms.take())
+            self._monitor.details(step, self._norms.take(step))
         last = step == self._job.steps
         if self._live is not None:
             with self._window.paused("pictures"):

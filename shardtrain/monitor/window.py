@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import resource
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -24,12 +26,15 @@ from shardtrain.build import Job
 from shardtrain.engine import engine_of
 from shardtrain.monitor.phases import PHASES, Phases
 from shardtrain.monitor.stragglers import Slow, slowest
+from shardtrain.plan.live import optimizer_tensors
+from shardtrain.precision import Precision
 from shardtrain.text import MIB
 
 MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
 
 # Dense TF32 peak of one GPU in operations a second (NVIDIA's data sheets, without sparsity): what
-# convolutions of fp32 tensors use by default. `perf/mfu` is reported where the peak is known.
+# convolutions of fp32 tensors use by default. In bf16 and fp16 each of these GPUs has twice that.
+# `perf/mfu` is reported where the peak is known.
 TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
 
 
@@ -55,7 +60,7 @@ class Window:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.device = job.device
-        self.peak = _peak_flops(self.device)
+        self.peak = _peak_flops(self.device, engine_of(job.model).precision)
         self.spent = Spent()
         self.slow: Slow | None = None  # the rank that the last report found beyond the margin
         self.wish: Callable[[], bool] = _none  # asked with each report: whether this rank wants something
@@ -64,18 +69,20 @@ class Window:
         self.phase = self._phases.phase
         self._restart()
 
+    def start(self) -> None:
+        """Training begins: what start-up took, of time and of memory, is left out of reports."""
+        self.since = self.spent.since = time.perf_counter()
+        _forget_peak(self.device)
+
     def state(self) -> dict[str, Any]:
         """What a run that continues needs; the sum over ranks is for other world sizes. Collective."""
         total = comm.all_reduce(self.sums.clone())
-        counts = {"scored": self.scored, "steps": self.steps}
-        return {"sums": self.sums.clone(), "total": total, "sent": dict(self.sent), **counts}
+        return {"sums": self.sums.clone(), "total": total, "scored": self.scored}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
         """Go on from the `state` of ``ranks`` ranks; of more or fewer, rank 0 takes over the sums."""
-        self.steps = state["steps"]
         if ranks == comm.world_size():
             self.sums.copy_(state["sums"])
-            self.sent.update(state["sent"])
         elif comm.rank() == 0:
             self.sums.copy_(state["total"])
         self.scored = state["scored"] * ranks // comm.world_size()
@@ -85,10 +92,10 @@ class Window:
         # Summed on the device, so that no step waits for it: loss times images, right first guesses.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._kept = self.sums.clone(), 0  # sums and images as of the last step
-        self.images = 0  # since the clock was started, which a run that continues does anew
-        self.scored = 0  # of these, images whose loss counts
+        self.scored = 0  # images whose loss is in them
+        # What follows is measured since the clock was started, which a run that continues does anew.
+        self.images: Counter[int] = Counter()  # by their side in pixels
         self.steps = 0
-        self.timed_steps = 0  # likewise
         self.sent: Counter[str] = Counter()  # bytes by kind
         self.since = time.perf_counter()
 
@@ -98,7 +105,6 @@ class Window:
         with self._phases.step() as traffic:
             yield
         self.steps += 1
-        self.timed_steps += 1
         self._kept = self.sums.clone(), self.scored
         self.sent.update(traffic.bytes)
 
@@ -111,13 +117,14 @@ class Window:
         self.since += elapsed
         self.spent.seconds[what] += elapsed
 
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """One micro-batch: mean loss, logits [batch, classes], labels [batch] or soft ones as the logits."""
+    def add(self, images: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """One micro-batch: images [batch, channels, side, side], mean loss, logits [batch, classes], labels
+        [batch] or soft ones as the logits."""
         with torch.no_grad():
             labels = labels.argmax(1) if labels.ndim == 2 else labels
             right = (logits.argmax(1) == labels).sum()
             self.sums += torch.stack([loss.double() * len(labels), right.double()])
-        self.images += len(labels)
+        self.images[images.shape[-1]] += len(labels)
         self.scored += len(labels)
 
     def loss_of_step(self) -> Tensor:
@@ -136,7 +143,7 @@ class Window:
         if not math.isfinite(loss):
             raise RuntimeError(f"train/loss is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
-        images = self.images * ranks  # every rank has equally many
+        images = self.images.total() * ranks  # every rank has equally many
         scored = self.scored * ranks or math.nan
         scalars = {
             "train/loss": loss / scored,
@@ -144,19 +151,24 @@ class Window:
             "grad_norm": float(grad_norm),
             "perf/img_per_s": images / elapsed,
             "perf/img_per_s_per_rank": images / elapsed / ranks,
-            "time/step_s": elapsed / self.timed_steps,
+            "time/step_s": elapsed / self.steps,
             "comm/all_gather_mib_per_step": self.sent["all_gather"] / self.steps / MIB,
             "comm/reduce_scatter_mib_per_step": self.sent["reduce_scatter"] / self.steps / MIB,
             "comm/all_reduce_mib_per_step": self.sent["all_reduce"] / self.steps / MIB,
         }
         for index, group in enumerate(self.job.optimizer.param_groups):
             scalars[f"lr/group{index}"] = float(group["lr"])
-        if self.peak is not None:  # backward takes twice the operations of forward
-            scalars["perf/mfu"] = 3 * self.job.forward_flops * images / elapsed / ranks / self.peak
+        if self.peak is not None:
+            scalars["perf/mfu"] = self._flops() / elapsed / self.peak
         scalars |= self._times(busy, waited, elapsed) | self._ranks(busy)
         scalars.update(_memory(self.job, self.device))
         self._restart()
         return scalars
+
+    def _flops(self) -> float:
+        """This rank's operations: backward takes twice those of forward."""
+        costs = self.job.forward_flops  # not of sizes that an augmentation makes
+        return 3 * sum(count * costs.get(side, math.nan) for side, count in self.images.items())
 
     def _of_all_ranks(self) -> tuple[list[float], list[dict[str, float]], float]:
         """Sums over ranks; each rank's busy seconds by phase; mean seconds of waiting. One all-reduce."""
@@ -173,8 +185,8 @@ class Window:
         """Means over ranks in percent of the time."""
         seconds = {phase: fmean(row[phase] for row in busy) for phase in PHASES}
         self.spent.reports += 1
-        self.spent.steps += self.timed_steps
-        self.spent.images += self.images * len(busy)
+        self.spent.steps += self.steps
+        self.spent.images += self.images.total() * len(busy)
         for what, value in (seconds | {"waiting": waited}).items():
             self.spent.seconds[what] += value
         shares = {f"time/{phase}_pct": 100 * value / elapsed for phase, value in seconds.items()}
@@ -182,7 +194,7 @@ class Window:
 
     def _ranks(self, busy: list[dict[str, float]]) -> dict[str, float]:
         """Each rank's own time of a step, and how far the slowest lies behind the others."""
-        a_step = [{phase: value / self.timed_steps for phase, value in row.items()} for row in busy]
+        a_step = [{phase: value / self.steps for phase, value in row.items()} for row in busy]
         found = slowest(a_step)
         if found is None:
             return {}
@@ -200,12 +212,10 @@ def _none() -> bool:
 def _memory(job: Job, device: torch.device) -> dict[str, float]:
     """MiB that this rank holds at the end of a step; the peak is the device's, or on CPU the process's."""
     params = list(job.model.parameters())
-    state = [value for part in job.optimizer.state.values() for value in part.values()]
-    tensors = [value for value in state if isinstance(value, Tensor)]
     return {
         "memory/params_mib": _mib(params),
         "memory/grads_mib": _mib([param.grad for param in params if param.grad is not None]),
-        "memory/optimizer_mib": _mib(tensors),
+        "memory/optimizer_mib": _mib(optimizer_tensors(job.optimizer)),
         "memory/gathered_peak_mib": engine_of(job.model).take_gathered_peak().bytes / MIB,
         "memory/peak_mib": _peak_bytes(device) / MIB,
     }
@@ -215,15 +225,32 @@ def _mib(tensors: list[Tensor] | list[torch.nn.Parameter]) -> float:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / MIB
 
 
+def _forget_peak(device: torch.device) -> None:
+    """Let the next peak be that from now on: the jobs of a sweep share a process.
+
+    On the CPU only Linux can, and not in every container; elsewhere it stays that of the whole process.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if found:  # what `_forget_peak` has set back, and getrusage would not say
+        return int(found[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _peak_flops(device: torch.device) -> float | None:
+def _peak_flops(device: torch.device, precision: Precision | None) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for model, peak in TF32_PEAK.items() if model in name), None)
+    times = 2 if precision is not None and precision.param in (torch.bfloat16, torch.float16) else 1
+    return next((times * peak for model, peak in TF32_PEAK.items() if model in name), None)

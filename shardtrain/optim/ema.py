@@ -48,7 +48,8 @@ class Ema:
         if step % self.every == 0:
             weight = 1.0 if step <= self.after else 1.0 - self.decay
             pairs = [(average, now) for average, now in self._pairs() if now.numel()]
-            torch._foreach_lerp_([average for average, _ in pairs], [now for _, now in pairs], weight)
+            if pairs:  # a rank may hold nothing: of whole parameters there can be fewer than ranks
+                torch._foreach_lerp_([average for average, _ in pairs], [now for _, now in pairs], weight)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from shardtrain import launch, pictures
+from shardtrain.checked import plain
 from shardtrain.errors import UserError, writing
-from shardtrain.launch import Place
+from shardtrain.place import Place
 from shardtrain.plan import report
 from shardtrain.plan.fit import largest_batch
 from shardtrain.plan.report import GIB, Largest, Rates
@@ -45,7 +46,7 @@ def plan(settings: Settings, place: Place, device: torch.device) -> None:
         "plan": report.as_json(found, rates),
         "largest_batch": largest and largest._asdict(),
         "curve": [report.as_json(other, rates) for other in plans],
-        "config": dataclasses.asdict(settings.config),
+        "config": plain(settings.config),
     }
     (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n")
     (folder / "plan.txt").write_text(text + "\n")

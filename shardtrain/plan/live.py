@@ -32,7 +32,7 @@ from shardtrain.unit import Unit
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """After one operation: where in the step it was, and the bytes that the engine accounts for."""
 
     phase: str  # forward | backward | update
@@ -42,7 +42,7 @@ class Moment(NamedTuple):
 
 @dataclass(eq=False)
 class Life:
-    """One storage: its size, what it holds, and the moments between which it lived."""
+    """One storage: its size, what it holds, and the instants between which it lived."""
 
     size: int
     kind: str
@@ -51,12 +51,12 @@ class Life:
 
 
 class LiveTensors(TorchDispatchMode):
-    """While it is entered: every moment of a step of ``engine``'s model, and the life of every storage."""
+    """While it is entered: every instant of a step of ``engine``'s model, and the life of every storage."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, present: Iterable[Tensor]) -> None:
         """``present``: tensors that are there before, the batch for instance."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.moments: list[Moment] = []
+        self.instants: list[Instant] = []
         self.lives: list[Life] = []
         self._engine = engine
         self._known: dict[int, Life] = {}  # by the address of a storage that lives
@@ -65,10 +65,9 @@ class LiveTensors(TorchDispatchMode):
         self.fixed = {"parameters": _shards(engine.units), "gradients": engine.transport.reserved}
         segments = [segment for unit in engine.units for segment in unit.segments]
         ours = {_address(tensor) for s in segments for tensor in (s.local, s.wire, s.full)}
-        state = [value for entry in optimizer.state.values() for value in entry.values()]
         for kind, tensors in (
             ("gradients", [p.grad for s in segments for p in s.params if p.grad is not None]),
-            ("optimizer", [value for value in state if isinstance(value, Tensor)]),
+            ("optimizer", optimizer_tensors(optimizer)),
             ("other", [*engine.module.buffers(), *present]),
         ):
             for tensor in tensors:
@@ -101,7 +100,7 @@ class LiveTensors(TorchDispatchMode):
                 self._see(tensor, kind)
         transport = self._engine.transport
         gathered = 0 if transport.in_place else self._engine.gathered.bytes
-        self.moments.append(Moment(phase, unit, gathered))
+        self.instants.append(Instant(phase, unit, gathered))
 
     def _where(self) -> tuple[str, str]:
         phase, unit = self._engine.schedule.under_way
@@ -122,16 +121,22 @@ class LiveTensors(TorchDispatchMode):
         address = storage._cdata
         if address in self._known or not storage.nbytes():
             return
-        life = Life(storage.nbytes(), kind, len(self.moments))
+        life = Life(storage.nbytes(), kind, len(self.instants))
         self.lives.append(life)
         self._known[address] = life
 
         def ended(_: object) -> None:
-            life.died = len(self.moments)
+            life.died = len(self.instants)
             if self._known.get(address) is life:
                 del self._known[address]
 
         self._watches.append(weakref.ref(storage, ended))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every tensor that ``optimizer`` keeps."""
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in kept if isinstance(value, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -113,7 +113,7 @@ def timeline_of(live: LiveTensors) -> MemoryTimeline:
 
 
 def _points(live: LiveTensors) -> Iterator[Point]:
-    count = len(live.moments)
+    count = len(live.instants)
     totals = []
     for kind in KINDS:
         changes = [0] * (count + 1)
@@ -124,7 +124,7 @@ def _points(live: LiveTensors) -> Iterator[Point]:
         fixed = live.fixed.get(kind, 0)
         totals.append([fixed + now for now in accumulate(changes[:-1])])
     gathered = KINDS.index("gathered")
-    for index, moment in enumerate(live.moments):
+    for index, instant in enumerate(live.instants):
         held = [row[index] for row in totals]
-        held[gathered] += moment.gathered
-        yield Point(moment.phase, moment.unit, tuple(held))
+        held[gathered] += instant.gathered
+        yield Point(instant.phase, instant.unit, tuple(held))

@@ -45,7 +45,7 @@ def headline(config: Config, plan: Plan) -> str:
     name = config.model.get("name", config.model["_target_"])
     return (
         f"{name}, {parameters:,} parameters in {counted(len(plan.units), 'unit')}; {config.optim.name}, "
-        f"{parallel.precision}, {link}{reshard}{layout}{recompute}{compiled}\n"
+        f"{parallel.precision}, device={config.device}, {link}{reshard}{layout}{recompute}{compiled}\n"
         f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
         f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
         f"{images:,} images a step"

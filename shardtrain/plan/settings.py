@@ -60,7 +60,7 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     outline = _outline(config.data, config.model.get("num_classes"))
-    config = dataclasses.replace(config, model=completed(config, outline))
+    config = dataclasses.replace(config, model=completed(config, outline), device=_planned_device(config))
     return Settings(keys, config, _question(keys, config, outline.channels))
 
 
@@ -71,15 +71,21 @@ def _question(keys: Keys, config: Config, channels: int) -> Question:
     whole, left = divmod(config.train.batch_size, parts)
     share = max(2, whole + 1) if left else whole  # BatchNorm does not train on a single pixel of one image
     in_place = config.parallel.transport == "shared_memory" and keys.world_size > replicate
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     return Question(
         world_size=keys.world_size,
         replicate=replicate,
         micro_batch=keys.micro_batch or share,
         channels=channels,
         in_place=in_place,
-        inbox=on_cpu and not in_place,
+        inbox=config.device == "cpu" and not in_place,
     )
+
+
+def _planned_device(config: Config) -> str:
+    """What the ranks compute on; a device that this machine has not can be planned for all the same."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
 
 
 def _outline(config: Data, classes: int | None) -> data.DataSet:

@@ -24,6 +24,7 @@ from shardtrain.engine import engine_of
 from shardtrain.errors import UserError
 from shardtrain.losses import loss_of
 from shardtrain.model import ema_of, plain_model, shard_with_optimizer, uncompiled
+from shardtrain.plan.live import optimizer_tensors
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
 from shardtrain.plan.rows import held_by_rows
 from shardtrain.plan.step import Step
@@ -105,7 +106,6 @@ def simulate(config: Config, question: Question) -> Plan:
         present = [tensor for batch in batches for tensor in batch] + averages
         with comm.meter() as traffic:
             timeline = memory_of_step(engine, optimizer, present, lambda: step(batches))
-        state = [value for entry in optimizer.state.values() for value in entry.values()]
         parameters = _bytes(model.parameters())
         return Plan(
             question=question,
@@ -115,7 +115,7 @@ def simulate(config: Config, question: Question) -> Plan:
             by_rows=by_rows,
             parameters=parameters,
             gradients=_bytes(param for param in model.parameters() if param.requires_grad),
-            optimizer=_bytes(value for value in state if isinstance(value, Tensor)),
+            optimizer=_bytes(optimizer_tensors(optimizer)),
             buffers=_bytes(model.buffers()),
             averages=_bytes(averages),
             gathered=engine.take_gathered_peak().bytes,
