@@ -107,6 +107,15 @@ def test_every_room_has_its_place_in_the_order() -> None:
     assert {room for room, _ in sources()} == set(ORDER)
 
 
+@pytest.mark.parametrize(("document", "order"), [("README.md", CORE), ("docs/program.md", PROGRAM)])
+def test_the_documents_tell_the_same_order(document: str, order: list[str]) -> None:
+    table = (ROOT / document).read_text().partition("| file of `shardtrain/` |")[2].partition("\n\n")[0]
+    told = [
+        room for row in table.splitlines()[2:] for room in re.findall(r"`(\w+)(?:\.py|/)`", row.split("|")[1])
+    ]
+    assert told == order
+
+
 @pytest.mark.parametrize("room", ORDER)
 def test_imports_point_one_way(room: str) -> None:
     before = {*ORDER[: ORDER.index(room)], room}
