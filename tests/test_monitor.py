@@ -169,7 +169,9 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
         monitor.log(1, SCALARS)
         monitor.step(1)
     assert capsys.readouterr().out == ""
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [
+        "config.yaml"
+    ]  # made by rank 0 of the group
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
