@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from shardtrain import build, comm, evaluate, keeper
+from shardtrain import comm, evaluate, keeper
 from shardtrain.checkpoint import saving
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
@@ -215,7 +215,8 @@ def signal_in_an_evaluation() -> Iterator[None]:
             on_rank_1(signal.SIGTERM)
         return answers(*arguments)
 
-    with patch.object(evaluate, "_answers", answer), patch.object(build, "EVAL_BATCH", 1):
+    one_at_a_time = patch.dict(feed.EvalFeed.__init__.__kwdefaults__, batch_size=1)
+    with patch.object(evaluate, "_answers", answer), one_at_a_time:
         yield
 
 
