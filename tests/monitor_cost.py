@@ -108,9 +108,9 @@ def measure(config: Config, place: Place, device: torch.device, folder: Path, ro
             "without": lambda _: bare(job, steps),
             "with": lambda _: monitored(job, steps, window, monitor, watch, own),
         }
-        interleave(runners, tracks, range(WARMUP), device, timed=False)
+        interleave(runners, tracks, device, warmup=WARMUP, rounds=0)
         own.seconds = 0.0
-        interleave(runners, tracks, range(WARMUP, WARMUP + rounds), device, timed=True)
+        interleave(runners, tracks, device, warmup=0, rounds=rounds)
     found = ratios(tracks["with"].seconds, tracks["without"].seconds)
     if place.rank == 0:
         without = sorted(tracks["without"].seconds)[rounds // 2] / steps

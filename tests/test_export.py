@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
@@ -35,6 +36,8 @@ def trained(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["export", *arguments, "threads=1"])
+    # Torch's `record` points it at stderr, which is no file where pytest captures it.
+    monkeypatch.setattr(faulthandler, "enable", lambda **_: None)
     try:
         main()
     except SystemExit as left:
