@@ -55,7 +55,7 @@ def test_alone_from_another_directory(tmp_path: Path) -> None:
     done = shell([sys.executable, *PROGRAM, *TINY, "train.max_steps=2", "train.accumulate=2"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     (run,) = (tmp_path / "outputs").iterdir()
-    kinds = sorted(path.name.split(".")[0] for path in run.iterdir())
+    kinds = sorted(path.name.split(".")[0] for path in run.iterdir() if path.name != ".lock")
     assert kinds == ["at_a_glance", "config", "events", "log", "result"]
     assert json.loads((run / "result.json").read_text())["status"] == "finished"
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
