@@ -130,7 +130,8 @@ def test_a_run_adds_up_where_units_compute() -> None:
     elsewhere = torch.device("meta")
     window = Window(job._replace(device=elsewhere))
     with elsewhere:
-        window.add(torch.zeros(()), torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64))
+        images, labels = torch.zeros(3, 1, 32, 32), torch.zeros(3, dtype=torch.int64)
+        window.add(images, torch.zeros(()), torch.zeros(3, 10), labels)
     assert window.loss_of_step().device == elsewhere
 
 

@@ -216,7 +216,7 @@ def by_hand_of(unit: Any, values: dict[str, torch.Tensor], own: bool) -> dict[st
         flat = torch.cat([flat, flat.new_zeros(segment.layout.padded - len(flat))])
         for rank in range(segment.layout.world):
             span = segment.layout.interval(rank)
-            if segment.quantised.gather and (own or rank != dist.get_rank()):
+            if segment.traffic.gather and (own or rank != dist.get_rank()):
                 flat[span] = by_hand(flat[span])
         found.update(zip(names, flat[: segment.layout.numel].split(segment.layout.sizes), strict=True))
     return {name: value.view_as(values[name]) for name, value in found.items()}
@@ -245,12 +245,12 @@ def one_step_by_hand() -> None:
             theirs = [full[segment.layout.interval(rank)] for full in from_all(grads)]
             total = torch.zeros(segment.layout.length(rank))
             for other, part in enumerate(theirs):
-                total += by_hand(part) if segment.quantised.reduce and other != rank else part
+                total += by_hand(part) if segment.traffic.reduce and other != rank else part
             for param, piece in zip(segment.params, segment.pieces, strict=True):
                 expected = total[piece.offset : piece.offset + piece.numel] / world
                 assert param.grad is not None
                 assert torch.equal(param.grad, expected)
-    assert not any(s.quantised.gather for u in units for s in u.segments if "1.weight" in s.places[0].name)
+    assert not any(s.traffic.gather for u in units for s in u.segments if "1.weight" in s.places[0].name)
     whole = shardtrain.full_state_dict(model)
     assert all(torch.equal(whole[name], value) for name, value in exact.items()), "shards stay exact"
     with shardtrain.unsharded(model):
