@@ -21,7 +21,7 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     elif callable(units):
         chosen = {name: m for name, m in root.named_modules() if name and units(name, m)}
     else:
-        classes = tuple(units)
+        classes = (units,) if isinstance(units, str) else tuple(units)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise ValueError(f"units must be module classes or a callable, got {classes!r}")
         chosen = {name: m for name, m in root.named_modules() if name and isinstance(m, classes)}

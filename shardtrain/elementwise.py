@@ -34,18 +34,24 @@ def refuse_unless_right_on_pieces(
     for options in _kinds(optimizer):
         with _disable_current_modes():  # values count here, even where the model has none (FakeTensorMode)
             reason = _why_not(type(optimizer), options, device, layout)
-        if reason:
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot step on a sharded model: {reason}. {_ADVICE[layout]}, or "
-                "leave the parameters whole with shard(..., ignored=...)"
-            )
+            if not reason:
+                continue
+            on_whole = _why_not(type(optimizer), options, device, "whole")
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot step on a sharded model: {reason}. "
+            f"{_OTHER_OPTIMIZER if on_whole else _OTHER_LAYOUT}, or leave the parameters whole with "
+            "shard(..., ignored=...)"
+        )
 
 
-_ADVICE: dict[Policy, str] = {
-    "even": "A rank holds 1-D pieces of parameters; use an element-wise optimizer such as SGD or AdamW, "
-    "shard(..., layout='whole') if it looks at one parameter at a time",
-    "whole": "A rank holds some of the parameters; use an optimizer that looks at one at a time",
-}
+_OTHER_LAYOUT = (
+    "A rank holds 1-D pieces of parameters, and this optimizer looks at one whole parameter at a time: "
+    "use shard(..., layout='whole'), or an element-wise optimizer such as SGD or AdamW"
+)
+_OTHER_OPTIMIZER = (
+    "A rank holds some of the parameters, or pieces of them, and this optimizer looks at all together: "
+    "use one such as SGD or AdamW"
+)
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

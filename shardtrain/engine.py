@@ -71,6 +71,7 @@ class Engine:
             for module in self.entrances(unit):
                 self._hook_module(unit, module)
         self._hook_casts()
+        self.handles.append(self.module.register_load_state_dict_pre_hook(self._refuse_whole))
         # `copy` and `pickle` ask an object for these two, and so find them on this one module.
         self.module.__dict__.update(
             {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self._refuse_pickling}
@@ -225,6 +226,18 @@ class Engine:
             refuse_unless_right_on_pieces(optimizer, self._shards_on, self._layout)
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
+
+    def _refuse_whole(self, _: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """``load_state_dict`` knows pieces only, and would list every parameter."""
+        for unit in self.units:
+            for segment in unit.segments:
+                for place, shape in zip(segment.places, segment.shapes, strict=True):
+                    given = state.get(prefix + place.name)
+                    if given is not None and given.shape == shape and shape != place.parameter.shape:
+                        raise ValueError(
+                            f"load_state_dict() was given the whole {place.name}, of which a rank has a "
+                            "piece; use shardtrain.load_full_state_dict(model, state)"
+                        )
 
     def _hook_casts(self) -> None:
         """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""

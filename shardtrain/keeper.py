@@ -167,7 +167,11 @@ class Keeper:
         return True
 
     def _leave(self, step: int, signal: int) -> NoReturn:
-        saved = f"step {step} is saved" if self._store.latest == step else "nothing is saved"
+        saved = "nothing is saved"
+        if self._store.latest == step:
+            run = self._config.run
+            again = "the same command" if run.name or run.dir else f"resume={self._store.directory.parent}"
+            saved = f"step {step} is saved, and {again} goes on from there"
         stopped = Stopped(signal)
         self._monitor.say(f"{stopped} after step {step}; {saved}")
         raise stopped

@@ -30,6 +30,7 @@ from shardtrain.monitor import Window
 from shardtrain.place import on_rank_0
 
 CHECKPOINTS = "checkpoints"
+SHOWN = 5  # parameters that do not fit a checkpoint
 
 
 class Start(NamedTuple):
@@ -154,7 +155,7 @@ def restore(start: Start, config: Config, job: Job, window: Window) -> Past:
         averages = None if job.ema is None else job.ema.averages
         extra = load_into(start.opened, engine_of(job.model), job.optimizer, averages)
     except ValueError as error:
-        raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
+        raise UserError(f"resume={config.resume}: {_shortened(error)}; resume=none starts anew") from None
     for group, own in zip(job.optimizer.param_groups, options, strict=True):
         group.update(own)
     ranks = start.opened.manifest.world_size
@@ -184,12 +185,26 @@ def _restore_model(start: Start, config: Config, job: Job) -> None:
     try:
         extra = load_into(opened, engine_of(job.model), None, averages)
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(_shortened(error)) from None
     if job.ema is not None:
         job.ema.restore(extra["ema"], opened.manifest.world_size)
 
 
+def _shortened(error: ValueError) -> str:
+    """The first few of what may be hundreds of parameters that do not fit."""
+    problems = str(error).split("; ")
+    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return "; ".join(problems[:SHOWN]) + more
+
+
 def _compare(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    for key in ("_target_", "name"):
+        was, now = (facts["config"]["model"].get(key) for facts in (saved, ours))
+        if was != now:
+            raise UserError(
+                f"resume: the checkpoint is of a run with model.{key}={was}, this one has {now}; choose "
+                "another run.name, or resume=none starts anew"
+            )
     theirs = saved.get("position", {})
     for key, value in ours["position"].items():
         if theirs.get(key) != value:

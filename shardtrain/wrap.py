@@ -89,7 +89,7 @@ def shard(
     The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
     """
     precision = precision or Precision()
-    _check(module, transport, mesh)
+    _check(module, transport, mesh, precision)
     left_alone = parameters_of(ignored)
     anchors = unit_modules(module, units)
     places = places_by_unit(module, anchors, left_alone)
@@ -173,7 +173,14 @@ def _held_by_rank(segments: Sequence[Segment]) -> list[int]:
     return [sum(held) for held in zip(*lengths, strict=True)]
 
 
-def _check(module: nn.Module, transport: str | Transport, mesh: DeviceMesh | None) -> None:
+def _check(
+    module: nn.Module, transport: str | Transport, mesh: DeviceMesh | None, precision: Precision
+) -> None:
+    if not isinstance(precision, Precision):
+        raise ValueError(
+            "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
+            f"got {precision!r}"
+        )
     if isinstance(transport, str) and transport not in ("auto", "process_group", "shared_memory"):
         raise ValueError(f"transport must be 'auto', 'process_group' or 'shared_memory', got {transport!r}")
     if mesh is not None:

@@ -694,7 +694,10 @@ def bad_arguments() -> list[str]:
         lambda: shard(OddNet(), units=[nn.ModuleList, Block][:1]),
         lambda: shard(OddNet(), units=[nn.LSTM]),
         lambda: shard(OddNet(), units=["Block"]),
+        lambda: shard(OddNet(), units="Block"),
         lambda: shard(OddNet(), transport="pigeon"),
+        lambda: shard(OddNet(), precision=torch.bfloat16),
+        lambda: already.load_state_dict(OddNet().state_dict()),
         lambda: shardtrain.describe(OddNet()),
         lambda: setattr(already.stem.weight, "data", torch.zeros(3)) or already(images(0)[0]),
     ]
@@ -715,7 +718,10 @@ def test_every_refusal_says_what_is_wrong_on_every_rank(ranks: Ranks, world: int
         "units names ModuleList, but the model has no such module",
         "units names LSTM, but the model has no such module",
         "units must be module classes or a callable",
+        "units must be module classes or a callable, got ('Block',)",
         "transport must be 'auto', 'process_group' or 'shared_memory', got 'pigeon'",
+        "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), got ",
+        "load_state_dict() was given the whole ",
         "OddNet is not sharded: pass the module that shardtrain.shard() returned",
         "parameter stem.weight now has shape (3,) on this rank, but its local piece has",
     ]

@@ -32,6 +32,7 @@ from shardtrain.errors import UserError
 from shardtrain.launch import Context
 from shardtrain.monitor import Monitor
 from shardtrain.place import Place
+from shardtrain.resume import _shortened
 from shardtrain.stop import SIGNALS, Stopped, StopSignals
 from shardtrain.train import train
 
@@ -338,7 +339,7 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ("train.batch_size=6", "the checkpoint is of a run with train.batch_size=12, this one has 6"),
         ("data.repeats=2", "the checkpoint is of a run with data.repeats=1, this one has 2"),
         ("seed=3", "the checkpoint is of a run with seed=0, this one has 3, so its place among the images"),
-        ("model=squeezenet1_1", "does not fit, nothing was loaded: features.0.weight is missing"),
+        ("model=squeezenet1_1", "of a run with model.name=mobilenet_v3_small, this one has squeezenet1_1"),
         ("optim=sgd", "its optimizer is AdamW, expected SGD; resume=none starts anew"),
         ("resume=/nowhere", "resume=/nowhere: neither a checkpoint nor a run with checkpoints; resume=none"),
     ],
@@ -350,6 +351,12 @@ def test_what_cannot_be_continued_is_named(
     ending = run(str(folder), argument)
     assert ending.startswith("UserError ")
     assert text in ending
+
+
+def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:
+    few, many = ("; ".join(f"w{i} is missing" for i in range(count)) for count in (5, 30))
+    assert _shortened(ValueError(few)) == few
+    assert _shortened(ValueError(many)) == f"{few}; and 25 more"
 
 
 def test_no_whole_checkpoint_is_told(tmp_path: Path) -> None:

@@ -422,6 +422,7 @@ def test_optimizers_that_need_whole_parameters_are_refused_at_the_first_step(
         assert texts[1].startswith("Muon cannot step on a sharded model: it refuses a piece of a parameter")
         assert texts[2].startswith(f"LBFGS {other}")
         assert texts[3].startswith(f"Lars {other}")
+        assert ["layout='whole'" in text for text in texts[:4]] == [True, True, False, True]
         assert "2D parameters" in texts[4]
 
 

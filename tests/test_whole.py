@@ -315,7 +315,7 @@ def test_optimizers_that_look_at_one_parameter_are_right_and_at_all_are_refused(
 ) -> None:
     for refusals in ranks(world, right_and_wrong):
         assert [text.split(" ", 1)[0] for text in refusals] == ["LBFGS", "Clipping"]
-        assert all("use an optimizer that looks at one at a time" in text for text in refusals)
+        assert all("this optimizer looks at all together" in text for text in refusals)
 
 
 # checkpoints

@@ -40,6 +40,8 @@ class Watch:
         self._speaks = context.place.rank == 0
         self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
         self._profile_at = config.monitor.profile_at
+        self._log_every = config.train.log_every
+        self._found: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
         self._named: tuple[int, str] | None = None  # the slow rank that was told of last
         self._trace: trace.Trace | None = None
         self._first_step = 0  # that is traced
@@ -58,7 +60,8 @@ class Watch:
 
     def step_done(self, step: int) -> None:
         """After an update, before gradients are cleared. Collective after steps reported or traced."""
-        self._name_the_slow(step)
+        if step % self._log_every == 0:
+            self._name_the_slow(step)
         if self._norms is not None:
             self._monitor.details(step, self._norms.take(step))
         last = step == self._job.steps
@@ -104,9 +107,11 @@ class Watch:
         self._monitor.say(f"step {step}: {seen.words()} The ranks' peaks: {ranks} MiB.")
 
     def _name_the_slow(self, step: int) -> None:
+        """What two reports in a row have found is told once; one slow report is often another program's."""
         slow = self._window.slow
         found = (slow.rank, slow.phase) if slow else None
-        if found != self._named:
+        again, self._found = found == self._found, found
+        if again and found != self._named:
             if slow:
                 self._monitor.say(f"step {step}: {slow}")
             elif self._named:

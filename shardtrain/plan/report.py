@@ -30,7 +30,7 @@ class Largest(NamedTuple):
 
 
 def headline(config: Config, plan: Plan) -> str:
-    """What is planned for, in two lines."""
+    """What is planned for, in two lines; a third if that is not the configuration's batch."""
     question = plan.question
     parameters = sum(unit.parameters for unit in plan.units)
     side, images = config.data.image_size, question.micro_batch * plan.accumulate * question.world_size
@@ -43,12 +43,16 @@ def headline(config: Config, plan: Plan) -> str:
     compiled = "; planned as if it were not compiled" if parallel.compile else ""
     layout = ", whole parameters" if layout_of(config) == "whole" else ""
     name = config.model.get("name", config.model["_target_"])
+    asked = config.train.batch_size
+    parts = question.world_size * plan.accumulate
+    why = f", of which {parts:,} cannot have equal parts" if asked % parts else ""
+    other = f"\ninstead of train.batch_size={asked:,}{why}" if images != asked else ""
     return (
         f"{name}, {parameters:,} parameters in {counted(len(plan.units), 'unit')}; {config.optim.name}, "
         f"{parallel.precision}, device={config.device}, {link}{reshard}{layout}{recompute}{compiled}\n"
         f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
         f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
-        f"{images:,} images a step"
+        f"{images:,} images a step{other}"
     )
 
 
@@ -121,7 +125,9 @@ def curve_table(plans: Sequence[Plan], rates: Rates | None) -> str:
         sent = [plan.sent.get(kind, 0) for kind in ("all_gather", "reduce_scatter")]
         bound = [f"{max(plan.seconds(*rates)) * 1e3:.3g}"] if rates else []
         rows.append([f"{plan.question.world_size:,}", *(_mib(size) for size in (*held, *sent)), *bound])
-    return "\n".join(["MiB of a rank, and MiB that it sends in a step", *aligned(rows)])
+    images = counted(plans[0].question.micro_batch, "image")
+    title = f"MiB of a rank with {images} at a time, and MiB that it sends in a step"
+    return "\n".join([title, *aligned(rows)])
 
 
 def shards_table(plans: Sequence[Plan]) -> str:
