@@ -125,6 +125,15 @@ def test_imports_point_one_way(room: str) -> None:
             assert not later, f"{file.relative_to(ROOT)} imports {', '.join(sorted(later))}, which come later"
 
 
+def test_files_and_functions_are_short() -> None:
+    for _, file in sources():
+        text = file.read_text()
+        assert text.count("\n") <= 400, file
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 80, f"{file.relative_to(ROOT)}: {node.name}"
+
+
 def test_no_files_import_each_other() -> None:
     graph: dict[Path, set[Path]] = {}
     for _, file in sources():
