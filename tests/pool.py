@@ -122,7 +122,11 @@ def _call(body: Callable[..., Any], args: Any, rank: int, world: int, store: str
     except BaseException:
         return False, traceback.format_exc()
     finally:
-        if dist.is_initialized():
+        # DDP holds the group in C++. Were it the last to let go, torch 2.11 would end gloo's threads with
+        # Python's lock held, for which they may be waiting; so this is the last.
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is not None:
             dist.destroy_process_group()
         gc.collect()  # models are cycles; four ranks' worth of them would wait for a full collection
+        del group
         gc.freeze()  # what is left are modules that the test was the first to import
