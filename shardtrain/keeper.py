@@ -71,7 +71,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 class Keeper:
     """Saves the run when it is time to, and ends it when it is asked to.
 
-    With each step the ranks exchange three small numbers, and read what they exchanged the step before:
+    With each step the ranks exchange two small numbers, and read what they exchanged the step before:
     whether one has been asked to leave, whether one is still writing. So they do the same at the same
     step, and on a GPU nobody waits for the exchange.
     """
