@@ -277,6 +277,43 @@ def test_a_rank_that_reads_nothing_is_waited_for_no_longer_than_others(
             post_without_end(signals)
 
 
+def linked(world: int) -> list[Signals]:
+    """The signals of ``world`` ranks, all in this process."""
+    peers: dict[int, list[Peer]] = {rank: [] for rank in range(world)}
+    for one, other in itertools.combinations(range(world), 2):
+        links, handles = socket.socketpair(), socket.socketpair()
+        for rank, peer, link, handle in zip((one, other), (other, one), links, handles, strict=True):
+            link.setblocking(False)
+            peers[rank].append(Peer(peer, link, handle))
+    return [Signals(rank, peers[rank]) for rank in range(world)]
+
+
+@pytest.mark.parametrize("late", ["waits", "posts"])
+def test_a_rank_that_is_late_to_look_names_who_ended_first(late: str) -> None:
+    first, left, last = linked(3)
+    waited = last.post("entering", 0, "the model") if late == "waits" else None
+    first.close()
+    with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: "):
+        left.wait(left.post("entering", 0, "the model"))
+    left.close()
+    with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: rank 2 was at "):
+        last.wait(waited) if waited is not None else last.post("entering", 0, "the model")
+    last.close()
+
+
+def test_a_rank_that_has_lost_another_is_not_waited_for() -> None:
+    """It may live on for long."""
+    first, left, last = linked(3)
+    first.close()
+    with pytest.raises(comm.PeerLost):
+        left.post("entering", 0, "the model")
+    last.peers = [peer for peer in last.peers if peer.rank == 1]  # rank 0's end has not come to its notice
+    with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: rank 2 was at "):
+        last.wait(last.post("entering", 0, "the model"))
+    for signals in (left, last):
+        signals.close()
+
+
 class Sending:
     """A message that goes out when it is let go."""
 

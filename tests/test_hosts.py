@@ -137,18 +137,15 @@ def strays() -> str:
         first, second = model.blocks  # type: ignore[misc]
         model.blocks.forward = lambda x: first(second(x))
     started = time.monotonic()
-    with pytest.raises((comm.Diverged, comm.PeerLost)) as caught:
+    with pytest.raises(comm.Diverged) as caught:
         train(model, sgd(model), 1)
     assert time.monotonic() - started < 10
     return str(caught.value)
 
 
-def test_a_rank_on_another_path_is_named_on_its_host_and_all_hosts_leave(on_ranks: Ranks) -> None:
-    texts = on_ranks(4, strays)
-    assert texts[2] == texts[3]
-    assert "rank 2 is gathering blocks.0, rank 3 is gathering blocks.1" in texts[2]
-    for text in texts[:2]:
-        assert "rank 3 takes another path" in text or "has ended" in text
+def test_a_rank_on_another_path_is_named_on_every_host(on_ranks: Ranks) -> None:
+    for text in on_ranks(4, strays):
+        assert text.endswith(" are gathering blocks.0, rank 3 is gathering blocks.1"), text
 
 
 def what_is_chosen(of_ranks: list[int]) -> tuple[type, list[str], str]:

@@ -429,21 +429,29 @@ class TwoPaths(nn.Module):
         return x
 
 
-def strays(sizes: tuple[int, int], odd: list[int], order: str) -> str:
+def strays(sizes: tuple[int, int], odd: list[int], order: str, folder: str) -> str:
+    """Some ranks take another path when rank 1 already waits for rank 0; nobody goes until all know."""
     model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
+    rank = dist.get_rank()
 
     def step(own: str) -> None:
         model(torch.randn(2, 9), own).sum().backward()
 
     def strayed_step_and_another() -> None:
-        step(order if dist.get_rank() in odd else "first second")
+        step(order if rank in odd else "first second")
         step("first second")
 
     step("first second")
+    late_s = [0.4, 0.0, 0.2, 0.2][rank]
+    model.first.register_forward_hook(lambda *a: a[2].register_hook(lambda _: time.sleep(late_s)) and None)
     started = time.monotonic()
     with pytest.raises(comm.Diverged) as caught:
         strayed_step_and_another()
     assert time.monotonic() - started < 10
+    (Path(folder) / str(rank)).touch()
+    while len(list(Path(folder).iterdir())) < dist.get_world_size():
+        assert time.monotonic() - started < 20, "another rank has not noticed"
+        time.sleep(0.01)
     return str(caught.value)
 
 
@@ -453,9 +461,9 @@ def strays(sizes: tuple[int, int], odd: list[int], order: str) -> str:
     ids=str,
 )
 def test_a_rank_or_replica_on_another_path_is_named(
-    ranks: Ranks, sizes: tuple[int, int], odd: list[int], order: str
+    ranks: Ranks, sizes: tuple[int, int], odd: list[int], order: str, tmp_path: Path
 ) -> None:
-    texts = ranks(sizes[0] * sizes[1], strays, sizes, odd, order)
+    texts = ranks(sizes[0] * sizes[1], strays, sizes, odd, order, str(tmp_path))
     for text in texts:
         assert text.startswith("step 2: "), texts
         if len(odd) == 1:

@@ -31,6 +31,7 @@ KINDS = (
     "broadcasting",
     "all-reducing",
     "averaging",
+    "mourning",  # not a movement: "the rank of this value has ended, so I am leaving, too"
 )
 MESSAGE = struct.Struct("<iiqqq64s")  # kind, number, step, value, position, name
 GRACE_S = 2.0  # a rank on another path is known: so long for the remaining ranks to say where they are

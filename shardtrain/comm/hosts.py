@@ -48,9 +48,10 @@ class HostsTransport(SharedMemoryTransport):
         """The host's means are made at once, so that messages travel while the next unit computes."""
         count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
         sets = []
-        for turn in self.memory.turns(tag, gradients):
-            for (_, gradient), offer in zip(turn, self.memory.offer(turn), strict=True):
-                sets.append(self._host_means(offer, gradient))
+        with self.inner.telling():
+            for turn in self.memory.turns(tag, gradients):
+                for (_, gradient), offer in zip(turn, self.memory.offer(turn), strict=True):
+                    sets.append(self._host_means(offer, gradient))
         moving = self._between.combine(tag, sets)
         return Pending(lambda: self._await(moving))
 
@@ -63,7 +64,8 @@ class HostsTransport(SharedMemoryTransport):
 
     def fence(self, what: str) -> None:
         self.inner.fence(what)
-        super().fence(what)
+        with self.inner.telling():
+            super().fence(what)
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         signals = self.memory.signals
@@ -73,8 +75,9 @@ class HostsTransport(SharedMemoryTransport):
 
         def finish() -> None:
             self._await(moving)
-            signals.done(position)
-            signals.wait_done(position)
+            with self.inner.telling():
+                signals.done(position)
+                signals.wait_done(position)
 
         return Pending(finish)
 

@@ -54,7 +54,7 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
     if dist.get_world_size(group) == 1:
         return Alone()
     inner = ProcessGroupTransport(group)
-    return _where_possible(kind, inner, lambda: _open_shared_memory(inner)) or _guarded(inner)
+    return _where_possible(kind, inner, lambda: _open_shared_memory(inner)) or _guarded(inner, None)
 
 
 def open_replicated(
@@ -76,18 +76,22 @@ def open_replicated(
     own = next(ranks for ranks in groups if plain.rank in ranks)
     column = [ranks[own.index(plain.rank)] for ranks in groups]
     memory = _where_possible(kind, plain, lambda: _share_in_groups(plain, groups)) if len(own) > 1 else None
-    everyone = _guarded(plain)
+    everyone = _guarded(plain, memory)
     row = everyone.part(own, inside)
     shards: Transport = SharedMemoryTransport(row, memory) if memory is not None else row
     shards = Alone() if len(own) == 1 else shards
     return Replicated(shards, Column(everyone.part(column, across)), everyone, groups[0])
 
 
-def _guarded(inner: ProcessGroupTransport) -> ProcessGroupTransport:
-    """``inner``'s group with a guard over its messages. Collective; without gloo there are no messages."""
+def _guarded(inner: ProcessGroupTransport, memory: HostMemory | None) -> ProcessGroupTransport:
+    """``inner``'s group with a guard over its messages. Collective; without gloo there are no messages.
+
+    ``memory``: what this rank shares with some of the others besides.
+    """
     if not inner.has_gloo:
         return inner
-    return ProcessGroupTransport(inner.group, open_reports(inner.group, inner.peers()))
+    hang_up = memory.signals.hang_up if memory is not None else lambda: None
+    return ProcessGroupTransport(inner.group, open_reports(inner.group, inner.peers(), hang_up))
 
 
 Shared = TypeVar("Shared")
@@ -124,7 +128,7 @@ def _open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport:
     memory = _share_memory(inner, own)
     if len(hosts) == 1:
         return SharedMemoryTransport(inner, memory)
-    return HostsTransport(_guarded(inner), memory, hosts)
+    return HostsTransport(_guarded(inner, memory), memory, hosts)
 
 
 def _share_in_groups(plain: ProcessGroupTransport, groups: Sequence[Sequence[int]]) -> HostMemory:

@@ -12,7 +12,8 @@ A rank that is merely slow reports nothing and is waited for, until the time-out
 by a message of its own instead, and waiting for the announcements, took 3 to 7 % of a ResNet-18's step.
 
 A rank that fails closes its connections before it says so: payloads under way could otherwise arrive in
-memory that the failing step has given back.
+memory that the failing step has given back. Where ranks wait for one another by other means as well, as
+those of a host do in `telling`, it hangs up there, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -44,7 +45,10 @@ _SIZE = _HEAD.size + _KEPT * MESSAGE.size
 class Reports:
     """What this rank is waiting for, and what the others have said that they are waiting for."""
 
-    def __init__(self, group: dist.ProcessGroup, peers: list[int], tag: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, peers: list[int], tag: int, hang_up: Callable[[], None]
+    ) -> None:
+        """``hang_up``: callable; ends this rank's waiting, and that for it, by other means than messages."""
         self.paths = Paths(group.rank(), peers)
         self._line = Line(group, peers, tag, _SIZE)
         self._news = threading.Condition()  # guards what follows, and all logs
@@ -52,6 +56,7 @@ class Reports:
         self._told: tuple[int, float] | None = None  # the wait that has been reported
         self._parted_at: float | None = None  # when it became known that the paths part
         self._failure: RuntimeError | None = None
+        self._hang_up, self._is_elsewhere = hang_up, False
         stop, this = threading.Event(), weakref.ref(self)
         threads = [
             threading.Thread(target=_listen, args=(self._line, this), name="shardtrain-reports", daemon=True),
@@ -109,11 +114,15 @@ class Reports:
     @contextmanager
     def telling(self) -> Iterator[None]:
         """What goes wrong in here was found by other means than messages: let everyone look where all are."""
+        self._is_elsewhere = True
         try:
+            self._raise_failure()
             yield
         except (Diverged, PeerLost) as error:
             self._explain(self.paths.own.end - 1, error)
             raise
+        finally:
+            self._is_elsewhere = False
 
     def _explain(self, position: int, error: RuntimeError) -> None:
         """Raise what a broken connection means; return if ``error`` is something else."""
@@ -121,6 +130,8 @@ class Reports:
             self._tell()
             # Whoever is gone, its right neighbour knows, and tells the others.
             self._news.wait_for(lambda: self._failure is not None or self._left_ended(), GRACE_S + 1)
+            if self._failure is None and isinstance(error, Diverged):
+                self._fail(error)
             if self._failure is None and self._left_ended():
                 self._fail(self.paths.lost([self._line.left], position), self._line.left)
             if self._failure is None and (gone := self._line.ended()):
@@ -135,6 +146,7 @@ class Reports:
 
     def _raise_failure(self, cause: RuntimeError | None = None) -> None:
         if self._failure is not None:
+            self._hang_up()
             self._line.close()
             raise type(self._failure)(str(self._failure)) from cause
 
@@ -198,6 +210,8 @@ class Reports:
         self._failure = failure
         self._tell(lost)
         self._news.notify_all()
+        if self._is_elsewhere:
+            self._hang_up()
         if self._waits_at is not None:
             self._line.close()
 
@@ -208,11 +222,11 @@ class Reports:
         self._line.send(_HEAD.pack(self.paths.rank, lost, own.first, len(movements)) + body)
 
 
-def open_reports(group: dist.ProcessGroup, peers: list[int]) -> Reports:
+def open_reports(group: dist.ProcessGroup, peers: list[int], hang_up: Callable[[], None]) -> Reports:
     """Reports between this rank and ``peers``, under a tag of their own. Collective over ``group``."""
     number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
     dist.broadcast(number, group=group, group_src=0)
-    return Reports(group, peers, report_tag(int(number.item())))
+    return Reports(group, peers, report_tag(int(number.item())), hang_up)
 
 
 def _listen(line: Line, to_reports: weakref.ref[Reports]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -80,9 +81,11 @@ class Line:
         A thread that comes while another is about it waits, too, or it would cut that report off.
         """
         with self._closing:
+            deadline = time.monotonic() + GRACE_S
             while self._sent:
+                left = max(0.001, deadline - time.monotonic())
                 with suppress(RuntimeError):
-                    self._sent.popleft()[1].wait(datetime.timedelta(seconds=GRACE_S))
+                    self._sent.popleft()[1].wait(datetime.timedelta(seconds=left))
             self.ended()
 
     def hang_up(self) -> None:

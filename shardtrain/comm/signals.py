@@ -3,7 +3,8 @@
 Every two ranks share a Unix socket. A rank *posts* its movements in order, and a peer that must not go on
 before others have come as far *awaits* them; ``guard.py`` compares them on the way. The kernel does the
 rest: a waiting rank sleeps, memory written before a signal is visible after it, and a peer that dies closes
-its sockets, however it dies.
+its sockets, however it dies. A rank that leaves because another has ended says so first, or a third, which
+is late to look, might take the one that left for the cause.
 
 The sockets live in Linux's abstract namespace: no file, nothing that could be left behind.
 """
@@ -17,10 +18,11 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from shardtrain.comm.guard import GRACE_S, KINDS, MESSAGE, Movement, Paths
+from shardtrain.comm.guard import GRACE_S, KINDS, MESSAGE, Movement, Paths, PeerLost
 
-_DONE = KINDS.index("done")
+_DONE, _MOURNING = KINDS.index("done"), KINDS.index("mourning")
 
 
 class Peer:
@@ -31,10 +33,11 @@ class Peer:
         self.link = link
         self.handles = handles  # carries file descriptors
         self.done: set[int] = set()
+        self.cause = rank  # who ended first, once this one has
         self._bytes = b""
 
     def receive(self, paths: Paths) -> bool:
-        """Take in what has come; False when the peer has closed its end."""
+        """Take in what has come; False when the peer has closed its end, or is about to."""
         try:
             data = self.link.recv(1 << 16)
         except BlockingIOError:
@@ -46,10 +49,12 @@ class Peer:
         for kind, number, step, value, position, name in MESSAGE.iter_unpack(self._bytes[:whole]):
             if kind == _DONE:
                 self.done.add(position)
+            elif kind == _MOURNING:
+                self.cause = value
             else:
                 paths.theirs[self.rank].append(Movement(kind, number, step, value, name))
         self._bytes = self._bytes[whole:]
-        return bool(data)
+        return bool(data) and self.cause == self.rank
 
 
 class Signals:
@@ -60,8 +65,8 @@ class Signals:
         self.peers = peers
         self.paths = Paths(rank, [peer.rank for peer in peers])
         self._awaited: set[int] = set()  # positions that `wait` will ask for
-        sockets = [s for peer in peers for s in (peer.link, peer.handles)]
-        self.close = weakref.finalize(self, _close_all, sockets)
+        self._sockets = [s for peer in peers for s in (peer.link, peer.handles)]
+        self.close = weakref.finalize(self, _close_all, self._sockets)
         this = weakref.ref(self)
         # A forked data loader must not keep a dead rank's sockets open.
         os.register_at_fork(after_in_child=lambda: (alive := this()) and alive.close())
@@ -104,6 +109,12 @@ class Signals:
         self._take_in()
         return all(position in peer.done for peer in self.peers)
 
+    def hang_up(self) -> None:
+        """End all waiting, here and at the peers: something else has failed. Any thread may call this."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
     def compare_now(self) -> None:
         """Raise Diverged if what peers have said so far shows that one takes another path."""
         self._take_in()
@@ -118,7 +129,7 @@ class Signals:
         peer = next(peer for peer in self.peers if peer.rank == owner)
         _, handles, _, _ = socket.recv_fds(peer.handles, 1, 1)
         if not handles:
-            raise self.paths.lost([owner], position)
+            raise self._lost([peer], position)
         return handles[0]
 
     def _at(self, peer: Peer, position: int) -> Movement | None:
@@ -131,7 +142,7 @@ class Signals:
             except OSError:
                 peer.receive(self.paths)
                 self._compare()
-                raise self.paths.lost([peer.rank], position) from None
+                raise self._lost([peer], position) from None
 
     def _send_all(self, peer: Peer, message: bytes, position: int) -> None:
         while message:
@@ -154,10 +165,19 @@ class Signals:
             ended = self._listen(missing, deadline)
             if ended is None:
                 raise self.paths.silent([peer.rank for peer in missing], position)
-            gone = [peer.rank for peer in ended if not arrived(peer)]
+            gone = [peer for peer in ended if not arrived(peer)]
             if gone:
                 self._compare()
-                raise self.paths.lost(gone, position)
+                raise self._lost(gone, position)
+
+    def _lost(self, ended: Sequence[Peer], position: int) -> PeerLost:
+        """What to raise when ``ended`` have: it names who was first, and so does this rank to the others."""
+        causes = sorted({peer.cause for peer in ended})
+        word = Movement.of("mourning", 0, 0, causes[0], "").packed(position)
+        for peer in self.peers:
+            with suppress(OSError):
+                peer.link.send(word)
+        return self.paths.lost(causes, position)
 
     def _listen(self, peers: list[Peer], deadline: float) -> list[Peer] | None:
         """Take in what any of ``peers`` sends next; those that have ended, or None at the deadline."""
