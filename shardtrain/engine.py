@@ -59,6 +59,7 @@ class Engine:
         self._ignored = ignored
         self._layout = layout
         self._own_hooks: dict[nn.Parameter, int] = {}  # the number of the hook that drives the schedule
+        self._unhooked: list[nn.Parameter] = []  # the frozen ones
         self._tree = Tree(root)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._attach()
@@ -66,8 +67,8 @@ class Engine:
 
     def _attach(self) -> None:
         """Make the module a sharded one: register all hooks."""
+        self._hook_parameters()
         for unit in self.units:
-            self._hook_parameters(unit)
             for module in self.entrances(unit):
                 self._hook_module(unit, module)
         self._hook_casts()
@@ -183,11 +184,14 @@ class Engine:
                 self.schedule.expect_backward(unit)
         return bool(found)
 
-    def _hook_parameters(self, unit: Unit) -> None:
-        for number, segment in enumerate(unit.segments):
-            for index, param in enumerate(segment.params):
-                if param.requires_grad and param not in self._own_hooks:
-                    self._hook_parameter(unit, number, index, param)
+    def _hook_parameters(self) -> None:
+        """Hook those that are trainable and have no hook yet."""
+        self._unhooked = [param for param in self._sharded() if not param.requires_grad]
+        for unit in self.units:
+            for number, segment in enumerate(unit.segments):
+                for index, param in enumerate(segment.params):
+                    if param.requires_grad and param not in self._own_hooks:
+                        self._hook_parameter(unit, number, index, param)
 
     def _hook_parameter(self, unit: Unit, segment: int, index: int, param: nn.Parameter) -> None:
         # The parameter holds this hook where Python's garbage collector cannot see it, so a hook that held
@@ -278,11 +282,16 @@ class Engine:
         self.schedule.recover()
         if not self.schedule.at_rest:
             return
-        for unit in self.units:
-            for segment in unit.segments:
-                if not segment.shows_full and segment.was_replaced():
-                    segment.take_over()
-            self._hook_parameters(unit)
+        changed = any(param.requires_grad for param in self._unhooked)
+        try:
+            for unit in self.units:
+                for segment in unit.segments:
+                    if not segment.shows_full and segment.was_replaced():
+                        changed = True
+                        segment.take_over()
+        finally:
+            if changed:
+                self._hook_parameters()
         if self._tree.has_changed():
             refuse_strangers(self.module, self._ignored.union(self._sharded()))
             self._tree = Tree(self.module)

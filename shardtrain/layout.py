@@ -44,6 +44,17 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
+class Elsewhere(NamedTuple):
+    """What other ranks own: of each parameter the spans of its elements, each with the part that it is.
+
+    ``cuts``: the sizes of the parts into which the flat vector falls, this rank's own and gaps among them;
+    none if nothing is elsewhere.
+    """
+
+    spans: list[list[tuple[slice, int]]]
+    cuts: list[int]
+
+
 @dataclass(frozen=True)
 class Layout:
     """The flat vector of one unit: ``sizes`` elements per parameter from ``offsets`` on, cut at ``bounds``.
@@ -116,6 +127,21 @@ class Layout:
             stop = min(max(high - offset, start), size)
             pieces.append(Piece(start, stop, offset + start - low if stop > start else 0))
         return tuple(pieces)
+
+    def elsewhere(self, rank: int) -> Elsewhere:
+        """What other ranks than ``rank`` own of each parameter."""
+        pieces, cuts, end = self.pieces(rank), [], 0
+        spans: list[list[tuple[slice, int]]] = [[] for _ in pieces]
+        for offset, index in sorted(zip(self.offsets, range(len(pieces)), strict=True)):
+            piece, size = pieces[index], self.sizes[index]
+            for start, stop in ((0, piece.start), (piece.stop, size)) if piece.numel else ((0, size),):
+                if start < stop:
+                    if offset + start > end:
+                        cuts.append(offset + start - end)
+                    spans[index].append((slice(start, stop), len(cuts)))
+                    cuts.append(stop - start)
+                    end = offset + stop
+        return Elsewhere(spans, [*cuts, self.padded - end] if cuts else [])
 
 
 Policy = Literal["even", "whole"]

@@ -32,7 +32,6 @@ from torch import nn
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.transport import Gradient, Pending
-from shardtrain.layout import Piece
 from shardtrain.shard import Segment
 from shardtrain.strides import in_memory_order
 from shardtrain.unit import Unit
@@ -61,8 +60,7 @@ class FlatGradient:
         self.arrived: set[int] = set()
         self.expected = 0  # trainable parameters, as of the last `begin_backward`
         self.filled: set[int] = set()
-        rows = zip(segment.pieces, segment.layout.sizes, segment.layout.offsets, strict=True)
-        self._elsewhere = [_elsewhere(piece, size, offset) for piece, size, offset in rows]
+        self._elsewhere, self._cuts = segment.layout.elsewhere(segment.transport.rank)
         # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
         layout = segment.layout
         starts = {at for at in layout.offsets if at < layout.end}
@@ -75,6 +73,7 @@ class FlatGradient:
         self.filled.clear()
         self._shown: dict[int, Shown] = {}
         self._full: torch.Tensor | None = None
+        self._parts: Sequence[torch.Tensor] = ()  # of it, as `_cuts` cut it
         self._own: dict[int, torch.Tensor] = {}
 
     @property
@@ -144,28 +143,39 @@ class FlatGradient:
     def _keep(self, index: int, grad: torch.Tensor) -> None:
         start, stop, _ = self.segment.pieces[index]
         again, wide = index in self.filled, self.segment.local.dtype
-        full = self._open() if self._full is None else self._full
-        for part, place in self._elsewhere[index]:
-            given = grad[part] if start < stop else grad
-            full[place].add_(given) if again else full[place].copy_(given)
+        if self._full is None:
+            self._open()
+        for span, part in self._elsewhere[index]:
+            given = grad[span] if start < stop else grad
+            self._parts[part].add_(given) if again else self._parts[part].copy_(given)
         if again:
             self._own[index].add_(grad[start:stop])
         elif start == stop:
-            self._own[index] = grad.new_empty(0, dtype=wide)
-        else:  # a view of a part would keep all of it
-            self._own[index] = grad[start:stop].to(wide, copy=stop - start < grad.numel())
+            self._own[index] = self.segment.no_grads[index]
+        else:
+            own = grad[start:stop]
+            if own.dtype != wide:
+                own = own.to(wide)
+            elif stop - start < grad.numel():
+                own = own.clone()  # a view of a part would keep all of it
+            self._own[index] = own
 
     def _open(self) -> torch.Tensor:
         if self._full is None:
-            like = self.segment.local.new_empty(0, dtype=self.segment.reduced)
-            self._full = self.segment.transport.gradient(self.segment.layout, like)
+            self._full = self.segment.transport.gradient(self.segment.layout, self.segment.like_gradient)
+            self._parts = self._full.split_with_sizes(self._cuts) if self._cuts else ()
         return self._full
 
     def unsure(self) -> list[int]:
         """Indices of trainable parameters without a gradient on this rank: another may have one."""
         if self.segment.transport.silent:
             return []
-        return [i for i, p in enumerate(self.segment.params) if p.requires_grad and i not in self.filled]
+        return [index for index in self._missing() if self.segment.params[index].requires_grad]
+
+    def _missing(self) -> list[int]:
+        """Indices of parameters without a gradient on this rank."""
+        everything = range(len(self.segment.params))
+        return [i for i in everything if i not in self.filled] if len(self.filled) < len(everything) else []
 
     def take(self) -> Gradient:
         """What has come together, -0.0 where nothing arrived on this rank."""
@@ -177,11 +187,11 @@ class FlatGradient:
             full.index_add_(0, self._starts, self._zeros)
         if self._own and transport.everyone.world > transport.world:  # replicas are sent the rest, too
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
-        for index, piece in enumerate(segment.pieces):
-            if index not in self.filled:
-                self._own[index] = full.new_full((piece.numel,), -0.0, dtype=segment.local.dtype)
-                for _, place in self._elsewhere[index]:
-                    full[place].fill_(-0.0)
+        for index in self._missing():
+            size = segment.pieces[index].numel
+            self._own[index] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
+            for _, part in self._elsewhere[index]:
+                self._parts[part].fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
         gradient = Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce)
         self._clear()
@@ -283,13 +293,13 @@ class Reduction:
         """
         given = []
         for flat, filled, unsure, own in self._means:
+            segment = flat.segment
             nowhere = absent([own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
-                if index in flat.segment.elsewhere:
-                    continue
-                flat.segment.give_grad(index, own[index])
-                given.append(flat.segment.params[index])
+                if index not in segment.elsewhere:
+                    segment.give_grad(index, own[index])
+                    given.append(segment.params[index])
         self._means = []
         return given
 
@@ -306,11 +316,3 @@ def absent(means: Sequence[torch.Tensor]) -> list[bool]:
     answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
     known = iter(torch.stack(answers).tolist() if answers else [])
     return [bool(mean.numel()) and next(known) for mean in means]
-
-
-def _elsewhere(piece: Piece, size: int, offset: int) -> list[tuple[slice, slice]]:
-    """What other ranks own of a parameter: where that is in its gradient, and where in the flat one."""
-    spans = ((0, piece.start), (piece.stop, size)) if piece.numel else ((0, size),)
-    return [
-        (slice(start, stop), slice(offset + start, offset + stop)) for start, stop in spans if start < stop
-    ]

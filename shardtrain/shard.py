@@ -61,7 +61,7 @@ class Segment:
 
     Making one is collective: all ranks get rank 0's values.
 
-    ``compute``: the dtype of ``full``. ``reduced``: the dtype in which gradients come together.
+    ``compute``: the dtype of ``full``. ``like_gradient``: empty, of the dtype in which gradients meet.
     ``traffic``: which movements go as int8.
     """
 
@@ -119,12 +119,15 @@ class Segment:
     def _adopt(self, local: torch.Tensor) -> None:
         """Give the segment memory, and this rank's interval the values of ``local``."""
         self.compute = self._compute_dtype()
-        self.reduced = self._precision.of_gradient(self.compute)
+        reduced = self._precision.of_gradient(self.compute)
         like = local.new_empty(0, dtype=self.compute)
-        self.full, self.wire = self.transport.allocate(self.layout, like, self.reduced)
+        self.full, self.wire = self.transport.allocate(self.layout, like, reduced)
         same = self.compute == local.dtype
         self.local = self.wire if same else torch.empty_like(local, device=self.wire.device)
         self.local.copy_(local)
+        self.like_gradient = self.local.new_empty(0, dtype=reduced)
+        # This rank's piece of a gradient that others own whole; one each, since users may see and change it.
+        self.no_grads = [self.full.new_empty(0, dtype=self.local.dtype) for _ in self.pieces]
         self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
         self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
@@ -222,16 +225,13 @@ class Segment:
             self.params[index].grad = None
 
     def was_replaced(self) -> bool:
-        """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage."""
-        rows = zip(self.places, self.params, self.local_views, self._addresses, strict=True)
-        for place, param, view, address in rows:
+        """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage.
+
+        The old one is held here, so another one lies elsewhere.
+        """
+        for place, param, address in zip(self.places, self.params, self._addresses, strict=True):
             module, attribute = place.holders[0]
-            if (
-                module._parameters[attribute] is not param
-                or _address(param) != address
-                or param.dtype != view.dtype
-                or param.device != view.device
-            ):
+            if module._parameters[attribute] is not param or _address(param) != address:
                 return True
         return False
 

@@ -29,17 +29,21 @@ def postpone(params: Iterable[nn.Parameter], ours: Mapping[nn.Parameter, int]) -
 
     ``ours``: the number of the engine's own hook of each parameter.
     """
-    for param in params:
+    for param in [param for param in params if _are_several(param)]:
         hooks = param._post_accumulate_grad_hooks or {}
-        for number, hook in hooks.items() if len(hooks) > 1 else ():
+        for number, hook in hooks.items():
             if number != ours.get(param) and not isinstance(hook, Postponed):
                 hooks[number] = Postponed(hook)
 
 
 def call(params: Iterable[nn.Parameter]) -> None:
     """Call the hooks that were postponed, those of each parameter once."""
-    hooked = [param for param in params if len(param._post_accumulate_grad_hooks or ()) > 1]  # not ours alone
-    for param in dict.fromkeys(hooked):
+    for param in dict.fromkeys([param for param in params if _are_several(param)]):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             if isinstance(hook, Postponed):
                 hook.hook(param)
+
+
+def _are_several(param: nn.Parameter) -> bool:
+    """Whether ``param`` has hooks besides the engine's own."""
+    return len(param._post_accumulate_grad_hooks or ()) > 1

@@ -6,9 +6,11 @@ With it is everything of the training program at its default settings: phases, t
 ranks compared and curves written every `train.log_every` steps. Without it is the loop of a script. A round
 is `train.log_every` steps of each.
 
-Two figures: the median of the rounds' ratios, which is as good as the machine is quiet, and the time inside
-monitoring's own calls as a share of the steps, which hardly depends on that, but leaves out what counting
-costs inside the engine. With the digits 40 rounds take two minutes on two cores.
+Three figures: the median of the rounds' ratios, which is as good as the machine is quiet; the same of CPU
+time, over all ranks and threads, with its standard error (waiting for one another is not in it, and others on
+the machine disturb it less); and the time inside monitoring's own calls as a share of the steps, which hardly
+depends on the machine, but leaves out what counting costs inside the engine. With the digits 40 rounds take
+two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import io
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import clip_grad_norm_, launch
+from shardtrain import clip_grad_norm_, comm, launch
 from shardtrain.bench.interleave import Track, interleave
 from shardtrain.bench.statistics import ratios
 from shardtrain.build import Job, build
@@ -97,25 +100,49 @@ def monitored(
     return loss.detach()
 
 
+class CpuTime:
+    """Of this process, all its threads, in each round of one runner."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def of(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        start = time.process_time()
+        loss = work()
+        self.seconds.append(time.process_time() - start)
+        return loss
+
+
+def mean_ratio(of: CpuTime, to: CpuTime, device: torch.device) -> tuple[float, float]:
+    """The mean over rounds of the ratio of all ranks' CPU time, and its standard error. Collective."""
+    table = torch.tensor([of.seconds, to.seconds], dtype=torch.float64, device=device)
+    with_it, without = comm.all_reduce(table).tolist()
+    found = [a / b for a, b in zip(with_it, without, strict=True)]
+    error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
+    return statistics.fmean(found), error
+
+
 def measure(config: Config, place: Place, device: torch.device, folder: Path, rounds: int) -> None:
     job, config = build(config, place.rank, place.world_size, device)
     window, context, steps = Window(job), Context(place, device, folder), config.train.log_every
-    own = Stopwatch()
+    own, cpu_without, cpu_with = Stopwatch(), CpuTime(), CpuTime()
     tracks = {"without": Track(), "with": Track()}
     with contextlib.redirect_stdout(io.StringIO()), open_monitor(config, context, job, window) as monitor:
         watch = Watch(config, context, job, window, monitor)
         runners = {
-            "without": lambda _: bare(job, steps),
-            "with": lambda _: monitored(job, steps, window, monitor, watch, own),
+            "without": lambda _: cpu_without.of(lambda: bare(job, steps)),
+            "with": lambda _: cpu_with.of(lambda: monitored(job, steps, window, monitor, watch, own)),
         }
         interleave(runners, tracks, device, warmup=WARMUP, rounds=0)
-        own.seconds = 0.0
+        own.seconds, cpu_without.seconds, cpu_with.seconds = 0.0, [], []
         interleave(runners, tracks, device, warmup=0, rounds=rounds)
     found = ratios(tracks["with"].seconds, tracks["without"].seconds)
+    cpu, error = mean_ratio(cpu_with, cpu_without, device)
     if place.rank == 0:
         without = sorted(tracks["without"].seconds)[rounds // 2] / steps
         print(
             f"with over without: {found.median:.4f} (quartiles {found.low:.4f} to {found.high:.4f}), "
+            f"CPU time {cpu:.4f} (± {error:.4f}), "
             f"inside monitoring's calls: {own.seconds / sum(tracks['with'].seconds):.2%} of the steps, "
             f"{rounds} rounds of {steps} steps of {1e3 * without:.1f} ms, {place.world_size} ranks "
             f"on {device}"

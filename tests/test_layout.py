@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,22 @@ def test_a_piece_lies_where_the_flat_vector_says(
         for index, piece in enumerate(layout.pieces(rank)):
             expected = [(index, element) for element in range(piece.start, piece.stop)]
             assert mine[piece.offset : piece.offset + piece.numel] == expected
+
+
+@given(policies, sizes, worlds, aligns)
+def test_what_is_not_a_rank_s_own_is_elsewhere(policy: str, sizes: list[int], world: int, align: int) -> None:
+    layout = cut_of(policy, world)(sizes, align)
+    for rank in range(world):
+        spans, cuts = layout.elsewhere(rank)
+        assert sum(cuts) == (layout.padded if cuts else 0)
+        ends = list(itertools.accumulate(cuts))
+        for index, piece in enumerate(layout.pieces(rank)):
+            covered = list(range(piece.start, piece.stop))
+            for span, part in spans[index]:
+                covered += range(span.start, span.stop)
+                start = layout.offsets[index] + span.start
+                assert (ends[part] - cuts[part], ends[part]) == (start, start + span.stop - span.start)
+            assert sorted(covered) == list(range(sizes[index]))
 
 
 @given(sizes, worlds, aligns)

@@ -263,7 +263,7 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
 def step_of(window: Window, *images: torch.Tensor) -> None:
     """A step over micro-batches of ``images``, which moves a MiB."""
     with window.step():
-        count("all_gather", MIB)
+        count("all_gather", [MIB])
         for batch in images:
             labels = torch.zeros(len(batch), dtype=torch.int64)
             window.add(batch, torch.tensor(1.0), torch.eye(2)[labels], labels)

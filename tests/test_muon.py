@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from test_parity import mean_in_rank_order
 from torch import nn
 
 from shardtrain import comm
@@ -17,6 +16,7 @@ from shardtrain.optim import Muon, muon_groups
 from shardtrain.optim.muon import hidden_matrices, orthogonalised
 
 from small import Block, OddNet, assert_same_parameters, images, shard, sharded_and_replica, train
+from test_parity import mean_in_rank_order
 
 Ranks = Callable[..., list[Any]]
 every = pytest.mark.parametrize("world", [1, 2, 3, 4])

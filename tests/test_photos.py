@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from PIL import Image
-from test_data import PLAIN as EVERY
 
 from shardtrain import comm, data
 from shardtrain.config import Grow, HuggingFace, ImageFolder, WebDataset
@@ -21,6 +20,7 @@ from shardtrain.data.folder import Files
 from shardtrain.data.photos import MOST_IN_A_ROW, Pictures
 from shardtrain.errors import UserError
 
+from test_data import PLAIN as EVERY
 from test_hosts import hosts
 
 CPU = torch.device("cpu")

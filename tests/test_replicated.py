@@ -264,7 +264,7 @@ def traffic(sizes: tuple[int, int], precision: Precision | None) -> None:
         one_step(model, 2)
     segments = [segment for unit in engine.units for segment in unit.segments]
     intervals = [s.layout.length(engine.transport.rank) for s in segments]
-    reduced = [length * s.reduced.itemsize for length, s in zip(intervals, segments, strict=True)]
+    reduced = [length * s.like_gradient.itemsize for length, s in zip(intervals, segments, strict=True)]
     assert found.bytes["reduce_scatter"] == (group - 1) * sum(reduced)
     across = 2 * (replicate - 1) * sum(reduced) / replicate
     assert found.bytes["all_reduce"] == pytest.approx(across, abs=len(segments))

@@ -12,10 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from test_config import configure
-from test_plan import assert_kept, measured, planned
-from test_plan import run as run_planned
-from test_replicated import HYBRID, assert_replicas_are_equal, mesh
 from torch import nn
 
 import shardtrain
@@ -26,6 +22,10 @@ from shardtrain.errors import UserError
 from shardtrain.optim import Ema
 
 from small import Block, OddNet, assert_at_rest, sgd, shard, train
+from test_config import configure
+from test_plan import assert_kept, measured, planned
+from test_plan import run as run_planned
+from test_replicated import HYBRID, assert_replicas_are_equal, mesh
 from test_resume import crash, run
 
 Ranks = Callable[..., list[Any]]

@@ -16,8 +16,6 @@ from urllib.error import URLError
 import pytest
 import torch
 import torch.distributed as dist
-from test_data import cifar
-from test_photos import encoded, shards, write_tar
 from torch.distributed import HashStore
 from torchvision.datasets import CIFAR10
 
@@ -34,6 +32,9 @@ from shardtrain.lock import locked
 from shardtrain.monitor import open_monitor
 from shardtrain.place import Place, together
 from shardtrain.resume import find_start, run_directory
+
+from test_data import cifar
+from test_photos import encoded, shards, write_tar
 
 Ranks = Callable[..., list[Any]]
 CPU = torch.device("cpu")

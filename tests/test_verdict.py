@@ -38,10 +38,15 @@ def configure(*arguments: str) -> Config:
 
 
 def advice(
-    shares: dict[str, float], *arguments: str, device: str = "cpu", ranks: int = 2, **spent: Any
+    shares: dict[str, float],
+    *arguments: str,
+    device: str = "cpu",
+    ranks: int = 2,
+    cores: int = 8,
+    **spent: Any,
 ) -> str:
     found = Spent(**{"steps": 100, "reports": 10, **spent})
-    return verdict(Run(shares, found, configure(*arguments), ranks, device))
+    return verdict(Run(shares, found, configure(*arguments), ranks, device, cores))
 
 
 WAIT = "40 % of the time is waiting for other ranks and their shards: "
@@ -123,6 +128,11 @@ def test_waiting_for_a_slow_rank_is_told_as_such() -> None:
     expected = "waiting for other ranks: rank 1 is slower than the others in data, look there first"
     assert expected in advice({"waiting": 40.0}, slow=slow)
     assert "look there" not in advice({"waiting": 40.0}, slow=Counter({(1, "data"): 4}))
+
+
+def test_where_every_core_has_a_rank_more_ranks_are_no_advice() -> None:
+    found = advice({"forward": 90.0}, cores=2)
+    assert found == "90 % of the time is computing: every core has a rank already; nothing else stands out"
 
 
 def test_few_steps_are_not_judged() -> None:

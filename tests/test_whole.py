@@ -11,9 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from test_muon import muon
-from test_parity import adamw, mean_in_rank_order, momentum_sgd
-from test_uses import Lars
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,6 +30,9 @@ from small import (
     train,
 )
 from test_hosts import BLOCKS, hosts
+from test_muon import muon
+from test_parity import adamw, mean_in_rank_order, momentum_sgd
+from test_uses import Lars
 
 Ranks = Callable[..., list[Any]]
 several = pytest.mark.parametrize("world", [2, 3])

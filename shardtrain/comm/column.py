@@ -20,7 +20,7 @@ class Column:
     def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
         """Start turning each interval, which every rank has, into its mean over ranks, alike on all."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
-        count("all_reduce", sum(2 * size * (self.part.world - 1) // self.part.world for size in sizes))
+        count("all_reduce", (2 * size * (self.part.world - 1) // self.part.world for size in sizes))
         if not self.part.by_messages([values for values, _ in intervals]):
             return self.part.backend_for("averaging", tag).average(intervals)
         return self._swap(tag, intervals) if self.part.world == 2 else self._in_two_stages(tag, intervals)

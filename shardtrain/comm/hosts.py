@@ -46,7 +46,7 @@ class HostsTransport(SharedMemoryTransport):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """The host's means are made at once, so that messages travel while the next unit computes."""
-        count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
+        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
         sets = []
         with self.inner.telling():
             for turn in self.memory.turns(tag, gradients):

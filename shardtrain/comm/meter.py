@@ -93,11 +93,14 @@ def meter() -> Iterator[Meter]:
         _open.remove(current)
 
 
-def count(kind: str, sent: int) -> None:
-    """Add one movement of ``kind`` in which this rank sends ``sent`` bytes."""
+def count(kind: str, sent: Iterable[int]) -> None:
+    """Add one movement of ``kind`` in which this rank sends ``sent`` bytes, added up if anyone counts."""
+    if not _open:
+        return
+    total = sum(sent)
     for current in _open:
         current.calls[kind] += 1
-        current.bytes[kind] += sent
+        current.bytes[kind] += total
 
 
 def waiting(kind: str, unit: str, device: torch.device) -> AbstractContextManager[None]:

@@ -89,13 +89,13 @@ class ProcessGroupTransport(OneGroup):
         self._digests.fence(what)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
+        count("all_gather", (flat.local.nbytes * (self.world - 1) for flat in flats))
         if self.by_messages([flat.full for flat in flats]):
             return self.send_to_all(tag, [(flat.local, intervals(flat.full, flat.layout)) for flat in flats])
         return self.backend_for("gathering", tag).gather(flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
+        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
         if self.by_messages([gradient.full for gradient in gradients]):
             return self.combine(tag, [self._parts(gradient) for gradient in gradients])
         return self.backend_for("reducing", tag).reduce(gradients)
@@ -118,12 +118,12 @@ class ProcessGroupTransport(OneGroup):
         return self._backend.staged(device, start, finish)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        count("broadcast", tensor.nbytes * (self.world - 1) if self.rank == src else 0)
+        count("broadcast", [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
         with self._met("broadcasting", tensor):
             dist.broadcast(tensor, group=self.group, group_src=src)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
+        count("all_reduce", [2 * tensor.nbytes * (self.world - 1) // self.world])
         with self._met("all-reducing", tensor):
             dist.all_reduce(tensor, _OPS[op], group=self.group)
 

@@ -54,11 +54,11 @@ class SharedMemoryTransport(OneGroup):
         if not is_in_place(flats):
             self._meet("copying", tag.number, tag.name)
             return self.inner.gather(tag, flats)
-        count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
+        count("all_gather", (flat.local.nbytes * (self.world - 1) for flat in flats))
         return self._gather_in_place(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
+        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
         first, *later = self.memory.turns(tag, gradients)
         offers = self.memory.offer(first)
 

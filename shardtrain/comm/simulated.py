@@ -79,11 +79,11 @@ class Simulated(OneGroup):
         pass
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        count("all_gather", sum(flat.local.nbytes for flat in flats) * (self.world - 1))
+        count("all_gather", (flat.local.nbytes * (self.world - 1) for flat in flats))
         return Pending()
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count("reduce_scatter", sum(sent_by(gradient, self.rank) for gradient in gradients))
+        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
         held = [room for gradient in gradients for room in self._room(gradient)]
         sizes = [gradient.full.nbytes for gradient in gradients if self._is_in_arena(gradient.full)]
         self._unread.append(sum(sizes))
@@ -120,7 +120,7 @@ class Simulated(OneGroup):
         pass
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
+        count("all_reduce", [2 * tensor.nbytes * (self.world - 1) // self.world])
 
 
 class SimulatedReplicas:
@@ -134,7 +134,7 @@ class SimulatedReplicas:
 
     def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
-        count("all_reduce", sum(2 * size * (self.world - 1) // self.world for size in sizes))
+        count("all_reduce", (2 * size * (self.world - 1) // self.world for size in sizes))
         held = [room for interval in intervals for room in self._room(*interval)]
         return Pending(held.clear)
 
@@ -159,7 +159,7 @@ class SimulatedReplicas:
         pass
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count("all_reduce", 2 * tensor.nbytes * (self.world - 1) // self.world)
+        count("all_reduce", [2 * tensor.nbytes * (self.world - 1) // self.world])
 
 
 def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:

@@ -128,7 +128,7 @@ class Glance(Sink):
         loss, accuracy = figure.subplots(2, 1, sharex=True)
         self._lines(loss, {"training": "train/loss", "held out": "val/loss", "average": "val/ema_loss"})
         self._lines(accuracy, {"training": "train/acc1", "held out": "val/acc1", "average": "val/ema_acc1"})
-        loss.legend(fontsize=SMALL)
+        _explain(loss)
         judged = self.curves.get("val/ema_acc1") or self.curves.get("val/acc1", [])
         best = max((value for _, value in judged), default=float("nan"))
         title = f"loss {self.latest('train/loss'):.3f}, best held out {best:.2f} %"
@@ -143,7 +143,7 @@ class Glance(Sink):
         phases = {phase: f"time/{phase}_pct" for phase in PHASES}
         self._areas(share, phases | {"waiting": "time/exposed_comm_pct"})
         share.set_ylim(0, 100)
-        share.legend(fontsize=SMALL, ncols=2, loc="lower left")
+        _explain(share)
         speed_now, step_ms = self.latest("perf/img_per_s"), 1e3 * self.latest("time/step_s")
         waiting = self.latest("time/exposed_comm_pct")
         title = f"{speed_now:.0f} images/s, {step_ms:.0f} ms a step, {waiting:.0f} % waiting"
@@ -158,7 +158,7 @@ class Glance(Sink):
         axes.set_ylim(
             0, 1.15 * max((value for _, value in self.curves.get("memory/peak_mib", [])), default=1)
         )
-        axes.legend(fontsize=SMALL, loc="center right")
+        _explain(axes)
         state = sum(self.latest(tag) for tag in tags.values())
         title = (
             f"peak {self.latest('memory/peak_mib'):.0f} of {self.memory_mib:.0f} MiB, model state {state:.0f}"
@@ -167,6 +167,19 @@ class Glance(Sink):
 
 
 SMALL = 8  # points
+
+
+def _explain(axes: Any) -> None:
+    """A legend beside the plot, top row first as areas are stacked, so that it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1],
+        labels[::-1],
+        fontsize=SMALL,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+    )
 
 
 def _label(figure: Any, title: str, ylabels: Mapping[Any, str]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardtrain.config import Config
+from shardtrain.machine import cores
 from shardtrain.monitor.window import Spent
 
 FEW_STEPS = 20  # of fewer, the first is most of what there is to see
@@ -40,6 +41,7 @@ class Run(NamedTuple):
     config: Config
     ranks: int
     device: str
+    cores: int  # of this host
 
 
 class Rule(NamedTuple):
@@ -56,7 +58,7 @@ def judge(spent: Spent, config: Config, ranks: int, device: str) -> dict[str, An
     parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
     parts["the rest"] = max(0.0, seconds - sum(parts.values()))
     shares = {what: 100 * value / seconds for what, value in parts.items()}
-    run = Run(shares, spent, config, ranks, device)
+    run = Run(shares, spent, config, ranks, device, cores())
     return {
         "spent_s": {what: round(value, 3) for what, value in parts.items()},
         "run_img_per_s": spent.images / seconds,
@@ -129,6 +131,8 @@ def _computing(run: Run) -> float:
 def _faster(run: Run) -> str:
     if run.device == "cuda" and run.config.parallel.precision == "fp32":
         return "parallel.precision=bf16 computes faster"
+    if run.device == "cpu" and run.ranks >= run.cores:
+        return "every core has a rank already; nothing else stands out"
     return "more ranks would share it; nothing else stands out"
 
 
