@@ -3,14 +3,13 @@
     torchrun --nproc-per-node 2 tests/monitor_cost.py [rounds=40] [key=value ...]
 
 With it is everything of the training program at its default settings: phases, traffic and memory measured,
-ranks compared and curves written every `train.log_every` steps. Without it is the loop of a script. A round
-is `train.log_every` steps of each.
+ranks compared and curves written every `train.log_every` steps. Without it is the loop of a script. They take
+turns step by step, since a machine's speed drifts; a round is `train.log_every` steps of each.
 
-Three figures: the median of the rounds' ratios, which is as good as the machine is quiet; the same of CPU
-time, over all ranks and threads, with its standard error (waiting for one another is not in it, and others on
-the machine disturb it less); and the time inside monitoring's own calls as a share of the steps, which hardly
-depends on the machine, but leaves out what counting costs inside the engine. With the digits 40 rounds take
-two minutes on two cores.
+Three figures, the first two means over rounds, with standard errors: the ratio of time; that of CPU time,
+over all ranks and threads (waiting for one another is not in it, and others on the machine disturb it less);
+and the time inside monitoring's own calls as a share of the steps, which hardly depends on the machine, but
+leaves out what counting costs inside the engine. With the digits 40 rounds take two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import torch
 
 from shardtrain import clip_grad_norm_, comm, launch
 from shardtrain.bench.interleave import Track, interleave
-from shardtrain.bench.statistics import ratios
 from shardtrain.build import Job, build
 from shardtrain.compose import compose
 from shardtrain.config import Config, from_hydra
@@ -43,14 +41,16 @@ WARMUP = 2
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
 
 
-def bare(job: Job, steps: int) -> torch.Tensor:
-    images, labels, _ = next(iter(job.train))
-    for _ in range(steps):
-        loss = job.loss(job.model(images), labels)
-        loss.backward()
-        float(clip_grad_norm_(job.model, math.inf))
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def bare(job: Job, batch: Batch) -> torch.Tensor:
+    images, labels = batch
+    loss = job.loss(job.model(images), labels)
+    loss.backward()
+    float(clip_grad_norm_(job.model, math.inf))
+    job.optimizer.step()
+    job.optimizer.zero_grad()
     return loss.detach()
 
 
@@ -75,11 +75,22 @@ class Stopwatch:
         self.call(manager.__exit__, None, None, None)
 
 
-def monitored(
-    job: Job, steps: int, window: Window, monitor: Monitor, watch: Watch, own: Stopwatch
-) -> torch.Tensor:
-    images, labels, _ = next(iter(job.train))
-    for step in range(1, steps + 1):
+class Monitored:
+    """The steps of the training program's loop, one by one."""
+
+    def __init__(
+        self, job: Job, batch: Batch, steps: int, window: Window, monitor: Monitor, watch: Watch
+    ) -> None:
+        """``steps``: from one report to the next."""
+        self.job, self.batch, self.steps = job, batch, steps
+        self.window, self.monitor, self.watch = window, monitor, watch
+        self.step = 0
+        self.own = Stopwatch()
+
+    def __call__(self) -> torch.Tensor:
+        job, window, own = self.job, self.window, self.own
+        images, labels = self.batch
+        self.step += 1
         with own.within(window.step()):
             with own.within(window.phase("data")):
                 pass
@@ -92,12 +103,12 @@ def monitored(
             norm = clip_grad_norm_(job.model, math.inf)
             float(norm)
             job.optimizer.step()
-        own.call(monitor.step, step)
-        if step == steps:
-            own.call(monitor.log, step, own.call(window.close, step, norm))
-        own.call(watch.step_done, step)
+        own.call(self.monitor.step, self.step)
+        if self.step % self.steps == 0:
+            own.call(self.monitor.log, self.step, own.call(window.close, self.step, norm))
+        own.call(self.watch.step_done, self.step)
         job.optimizer.zero_grad()
-    return loss.detach()
+        return loss.detach()
 
 
 class CpuTime:
@@ -113,9 +124,9 @@ class CpuTime:
         return loss
 
 
-def mean_ratio(of: CpuTime, to: CpuTime, device: torch.device) -> tuple[float, float]:
-    """The mean over rounds of the ratio of all ranks' CPU time, and its standard error. Collective."""
-    table = torch.tensor([of.seconds, to.seconds], dtype=torch.float64, device=device)
+def mean_ratio(of: list[float], to: list[float], steps: int, device: torch.device) -> tuple[float, float]:
+    """The mean over rounds of ``steps`` of the ratio of all ranks' time, and its standard error."""
+    table = torch.tensor([of, to], dtype=torch.float64, device=device).view(2, -1, steps).sum(2)
     with_it, without = comm.all_reduce(table).tolist()
     found = [a / b for a, b in zip(with_it, without, strict=True)]
     error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
@@ -124,28 +135,30 @@ def mean_ratio(of: CpuTime, to: CpuTime, device: torch.device) -> tuple[float, f
 
 def measure(config: Config, place: Place, device: torch.device, folder: Path, rounds: int) -> None:
     job, config = build(config, place.rank, place.world_size, device)
+    images, labels, _ = next(iter(job.train))
     window, context, steps = Window(job), Context(place, device, folder), config.train.log_every
-    own, cpu_without, cpu_with = Stopwatch(), CpuTime(), CpuTime()
+    cpu_without, cpu_with = CpuTime(), CpuTime()
     tracks = {"without": Track(), "with": Track()}
     with contextlib.redirect_stdout(io.StringIO()), open_monitor(config, context, job, window) as monitor:
         watch = Watch(config, context, job, window, monitor)
+        monitored = Monitored(job, (images, labels), steps, window, monitor, watch)
         runners = {
-            "without": lambda _: cpu_without.of(lambda: bare(job, steps)),
-            "with": lambda _: cpu_with.of(lambda: monitored(job, steps, window, monitor, watch, own)),
+            "without": lambda _: cpu_without.of(lambda: bare(job, (images, labels))),
+            "with": lambda _: cpu_with.of(monitored),
         }
-        interleave(runners, tracks, device, warmup=WARMUP, rounds=0)
-        own.seconds, cpu_without.seconds, cpu_with.seconds = 0.0, [], []
-        interleave(runners, tracks, device, warmup=0, rounds=rounds)
-    found = ratios(tracks["with"].seconds, tracks["without"].seconds)
-    cpu, error = mean_ratio(cpu_with, cpu_without, device)
+        interleave(runners, tracks, device, warmup=WARMUP * steps, rounds=0)
+        monitored.own.seconds, cpu_without.seconds, cpu_with.seconds = 0.0, [], []
+        interleave(runners, tracks, device, warmup=0, rounds=rounds * steps)
+    seconds = tracks["with"].seconds, tracks["without"].seconds
+    (time_of, error), (cpu, cpu_error) = (
+        mean_ratio(of, to, steps, device) for of, to in (seconds, (cpu_with.seconds, cpu_without.seconds))
+    )
     if place.rank == 0:
-        without = sorted(tracks["without"].seconds)[rounds // 2] / steps
         print(
-            f"with over without: {found.median:.4f} (quartiles {found.low:.4f} to {found.high:.4f}), "
-            f"CPU time {cpu:.4f} (± {error:.4f}), "
-            f"inside monitoring's calls: {own.seconds / sum(tracks['with'].seconds):.2%} of the steps, "
-            f"{rounds} rounds of {steps} steps of {1e3 * without:.1f} ms, {place.world_size} ranks "
-            f"on {device}"
+            f"with over without: {time_of:.4f} (± {error:.4f}), CPU time {cpu:.4f} (± {cpu_error:.4f}), "
+            f"inside monitoring's calls: {monitored.own.seconds / sum(seconds[0]):.2%} of the steps, "
+            f"{rounds} rounds of {steps} steps of {1e3 * statistics.median(seconds[1]):.1f} ms, "
+            f"{place.world_size} ranks on {device}"
         )
 
 

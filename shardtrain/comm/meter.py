@@ -105,17 +105,25 @@ def count(kind: str, sent: Iterable[int]) -> None:
 
 def waiting(kind: str, unit: str, device: torch.device) -> AbstractContextManager[None]:
     """Count the block as waiting on ``device`` for a movement of ``kind`` of ``unit``."""
-    return _timed(kind, unit, device) if _open or trace.is_open() else _UNTIMED
+    return _Timed(kind, unit, device) if _open or trace.is_open() else _UNTIMED
 
 
 _UNTIMED = nullcontext()
 
 
-@contextmanager
-def _timed(kind: str, unit: str, device: torch.device) -> Iterator[None]:
-    start = moment(device)
-    yield
-    end = moment(device)
-    for current in _open:
-        current.add_wait(Wait(kind, unit), start, end)
-    trace.note("wait", f"{kind} of {unit}", start, end)
+class _Timed(AbstractContextManager[None]):
+    """Counts the time in it, unless that ends in an error. A step has dozens, so it is no generator."""
+
+    def __init__(self, kind: str, unit: str, device: torch.device) -> None:
+        self._kind, self._unit, self._device = kind, unit, device
+
+    def __enter__(self) -> None:
+        self._start = moment(self._device)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        end = moment(self._device)
+        for current in _open:
+            current.add_wait(Wait(self._kind, self._unit), self._start, end)
+        trace.note("wait", f"{self._kind} of {self._unit}", self._start, end)

@@ -122,8 +122,9 @@ class Window:
         [batch] or soft ones as the logits."""
         with torch.no_grad():
             labels = labels.argmax(1) if labels.ndim == 2 else labels
-            right = (logits.argmax(1) == labels).sum()
-            self.sums += torch.stack([loss.double() * len(labels), right.double()])
+            losses, hits = self.sums.unbind()
+            losses.add_(loss, alpha=len(labels))
+            hits.add_((logits.argmax(1) == labels).sum())
         self.images[images.shape[-1]] += len(labels)
         self.scored += len(labels)
 
