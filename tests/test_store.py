@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,11 +114,11 @@ def test_no_whole_one_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None
 
 
 def slow_disk(path: str) -> Any:
-    """Trains on while a save of 0.6 s is under way, then loads what was saved."""
-    write = saving.write_tensors
+    """Trains on while nothing can be written yet, then loads what was saved."""
+    write, there_is_room = saving.write_tensors, threading.Event()
 
     def slowly(*args: Any) -> Any:
-        time.sleep(0.6)
+        assert there_is_room.wait(60)
         return write(*args)
 
     model, optimizer = fresh()
@@ -126,15 +127,14 @@ def slow_disk(path: str) -> Any:
     before = [p.detach().clone() for p in model.parameters()]
     saving.write_tensors = slowly  # type: ignore[assignment]
     try:
-        start = time.perf_counter()
         store.save(2, model, optimizer, extra={}, facts={}, best=None)
         assert store.busy
         assert store.under_way
-        assert time.perf_counter() - start < 0.4
         store.settle()
         assert store.busy
         train(model, optimizer, 2, start=2)
         assert steps_in(Path(path)) == []
+        threading.Timer(0.5, there_is_room.set).start()
         store.save(4, model, optimizer, extra={}, facts={}, best=None)  # waits for the first
         assert steps_in(Path(path)) == [2]
         assert store.exposed_s > 0.2
@@ -161,10 +161,10 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(
 
 def slow_copy(path: str) -> None:
     """An update waits for the copy and a forward does not; the copy is of the state before both."""
-    copy = saving.Snapshot.copy
+    copy, forward_is_over = saving.Snapshot.copy, threading.Event()
 
     def slowly(memory: saving.Snapshot, tensors: Any) -> Any:
-        time.sleep(0.4)
+        assert forward_is_over.wait(60)
         return copy(memory, tensors)
 
     model, optimizer = fresh()
@@ -172,12 +172,11 @@ def slow_copy(path: str) -> None:
     store = opened(path, asynchronous=True)
     with patch.object(saving.Snapshot, "copy", slowly):
         before = [value.detach().clone() for value in [*model.parameters(), *model.buffers()]]
-        start = time.perf_counter()
         store.save(1, model, optimizer, extra={}, facts={}, best=None)
         model(torch.randn(4, 3, 5, 5))  # moves the running statistics
-        assert time.perf_counter() - start < 0.3
+        threading.Timer(0.4, forward_is_over.set).start()
         store.settle()
-        assert time.perf_counter() - start >= 0.4
+        assert forward_is_over.is_set()
         train(model, optimizer, 1)
         store.finish()
     other, its_optimizer = fresh()
