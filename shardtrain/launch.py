@@ -25,6 +25,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain.compose import compose
@@ -110,22 +111,27 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
     if place.world_size == 1:
         yield
         return
+    open_process_group(place, device, meet(place.store, place.rank, place.world_size))
+    try:
+        yield
+    finally:
+        close_process_group()
+
+
+def open_process_group(place: Place, device: torch.device, store: Store) -> None:
+    """Make the default process group of ranks that meet in ``store``, with a start-up's time."""
     if place.local_world_size == place.world_size:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback is not None:  # one host: nothing of ours listens beyond it
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=meet(place.store, place.rank, place.world_size),
+        store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=START_UP,
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        yield
-    finally:
-        close_process_group()
 
 
 def close_process_group() -> None:

@@ -44,6 +44,19 @@ class OddNet(nn.Module):
         return self.fc(x * self.scale)
 
 
+class TwoPaths(nn.Module):
+    """Equal layers, run in an order of the caller's, or one of them not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        for name in order.split():
+            x = getattr(self, name)(x)
+        return x
+
+
 def images(
     step: int, rank: int | None = None, n: int = 6, size: int = 5
 ) -> tuple[torch.Tensor, torch.Tensor]:

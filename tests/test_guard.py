@@ -30,22 +30,9 @@ from shardtrain.engine import engine_of
 from shardtrain.layout import even
 
 from pool import Pool
-from small import Block, OddNet, images, sgd, shard, train
+from small import Block, OddNet, TwoPaths, images, sgd, shard, train
 
 Ranks = Callable[..., list[Any]]
-
-
-class TwoPaths(nn.Module):
-    """Equal layers, run in an order of the caller's, or one of them not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
-
-    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
-        for name in order.split():
-            x = getattr(self, name)(x)
-        return x
 
 
 def is_last() -> bool:

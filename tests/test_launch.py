@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -22,6 +23,8 @@ from shardtrain.config import Config
 from shardtrain.errors import UserError
 from shardtrain.launch import Context
 from shardtrain.place import Place, choose_device, cpu_threads
+
+from programs import ended
 
 ALONE = Place(0, 1, 0, 1)
 
@@ -224,3 +227,45 @@ def test_other_failures_keep_their_traceback_and_reach_torchrun(
         launch.run(job)
     report = json.loads((tmp_path / "error.json").read_text())["message"]
     assert report["message"] == "RuntimeError: as it was"
+
+
+LISTENS = """
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardtrain import launch
+from shardtrain.bench import group
+from shardtrain.place import Place
+
+CPU, place = torch.device("cpu"), Place.from_environment(os.environ)
+OPENED = {
+    "launch": lambda: launch.process_group(place, CPU),
+    "bench": lambda: group.process_group(place, CPU, "here"),
+}
+
+def listens():
+    found = set()
+    own = {each.stat().st_ino for each in Path("/proc/self/fd").iterdir() if each.exists()}
+    for name in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = fields = row.split()
+            if state == "0A" and int(fields[9]) in own:
+                found.add(local.partition(":")[0])
+    return sorted(found)
+
+with OPENED[WHICH]():
+    dist.barrier()
+    print("listens at", listens(), os.environ.get("GLOO_SOCKET_IFNAME"))
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("which", ["launch", "bench"])
+def test_ranks_of_one_host_listen_on_loopback_only(which: str, tmp_path: Path) -> None:
+    (tmp_path / "listens.py").write_text(f"WHICH = {which!r}\n{LISTENS}")
+    program = ended(2, "listens.py", folder=tmp_path)
+    assert program.codes == [0, 0], program.errors
+    assert re.findall(r"listens at (.*)", program.output) == ["['0100007F'] lo"] * 2, program.output

@@ -28,7 +28,17 @@ from shardtrain.engine import engine_of
 from shardtrain.precision import Precision
 
 from pool import Pool, RankFailed
-from small import Block, OddNet, assert_same_parameters, average_gradients, images, sgd, shard, train
+from small import (
+    Block,
+    OddNet,
+    TwoPaths,
+    assert_same_parameters,
+    average_gradients,
+    images,
+    sgd,
+    shard,
+    train,
+)
 
 Ranks = Callable[..., list[Any]]
 HYBRID = (2, 2)
@@ -416,17 +426,6 @@ def a_part_exchanges() -> None:
 
 def test_a_part_of_a_group_exchanges_among_its_own(on_ranks: Ranks) -> None:
     on_ranks(3, a_part_exchanges)
-
-
-class TwoPaths(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
-
-    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
-        for name in order.split():
-            x = getattr(self, name)(x)
-        return x
 
 
 def strays(sizes: tuple[int, int], odd: list[int], order: str, folder: str) -> str:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardtrain.launch import close_process_group
-from shardtrain.place import START_UP, Place
+from shardtrain.launch import close_process_group, open_process_group
+from shardtrain.place import Place
 
 
 @contextlib.contextmanager
@@ -20,14 +20,8 @@ def process_group(place: Place, device: torch.device, meeting: str) -> Iterator[
     Unlike `launch.process_group` it makes one for a single rank too, because the peers need it.
     """
     alone = place.world_size == 1
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.HashStore() if alone else PrefixStore(meeting, place.store),  # type: ignore[attr-defined]
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=START_UP,
-        device_id=device if device.type == "cuda" else None,
-    )
+    store = dist.HashStore() if alone else PrefixStore(meeting, place.store)  # type: ignore[attr-defined]
+    open_process_group(place, device, store)
     try:
         yield
     finally:
