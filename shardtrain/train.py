@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 
 from shardtrain import clip_grad_norm_, comm, no_sync, sweep
 from shardtrain.build import Job, build
 from shardtrain.config import Config, Train
+from shardtrain.data import Batch
 from shardtrain.evaluate import Evaluation, evaluate
 from shardtrain.keeper import Keeper
 from shardtrain.launch import Context
@@ -56,15 +58,8 @@ def fit(
         bad_steps.begin_step()
         with window.step():
             for micro in range(1, train.accumulate + 1):
-                with window.phase("data"):
-                    images, labels, _ = next(batches)
                 with contextlib.nullcontext() if micro == train.accumulate else no_sync(model):
-                    with window.phase("forward"):
-                        logits = model(images)
-                        loss = job.loss(logits, labels)
-                    with window.phase("backward"):
-                        job.scaler.scale(loss / train.accumulate).backward()
-                window.add(images, loss, logits, labels)
+                    _add_gradients(job, batches, window, train.accumulate)
             job.scaler.unscale_(optimizer)
             norm = clip_grad_norm_(model, max_norm)
             if not bad_steps.accepts(step, norm):
@@ -86,6 +81,18 @@ def fit(
         if step == job.first_step + 1:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
     keeper.finish()
+
+
+def _add_gradients(job: Job, batches: Iterator[Batch], window: Window, accumulate: int) -> None:
+    """Those of the next micro-batch, one of ``accumulate``."""
+    with window.phase("data"):
+        images, labels, _ = next(batches)
+    with window.phase("forward"):
+        logits = job.model(images)
+        loss = job.loss(logits, labels)
+    with window.phase("backward"):
+        job.scaler.scale(loss / accumulate).backward()
+    window.add(images, loss, logits, labels)
 
 
 def train(config: Config, context: Context) -> float | None:

@@ -288,13 +288,16 @@ def test_a_rank_that_is_late_to_look_names_who_ended_first(late: str) -> None:
     last.close()
 
 
-def test_a_rank_that_has_lost_another_is_not_waited_for() -> None:
+@pytest.mark.parametrize("heard", ["while waiting", "before"])
+def test_a_rank_that_has_lost_another_is_not_waited_for(heard: str) -> None:
     """It may live on for long."""
     first, left, last = linked(3)
     first.close()
     with pytest.raises(comm.PeerLost):
         left.post("entering", 0, "the model")
     last.peers = [peer for peer in last.peers if peer.rank == 1]  # rank 0's end has not come to its notice
+    if heard == "before":
+        assert not last.is_done(0)  # a look at what has come
     with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: rank 2 was at "):
         last.wait(last.post("entering", 0, "the model"))
     for signals in (left, last):

@@ -37,7 +37,7 @@ class Peer:
         self._bytes = b""
 
     def receive(self, paths: Paths) -> bool:
-        """Take in what has come; False when the peer has closed its end, or is about to."""
+        """Take in what has come; False when the peer has closed its end."""
         try:
             data = self.link.recv(1 << 16)
         except BlockingIOError:
@@ -54,7 +54,7 @@ class Peer:
             else:
                 paths.theirs[self.rank].append(Movement(kind, number, step, value, name))
         self._bytes = self._bytes[whole:]
-        return bool(data) and self.cause == self.rank
+        return bool(data)
 
 
 class Signals:
@@ -180,7 +180,13 @@ class Signals:
         return self.paths.lost(causes, position)
 
     def _listen(self, peers: list[Peer], deadline: float) -> list[Peer] | None:
-        """Take in what any of ``peers`` sends next; those that have ended, or None at the deadline."""
+        """Take in what any of ``peers`` sends next; those that have ended, or None at the deadline.
+
+        One that has lost another counts as ended: it may live on, but makes no movement any more.
+        """
+        leaving = [peer for peer in peers if peer.cause != peer.rank]
+        if leaving:
+            return leaving
         poll = select.poll()
         by_number = {peer.link.fileno(): peer for peer in peers}
         for number in by_number:
