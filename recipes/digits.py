@@ -33,7 +33,7 @@ class Split(NamedTuple):
 
 def split() -> Split:
     """The fixed split that the training program uses."""
-    packed = importlib.resources.files("shardtrain.data").joinpath("digits.npz").read_bytes()
+    packed = importlib.resources.files("shardtrain.job.data").joinpath("digits.npz").read_bytes()
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         images, labels = arrays["images"], arrays["labels"]
         held_out = arrays["held_out"].astype(bool)
@@ -57,7 +57,7 @@ def run(seed: int, folder: Path, ranks: int, overrides: Sequence[str]) -> dict[s
     if not found.exists() or json.loads(found.read_text())["status"] != "finished":
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         options = ["+recipe=resnet", f"seed={seed}", f"run.dir={folder}", *overrides]
-        subprocess.run([sys.executable, *launcher, "-m", "shardtrain.train", *options], check=True)
+        subprocess.run([sys.executable, *launcher, "-m", "shardtrain.train.loop", *options], check=True)
     result = json.loads(found.read_text())
     assert isinstance(result, dict)
     return result

@@ -10,17 +10,12 @@ outlive their processes).
 """
 
 from shardtrain import checkpoint, comm
-from shardtrain.forwards import checkpoint_activations, compile_units
-from shardtrain.initial import deferred
+from shardtrain.engine.api import UnitInfo, describe, held_by_rank, no_sync, shard
+from shardtrain.engine.deferred_init import deferred
+from shardtrain.engine.precision import Precision
+from shardtrain.engine.recompute import checkpoint_activations, compile_units
+from shardtrain.engine.state_dict import average_buffers, full_state_dict, load_full_state_dict, unsharded
 from shardtrain.optim import GradScaler, clip_grad_norm_
-from shardtrain.precision import Precision
-from shardtrain.state import (
-    average_buffers,
-    full_state_dict,
-    load_full_state_dict,
-    unsharded,
-)
-from shardtrain.wrap import UnitInfo, describe, held_by_rank, no_sync, shard
 
 __all__ = [
     "GradScaler",

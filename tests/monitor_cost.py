@@ -28,14 +28,15 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import clip_grad_norm_, comm, launch
+from shardtrain import clip_grad_norm_, comm
 from shardtrain.bench.interleave import Track, interleave
-from shardtrain.build import Job, build
-from shardtrain.compose import compose
-from shardtrain.config import Config, from_hydra
-from shardtrain.launch import Context
+from shardtrain.job import launch
+from shardtrain.job.build import Job, build
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.dist_env import Place, choose_device, cpu_threads
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
 from shardtrain.monitor import Monitor, Watch, Window, open_monitor
-from shardtrain.place import Place, choose_device, cpu_threads
 
 WARMUP = 2
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")

@@ -24,7 +24,7 @@ from typing import Any
 LARGEST = 4
 TIMEOUT_S = 150.0
 # What tests import, so that ranks are forked with it; `shardtrain.train` stands for what programs import.
-PRELOADED = ["torch", "torchvision", "shardtrain.train", "matplotlib.figure", "pytest", "hypothesis"]
+PRELOADED = ["torch", "torchvision", "shardtrain.train.loop", "matplotlib.figure", "pytest", "hypothesis"]
 
 
 @functools.cache

@@ -139,8 +139,8 @@ def assert_same_parameters(model: nn.Module, replica: nn.Module, tolerance: floa
 
 def assert_at_rest(model: nn.Module) -> None:
     """Every parameter shows its piece, and nothing is gathered."""
-    from shardtrain.engine import engine_of
-    from shardtrain.unit import State
+    from shardtrain.engine.hooks import engine_of
+    from shardtrain.engine.unit import State
 
     engine = engine_of(model)
     for unit in engine.units:

@@ -16,18 +16,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardtrain import comm, pictures
-from shardtrain.bench import chart, host, settings, table
+from shardtrain import comm
+from shardtrain.bench import host, report, settings
 from shardtrain.bench.__main__ import bench
-from shardtrain.bench.cases import CASES
-from shardtrain.bench.contenders import TITLES, default_is_process_group, superfluous
-from shardtrain.bench.interleave import Track, interleave, rotated
+from shardtrain.bench.contenders import CASES, TITLES, default_is_process_group, superfluous
+from shardtrain.bench.interleave import (
+    Spread,
+    Track,
+    geometric_mean,
+    interleave,
+    loss_difference,
+    losses_agree,
+    ratios,
+    rotated,
+    spread,
+)
 from shardtrain.bench.report import suite_means
-from shardtrain.bench.statistics import Spread, geometric_mean, loss_difference, losses_agree, ratios, spread
 from shardtrain.bench.steps import Measurement, measure
-from shardtrain.compose import compose
-from shardtrain.errors import UserError
-from shardtrain.place import Place
+from shardtrain.job import pictures
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.schema import UserError
 
 from programs import ended, started
 
@@ -95,7 +104,7 @@ def test_only_right_answers_are_ranked() -> None:
     assert verdicts["no_communication"].loss_difference == pytest.approx(0.2 / 1.5)
     assert list(found.ratios_to("ddp")) == ["shardtrain", "fsdp2", "ddp", "no_communication"]
     assert found.ratios_to("zero1") == {}
-    text = table.of_steps(found)
+    text = report.of_steps(found)
     assert "FSDP1: failed, not ranked: RuntimeError: not on this device" in text
     assert (
         "DDP + ZeroRedundancyOptimizer: wrong, not ranked: losses differ from ddp's by up to 6.7e-02" in text
@@ -106,7 +115,7 @@ def test_only_right_answers_are_ranked() -> None:
 def test_a_reference_that_fails_leaves_the_times() -> None:
     found = measured(fsdp2=Track(failure="refused"), shardtrain=Track([1.0], [2.0]))
     assert found.verdicts()["shardtrain"].ratio is None
-    text = table.of_steps(found)
+    text = report.of_steps(found)
     assert "No ratios: FSDP2 has no right answers" in text
     assert "Losses were not compared" in text
     assert "1000.0" in text
@@ -213,7 +222,7 @@ def test_two_replicas_need_ranks(on_ranks: Any) -> None:
 def test_no_matplotlib_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    said = chart.draw(tmp_path / "bench.png", "", "", {"case": {"a": Spread(1.0, 1.0, 1.0, 1)}})
+    said = report.draw(tmp_path / "bench.png", "", "", {"case": {"a": Spread(1.0, 1.0, 1.0, 1)}})
     assert said == pictures.MISSING
     assert list(tmp_path.iterdir()) == []
 

@@ -14,22 +14,23 @@ import pytest
 import torch
 from PIL import Image
 
-from shardtrain import clip_grad_norm_, comm, pictures
-from shardtrain.build import build
+from shardtrain import clip_grad_norm_, comm
 from shardtrain.checkpoint.store import Store
-from shardtrain.compose import compose
-from shardtrain.config import Config, from_hydra
-from shardtrain.data import Batch, Prepare
-from shardtrain.data.batches import Arrays, DataSet
-from shardtrain.evaluate import Evaluation, Mistake, Scores
-from shardtrain.launch import Context
+from shardtrain.job import pictures
+from shardtrain.job.build import build
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.data import Batch, Prepare
+from shardtrain.job.data.batches import Arrays, DataSet
+from shardtrain.job.dist_env import Place
+from shardtrain.job.evaluate import Evaluation, Mistake, Scores
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
 from shardtrain.monitor import glance
 from shardtrain.monitor.board import METRICS, TensorBoard, hyperparameters
 from shardtrain.monitor.glance import Glance
-from shardtrain.monitor.sink import Sink
+from shardtrain.monitor.reporter import Sink
 from shardtrain.monitor.window import Window
-from shardtrain.place import Place
-from shardtrain.train import train
+from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
 TINY = (

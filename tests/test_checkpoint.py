@@ -21,7 +21,7 @@ from torch import nn
 import shardtrain
 from shardtrain import checkpoint
 from shardtrain.checkpoint.manifest import digest_line
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 
 from small import Block, OddNet, sgd, shard, train
 

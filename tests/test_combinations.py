@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
-from shardtrain import Precision, comm, wrap
+from shardtrain import Precision, comm
 from shardtrain.comm import Transport
+from shardtrain.engine import api
 
 from small import Block, OddNet, assert_same_parameters
 from test_forwards import both, checkpointed, compiled, fresh_compiler, train, train_replica
@@ -92,7 +93,7 @@ def trains_like_ddp(name: str, kind: str) -> None:
     torch.manual_seed(0)
     model = shardtrain.deferred(OddNet) if case.deferred else plain
     grid = mesh(case.replicate, case.group) if case.replicate > 1 else None
-    with mock.patch.object(wrap, "_offloaded", on_the_cpu):
+    with mock.patch.object(api, "_offloaded", on_the_cpu):
         model = shardtrain.shard(
             model, units=[Block], mesh=grid, transport=kind, offload=case.offload, **case.options
         )

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 import shardtrain
-from shardtrain import compose as compose_module
-from shardtrain.checked import plain
-from shardtrain.compose import compose
-from shardtrain.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, require_equal_parts
-from shardtrain.errors import UserError
+from shardtrain.job import hydra_app as compose_module
+from shardtrain.job.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, require_equal_parts
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.schema import UserError, plain
 
 
 def configure(*arguments: str) -> Config:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
-from shardtrain import data
-from shardtrain.config import Cifar, Digits, Fake, Grow, ImageFolder
-from shardtrain.data.batches import Arrays
-from shardtrain.data.sampler import (
+from shardtrain.job import data
+from shardtrain.job.config import Cifar, Digits, Fake, Grow, ImageFolder
+from shardtrain.job.data.batches import Arrays
+from shardtrain.job.data.sampler import (
     EvalSampler,
     Share,
     TrainSampler,
@@ -32,7 +32,7 @@ from shardtrain.data.sampler import (
     side_in,
     uniform_draws,
 )
-from shardtrain.errors import UserError
+from shardtrain.job.schema import UserError
 
 CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {
@@ -70,7 +70,7 @@ def test_digits_are_embedded_with_source_and_licence() -> None:
     assert labels.unique().tolist() == list(range(10))
     assert images.float().mean().item() == pytest.approx(digits.mean[0], abs=0.01)
     assert images.float().std().item() == pytest.approx(digits.std[0], abs=0.01)
-    notice = importlib.resources.files("shardtrain.data").joinpath("digits.md").read_text()
+    notice = importlib.resources.files("shardtrain.job.data").joinpath("digits.md").read_text()
     assert "CC BY 4.0" in notice
     assert "archive.ics.uci.edu" in notice or "doi.org" in notice
 

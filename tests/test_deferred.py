@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models.convnext import CNBlockConfig
 
 import shardtrain
-from shardtrain import comm, memories
-from shardtrain.initial import deferred
+from shardtrain import comm
+from shardtrain.engine import deferred_init
+from shardtrain.engine.deferred_init import deferred
 
 from small import Block, OddNet, assert_same_parameters, shard, train
 
@@ -91,7 +92,7 @@ def test_values_are_the_constructor_s_own(
     """Whatever is forgotten on the way; and random numbers go on where they would."""
     if kept < 1 << 26 and make is resnet50:
         pytest.skip("it says nothing more than resnet18 here")
-    monkeypatch.setattr(memories, "KEPT", kept)
+    monkeypatch.setattr(deferred_init, "KEPT", kept)
     torch.manual_seed(5)
     expected, after = make(), torch.rand(3)
     torch.manual_seed(5)
@@ -243,7 +244,7 @@ def most_bytes(rank: int, world: int) -> tuple[int, int]:
 def test_a_rank_holds_its_shards_and_about_one_unit(
     rank: int, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memories, "KEPT", 0)
+    monkeypatch.setattr(deferred_init, "KEPT", 0)
     unit = 101 * 101 * 4
     building, sharding = most_bytes(rank, world)
     assert building <= 2.1 * unit

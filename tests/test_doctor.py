@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from shardtrain import comm
-from shardtrain.build import Job, build
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
 from shardtrain.doctor import __main__ as program
 from shardtrain.doctor import installation, memory
-from shardtrain.doctor.difference import difference, ordered
-from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding, shared
-from shardtrain.doctor.twin import Twins
-from shardtrain.errors import UserError
-from shardtrain.place import Place
-from shardtrain.plan.settings import read
+from shardtrain.doctor.installation import FAILED, OK, WARNING, Finding, shared
+from shardtrain.doctor.twin import Twins, difference, ordered
+from shardtrain.job.build import Job, build
+from shardtrain.job.config import from_hydra
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.schema import UserError
+from shardtrain.plan.__main__ import read
 from shardtrain.plan.simulate import simulate
 
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain import sweep
 from shardtrain.bench import settings as bench_settings
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
 from shardtrain.doctor import __main__ as doctor
-from shardtrain.plan import settings as plan_settings
+from shardtrain.job.config import from_hydra
+from shardtrain.job.hydra_app import compose
+from shardtrain.plan import __main__ as plan_settings
+from shardtrain.train import sweep
 
 from programs import ended
 
@@ -57,9 +57,9 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
 
 def read(module: str, arguments: list[str]) -> object:
     """What ``module`` makes of its arguments; a mistake in them raises `UserError`."""
-    if module == "shardtrain.train" and "-m" in arguments:
+    if module == "shardtrain.train.loop" and "-m" in arguments:
         return sweep.read(arguments, speak=False)
-    if module == "shardtrain.train":
+    if module == "shardtrain.train.loop":
         raw = compose(arguments, speak=False)
         return raw and from_hydra(raw)
     return READERS[module](arguments, False)

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.engine import engine_of
-from shardtrain.shard import ALIGN_BYTES
-from shardtrain.unit import State
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.shard import ALIGN_BYTES
+from shardtrain.engine.unit import State
 
 from small import (
     Block,

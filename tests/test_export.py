@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torchvision.models import mobilenet_v3_small
 
 from shardtrain.checkpoint.manifest import digest_line
-from shardtrain.errors import UserError
 from shardtrain.export.__main__ import main
-from shardtrain.weights import load_weights, read_weights, write_weights
+from shardtrain.job.model import load_weights, read_weights, write_weights
+from shardtrain.job.schema import UserError
 
 from test_resume import run
 
@@ -170,7 +170,7 @@ def test_an_export_where_the_images_are_not(
     def missing(config: Any) -> Any:
         raise UserError("not here")
 
-    monkeypatch.setattr("shardtrain.data.load", missing)
+    monkeypatch.setattr("shardtrain.job.data.load", missing)
     assert export(monkeypatch, f"run={trained}", f"out={tmp_path}/x.safetensors") == 0
     assert "answers as the checkpoint does to 32 random images" in capsys.readouterr().out
 

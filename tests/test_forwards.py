@@ -22,10 +22,10 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.engine import engine_of
-from shardtrain.forwards import require_inductor
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.recompute import require_inductor
+from shardtrain.job.step import Step
 from shardtrain.plan.memory import memory_of_step
-from shardtrain.plan.step import Step
 
 from small import (
     Block,

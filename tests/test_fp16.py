@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
-from shardtrain.keeper import Keeper
-from shardtrain.launch import Context
-from shardtrain.place import Place
-from shardtrain.train import train
+from shardtrain.job.config import from_hydra
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.train.loop import train
+from shardtrain.train.saving import Keeper
 
 from small import images, shard
 

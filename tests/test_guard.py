@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm import Flat, Tag, digests, guard, native, tags
+from shardtrain.comm import Flat, Tag, guard, messages, native
 from shardtrain.comm.guard import Paths
-from shardtrain.comm.ring import Line
+from shardtrain.comm.reports import Line
 from shardtrain.comm.signals import Peer, Signals
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
 
 from pool import Pool
@@ -198,7 +198,7 @@ def test_collectives_of_different_sizes_are_told_apart_at_once(ranks: Ranks, wha
 def strays_without_tags(at_step: int) -> str:
     """Over gloo's own collectives, which deliver equal sizes whatever they belong to."""
     native_has_gloo, native.has_gloo = native.has_gloo, lambda _: False
-    every, digests.EVERY = digests.EVERY, 4
+    every, guard.EVERY = guard.EVERY, 4
     try:
         transport = comm.open_transport()
         layout = even([6], transport.world, 1)
@@ -215,7 +215,7 @@ def strays_without_tags(at_step: int) -> str:
             steps(at_step, 9, 512 if is_last() else 256)
         return str(caught.value)
     finally:
-        native.has_gloo, digests.EVERY = native_has_gloo, every
+        native.has_gloo, guard.EVERY = native_has_gloo, every
 
 
 @pytest.mark.parametrize(("at_step", "told"), [(1, "step 1"), (2, "step 2"), (3, "steps 3 to 4")])
@@ -353,20 +353,23 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
 
 
 def test_tags_of_different_kinds_never_meet() -> None:
-    last_unit = tags.segment_number(tags.unit_number(4095, 1), 127)
-    movements = {tags.movement_tag(position, n) for position in range(200) for n in (0, last_unit)}
-    meetings = {tags.meeting_tag(position, "broadcasting", 28) for position in range(200)}
-    reports = {tags.report_tag(number) + pulse for number in (0, (1 << 24) - 1) for pulse in (0, 1)}
-    sizes = {tags.size_tag(size) for size in (0, 1, 1 << 29, 1 << 40)}
+    last_unit = messages.segment_number(messages.unit_number(4095, 1), 127)
+    movements = {messages.movement_tag(position, n) for position in range(200) for n in (0, last_unit)}
+    meetings = {messages.meeting_tag(position, "broadcasting", 28) for position in range(200)}
+    reports = {messages.report_tag(number) + pulse for number in (0, (1 << 24) - 1) for pulse in (0, 1)}
+    sizes = {messages.size_tag(size) for size in (0, 1, 1 << 29, 1 << 40)}
     bounds = [
         (1, 1),
-        *((min(kind), max(kind)) for kind in (movements, meetings, reports, {tags.ROW, tags.TEXT}, sizes)),
+        *(
+            (min(kind), max(kind))
+            for kind in (movements, meetings, reports, {messages.ROW, messages.TEXT}, sizes)
+        ),
         (1 << 31, 1 << 31),
     ]
     assert all(low[1] < high[0] for low, high in itertools.pairwise(bounds))
     assert len(movements) == 2 * 63
     with pytest.raises(AssertionError, match="at most 128 segments"):
-        tags.segment_number(0, 128)
+        messages.segment_number(0, 128)
 
 
 def test_who_is_odd_is_told_from_most_of_the_ranks() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
-from shardtrain.errors import UserError
+from shardtrain.job.config import from_hydra
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.schema import UserError
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch import nn
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.comm.transport import Flat, Gradient, Tag
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
 
 from small import Block, OddNet, assert_at_rest, sgd, train

@@ -15,15 +15,14 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.config import Constant, Cosine, Linear, Step
-from shardtrain.data import Batch, Prepare, Share, TrainFeed
-from shardtrain.data.batches import Arrays, DataSet
-from shardtrain.data.mixing import Draws, Mix, Mixed, kept_pixels
-from shardtrain.data.sampler import generator
-from shardtrain.evaluate import evaluate
-from shardtrain.losses import loss_of
+from shardtrain.job.build import loss_of, lr_factor
+from shardtrain.job.config import Constant, Cosine, Linear, Step
+from shardtrain.job.data import Batch, Prepare, Share, TrainFeed
+from shardtrain.job.data.batches import Arrays, DataSet
+from shardtrain.job.data.mixing import Draws, Mix, Mixed, kept_pixels
+from shardtrain.job.data.sampler import generator
+from shardtrain.job.evaluate import evaluate
 from shardtrain.optim import Ema
-from shardtrain.schedules import lr_factor
 
 from small import Block, OddNet, sgd, shard
 

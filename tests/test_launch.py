@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
-from shardtrain import launch, place
-from shardtrain.config import Config
-from shardtrain.errors import UserError
-from shardtrain.launch import Context
-from shardtrain.place import Place, choose_device, cpu_threads
+from shardtrain.job import dist_env, launch
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import Place, choose_device, cpu_threads
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
 
 from programs import ended
 
@@ -43,7 +43,7 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None
     """Makes this process rank `rank` of two, with `store` for the launcher's."""
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(place, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
+    monkeypatch.setattr(dist_env, "rendezvous", lambda *args, **kwargs: iter([(store, rank, 2)]))
     monkeypatch.setattr(launch, "PATIENCE", 0.0)
 
 
@@ -137,7 +137,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
     shared = HashStore()
     with ThreadPoolExecutor(3) as threads:
         for attempt in range(3):
-            met = threads.map(lambda rank: place.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
+            met = threads.map(lambda rank: dist_env.meet(shared, rank, 3, timedelta(seconds=20)), (2, 1, 0))
             first, *others = met
             assert not first.check(["address"])
             first.set("address", f"of attempt {attempt}")
@@ -150,7 +150,7 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
 @pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0")])
 def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
     with pytest.raises(UserError, match=rf"rank {rank} has waited 0 s at start-up for rank {missing}$"):
-        place.meet(HashStore(), rank, 3, timedelta(seconds=0))
+        dist_env.meet(HashStore(), rank, 3, timedelta(seconds=0))
 
 
 def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
@@ -162,7 +162,7 @@ def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
             return False
 
     with pytest.raises(UserError, match="for rank 1"):
-        place.meet(Asked(), 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
+        dist_env.meet(Asked(), 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
     assert 3 <= len(looks) <= 8
 
 
@@ -236,14 +236,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardtrain import launch
-from shardtrain.bench import group
-from shardtrain.place import Place
+from shardtrain.bench import host
+from shardtrain.job import launch
+from shardtrain.job.dist_env import Place
 
 CPU, place = torch.device("cpu"), Place.from_environment(os.environ)
 OPENED = {
     "launch": lambda: launch.process_group(place, CPU),
-    "bench": lambda: group.process_group(place, CPU, "here"),
+    "bench": lambda: host.process_group(place, CPU, "here"),
 }
 
 def listens():

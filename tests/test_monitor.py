@@ -15,23 +15,23 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from shardtrain.build import build
 from shardtrain.comm.meter import count
-from shardtrain.compose import compose
-from shardtrain.config import Config, from_hydra
-from shardtrain.errors import UserError
-from shardtrain.evaluate import Evaluation, Scores
-from shardtrain.launch import Context
-from shardtrain.monitor import Monitor, comparison, open_monitor, start_table
-from shardtrain.monitor.comparison import Comparison
-from shardtrain.monitor.console import Bar, Lines, Tables
-from shardtrain.monitor.files import LogFile, ResultFile
-from shardtrain.monitor.sink import Sink
+from shardtrain.engine.precision import Precision
+from shardtrain.job.build import build
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.dist_env import Place
+from shardtrain.job.evaluate import Evaluation, Scores
+from shardtrain.job.format import MIB
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
+from shardtrain.monitor import Monitor, open_monitor, start_table
+from shardtrain.monitor import opening as monitor_opening
+from shardtrain.monitor.console import Bar, Lines, LogFile, ResultFile, Tables
+from shardtrain.monitor.opening import Comparison
+from shardtrain.monitor.reporter import Sink
 from shardtrain.monitor.window import Window, _peak_flops
-from shardtrain.place import Place
 from shardtrain.plan.live import optimizer_tensors
-from shardtrain.precision import Precision
-from shardtrain.text import MIB
 
 CPU = torch.device("cpu")
 SCALARS = {
@@ -145,7 +145,7 @@ def test_a_run_that_cannot_be_planned_ends_well(capsys: pytest.CaptureFixture[st
     job: Any = SimpleNamespace(device=CPU, scaler=torch.amp.GradScaler("cpu"))
     end = Comparison(configure(), job, Tables())
     end.log(1, {"memory/params_mib": 1.0})
-    with patch.object(comparison, "plan_of", side_effect=UserError("it takes no such images\nat all")):
+    with patch.object(monitor_opening, "plan_of", side_effect=UserError("it takes no such images\nat all")):
         end.close("finished")
     assert capsys.readouterr().out == "no plan to compare with: UserError: it takes no such images\n"
 

@@ -16,15 +16,15 @@ import torch
 from PIL import Image
 
 from shardtrain import comm
-from shardtrain.compose import compose, config_folder
-from shardtrain.config import Config, from_hydra
-from shardtrain.data import side_in
-from shardtrain.launch import Context
+from shardtrain.job.build import lr_factor
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.data import side_in
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose, config_folder
+from shardtrain.job.launch import Context
 from shardtrain.monitor.tables import end_table
-from shardtrain.place import Place
 from shardtrain.recipes import digits
-from shardtrain.schedules import lr_factor
-from shardtrain.train import train
+from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
 NAMES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))

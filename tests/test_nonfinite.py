@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import torch
 
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
-from shardtrain.data import Prepare
-from shardtrain.launch import Context
-from shardtrain.place import Place
-from shardtrain.train import train
+from shardtrain.job.config import from_hydra
+from shardtrain.job.data import Prepare
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.train.loop import train
 
 VIT = (
     *("model=vit_cifar", "model.layers=1", "model.heads=1", "model.width=64", "model.mlp_width=64"),

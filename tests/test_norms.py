@@ -11,14 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from shardtrain import comm
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
-from shardtrain.errors import UserError
-from shardtrain.launch import Context
+from shardtrain.job.config import from_hydra
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
 from shardtrain.monitor import open_monitor
-from shardtrain.monitor.norms import Norms
-from shardtrain.place import Place
-from shardtrain.train import train
+from shardtrain.monitor.watch import Norms
+from shardtrain.train.loop import train
 
 from small import Block, OddNet, average_gradients, images, sgd, shard
 

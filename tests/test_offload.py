@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.build import build
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job.build import build
+from shardtrain.job.config import from_hydra
+from shardtrain.job.hydra_app import compose
 from shardtrain.monitor.window import Window
 from shardtrain.optim import Ema
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from shardtrain import comm, data
-from shardtrain.config import Grow, HuggingFace, ImageFolder, WebDataset
-from shardtrain.data.folder import Files
-from shardtrain.data.photos import MOST_IN_A_ROW, Pictures
-from shardtrain.errors import UserError
+from shardtrain import comm
+from shardtrain.job import data
+from shardtrain.job.config import Grow, HuggingFace, ImageFolder, WebDataset
+from shardtrain.job.data.folder import Files
+from shardtrain.job.data.photos import MOST_IN_A_ROW, Pictures
+from shardtrain.job.schema import UserError
 
 from test_data import PLAIN as EVERY
 from test_hosts import hosts

@@ -15,23 +15,21 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.build import build
-from shardtrain.compose import compose
-from shardtrain.config import Config, from_hydra
-from shardtrain.engine import engine_of
-from shardtrain.errors import UserError
-from shardtrain.launch import Context
-from shardtrain.monitor.comparison import STATE, TRAFFIC, compare
-from shardtrain.place import Place
-from shardtrain.plan.__main__ import plan
-from shardtrain.plan.fit import MOST, largest_batch
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job.build import build
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
+from shardtrain.job.step import Step
+from shardtrain.monitor.opening import STATE, TRAFFIC, compare
+from shardtrain.plan.__main__ import MOST, Settings, largest_batch, plan, read
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import MemoryTimeline, Point, memory_of_step
 from shardtrain.plan.report import headline, rank_table
-from shardtrain.plan.settings import Settings, read
 from shardtrain.plan.simulate import Plan, simulate
-from shardtrain.plan.step import Step
-from shardtrain.train import train
+from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.engine import engine_of
-from shardtrain.nested import cast
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.precision import cast
 
 from small import Block, OddNet, assert_at_rest, images, sgd, shard, train
 

@@ -28,7 +28,7 @@ from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
 from shardtrain.comm.quantised import BLOCK, Parcels, Part, decode, encode
 from shardtrain.comm.transport import Around, Pending
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, even
 
 from small import Block, OddNet, assert_at_rest, average_gradients, images, sgd, train

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torchvision.models import ResNet, resnet18
 
-from shardtrain import targets
-from shardtrain.data import Augmented, DataSet, Prepare, Share, TrainFeed
-from shardtrain.data.batches import Arrays
-from shardtrain.data.sampler import generator
-from shardtrain.errors import UserError
+from shardtrain.job import model
+from shardtrain.job.data import Augmented, DataSet, Prepare, Share, TrainFeed
+from shardtrain.job.data.batches import Arrays
+from shardtrain.job.data.sampler import generator
+from shardtrain.job.schema import UserError
 from shardtrain.recipes.augment import Affine, Photo
 from shardtrain.recipes.models import classifier, vit
 
@@ -90,7 +90,7 @@ def test_models_that_cannot_be_built(arguments: dict[str, object], message: str)
         "stem": "auto",
     }
     with pytest.raises(UserError, match=message):
-        targets.build(node | arguments, "model")
+        model.build(node | arguments, "model")
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_models_that_cannot_be_built(arguments: dict[str, object], message: str)
 )
 def test_augmentations_that_cannot_be_built(name: str, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        targets.build({"_target_": f"shardtrain.recipes.augment.{name}", **arguments}, "augment")
+        model.build({"_target_": f"shardtrain.recipes.augment.{name}", **arguments}, "augment")
 
 
 def test_a_missing_argument_is_named() -> None:
     with pytest.raises(UserError, match=r"model: .*missing.*num_classes"):
-        targets.build({"_target_": f"{MODELS}.classifier", "name": "resnet18"}, "model")
+        model.build({"_target_": f"{MODELS}.classifier", "name": "resnet18"}, "model")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Tag
-from shardtrain.engine import engine_of
-from shardtrain.precision import Precision
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.precision import Precision
 
 from pool import Pool, RankFailed
 from small import (

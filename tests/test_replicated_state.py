@@ -16,9 +16,9 @@ from torch import nn
 
 import shardtrain
 from shardtrain import checkpoint
-from shardtrain.config import require_equal_groups
-from shardtrain.engine import engine_of
-from shardtrain.errors import UserError
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job.config import require_equal_groups
+from shardtrain.job.schema import UserError
 from shardtrain.optim import Ema
 
 from small import Block, OddNet, assert_at_rest, sgd, shard, train

@@ -21,20 +21,22 @@ import torch
 from PIL import Image
 from torch import nn
 
-from shardtrain import comm, evaluate, keeper
-from shardtrain.checkpoint import saving
+from shardtrain import comm
+from shardtrain.checkpoint import saving as checkpoint_saving
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
-from shardtrain.compose import compose
-from shardtrain.config import Config, from_hydra
-from shardtrain.data import feed
-from shardtrain.errors import UserError
-from shardtrain.launch import Context
+from shardtrain.job import evaluate
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.data import feed
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
+from shardtrain.job.signals import SIGNALS, Stopped, StopSignals
 from shardtrain.monitor import Monitor
-from shardtrain.place import Place
-from shardtrain.resume import _shortened
-from shardtrain.stop import SIGNALS, Stopped, StopSignals
-from shardtrain.train import train
+from shardtrain.train import saving
+from shardtrain.train.loop import train
+from shardtrain.train.resume import _shortened
 
 CPU = torch.device("cpu")
 SMALL = (
@@ -260,7 +262,7 @@ def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytes
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
         assert signals.noted == signal.SIGINT
-        monkeypatch.setattr("shardtrain.stop.SAME_S", -1.0)
+        monkeypatch.setattr("shardtrain.job.signals.SAME_S", -1.0)
         signal.raise_signal(signal.SIGINT)
     assert type(caught.value) is KeyboardInterrupt
     assert (Stopped(signal.SIGINT).exit_code, Stopped(signal.SIGUSR1).exit_code) == (130, 143)
@@ -371,31 +373,31 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
     folder = copied(undisturbed, tmp_path)
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
-    fit = keeper.Keeper.step_done
+    fit = saving.Keeper.step_done
 
-    def look(self: keeper.Keeper, *args: Any) -> None:
+    def look(self: saving.Keeper, *args: Any) -> None:
         groups = self._job.optimizer.param_groups
         seen.append([(group["weight_decay"], group["lr"]) for group in groups])
         fit(self, *args)
 
-    with patch.object(keeper.Keeper, "step_done", look):
+    with patch.object(saving.Keeper, "step_done", look):
         assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 
 
 def on_a_full_disk(folder: str, *arguments: str) -> str:
     """Every write of rank 1 fails, from step 6 on."""
-    write = saving.write_tensors
+    write = checkpoint_saving.write_tensors
 
     def fails(place: Path, *args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
     def fill() -> None:
         if comm.rank() == 1:
-            saving.write_tensors = fails  # type: ignore[assignment]
+            checkpoint_saving.write_tensors = fails  # type: ignore[assignment]
 
     def empty() -> None:
-        saving.write_tensors = write
+        checkpoint_saving.write_tensors = write
 
     try:
         return run(folder, "monitor.tensorboard=false", *arguments, at={6: fill, 9: empty})

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 import shardtrain
 from shardtrain import comm
 from shardtrain.bench import host
-from shardtrain.bench.cases import BLOCKS
-from shardtrain.bench.simulated import simulated_group
-from shardtrain.plan.rows import held_by_rows
+from shardtrain.bench.contenders import BLOCKS
+from shardtrain.bench.host import simulated_group
+from shardtrain.plan.simulate import held_by_rows
 
 from small import OddNet, sgd
 

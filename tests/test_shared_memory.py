@@ -15,8 +15,8 @@ from torch import nn
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Gradient, Tag
-from shardtrain.comm.host_memory import Arena
-from shardtrain.engine import engine_of
+from shardtrain.comm.shared_memory import Arena
+from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
 
 from small import Block, OddNet, sgd, train

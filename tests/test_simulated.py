@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.engine.shard import ALIGN_BYTES
 from shardtrain.layout import Policy
-from shardtrain.shard import ALIGN_BYTES
 
 from small import OddNet, sgd
 

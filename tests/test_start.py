@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torchvision.datasets import CIFAR10
 
-from shardtrain import comm, data
+from shardtrain import comm
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import read
 from shardtrain.comm import HostScatter
-from shardtrain.compose import compose
-from shardtrain.config import Config, WebDataset, from_hydra
-from shardtrain.data import tars
-from shardtrain.errors import UserError
-from shardtrain.launch import Context
-from shardtrain.lock import locked
+from shardtrain.job import data
+from shardtrain.job.config import Config, WebDataset, from_hydra
+from shardtrain.job.data import tars
+from shardtrain.job.dist_env import Place, together
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
 from shardtrain.monitor import open_monitor
-from shardtrain.place import Place, together
-from shardtrain.resume import find_start, run_directory
+from shardtrain.train.resume import find_start, locked, run_directory
 
 from test_data import cifar
 from test_photos import encoded, shards, write_tar

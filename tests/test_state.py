@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardtrain
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 
 from small import (
     Block,

@@ -21,7 +21,7 @@ from shardtrain.checkpoint import saving
 from shardtrain.checkpoint.loading import load_into
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 
 from small import Block, OddNet, shard, train
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardtrain import comm, sweep
-from shardtrain.config import Config
-from shardtrain.errors import UserError
-from shardtrain.launch import Context
-from shardtrain.place import Place
-from shardtrain.search import Combinations, Outcome
-from shardtrain.sweep import Sweep
-from shardtrain.train import train
+from shardtrain import comm
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import Place
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
+from shardtrain.train import sweep
+from shardtrain.train.loop import train
+from shardtrain.train.sweep import Combinations, Outcome, Sweep
 
 CPU = torch.device("cpu")
 TINY = (

@@ -16,16 +16,16 @@ from PIL import Image
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm import clocks, trace
+from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import Span
-from shardtrain.compose import compose
-from shardtrain.config import from_hydra
-from shardtrain.launch import Context
+from shardtrain.job.config import from_hydra
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
 from shardtrain.monitor import timeline
 from shardtrain.monitor.timeline import Lanes
-from shardtrain.place import Place
-from shardtrain.train import train
+from shardtrain.train.loop import train
 
 from small import Block, OddNet, images, sgd, shard
 from small import train as steps_of
@@ -35,14 +35,14 @@ CPU = torch.device("cpu")
 
 def _offsets(apart: float) -> list[float]:
     rank = comm.rank()
-    return clocks.offsets(lambda: time.perf_counter() + rank * apart)
+    return timeline.offsets(lambda: time.perf_counter() + rank * apart)
 
 
 def test_clocks_are_aligned(on_ranks: Any) -> None:
     assert on_ranks(3, _offsets, 0.0) == [[0.0, 0.0, 0.0]] * 3  # of one host: exactly
     for found in on_ranks(3, _offsets, 100.0):
         assert found == pytest.approx([0.0, -100.0, -200.0], abs=0.02)
-    assert clocks.offsets() == [0.0]
+    assert timeline.offsets() == [0.0]
 
 
 def _spans() -> list[Span]:

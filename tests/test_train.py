@@ -14,18 +14,17 @@ from torch._inductor import config as inductor
 from torchvision.models import resnet18
 
 from shardtrain import comm, shard
-from shardtrain.build import build, forward_flops
-from shardtrain.compose import compose
-from shardtrain.config import Config, Constant, Cosine, from_hydra
-from shardtrain.data import Batch, EvalFeed, Prepare, Share
-from shardtrain.data.batches import Arrays, DataSet
-from shardtrain.errors import UserError
-from shardtrain.evaluate import Evaluation, Scores, evaluate
-from shardtrain.launch import Context
-from shardtrain.model import _optimizer, parameter_groups
-from shardtrain.place import Place
-from shardtrain.schedules import lr_factor
-from shardtrain.train import train
+from shardtrain.job.build import build, forward_flops, lr_factor
+from shardtrain.job.config import Config, Constant, Cosine, from_hydra
+from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
+from shardtrain.job.data.batches import Arrays, DataSet
+from shardtrain.job.dist_env import Place
+from shardtrain.job.evaluate import Evaluation, Scores, evaluate
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.job.model import _optimizer, parameter_groups
+from shardtrain.job.schema import UserError
+from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
 TINY = (

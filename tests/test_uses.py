@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.engine import engine_of
-from shardtrain.unit import Gathered
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.unit import Gathered
 
 from small import (
     Block,

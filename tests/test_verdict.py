@@ -14,18 +14,17 @@ import pytest
 import torch
 
 from shardtrain import comm
-from shardtrain.compose import compose
-from shardtrain.config import Config, from_hydra
-from shardtrain.data import Prepare
-from shardtrain.launch import Context
-from shardtrain.monitor.phases import PHASES
-from shardtrain.monitor.stragglers import Slow, slowest
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.data import Prepare
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.launch import Context
+from shardtrain.monitor.phases import PHASES, Slow, slowest
 from shardtrain.monitor.tables import end_table
 from shardtrain.monitor.verdict import Run, judge, verdict
 from shardtrain.monitor.watch import Watch
 from shardtrain.monitor.window import Spent
-from shardtrain.place import Place
-from shardtrain.train import train
+from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 from shardtrain.optim import Ema
 
 from small import (

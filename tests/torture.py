@@ -38,7 +38,7 @@ from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
-from shardtrain.engine import engine_of
+from shardtrain.engine.hooks import engine_of
 
 import programs
 from pool import forkserver

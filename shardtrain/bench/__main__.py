@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from shardtrain import launch
 from shardtrain.bench import collectives, host, memory, report, settings, steps
-from shardtrain.bench.cases import SUITE
-from shardtrain.bench.group import process_group
+from shardtrain.bench.contenders import SUITE
+from shardtrain.bench.host import process_group
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
-from shardtrain.errors import UserError
-from shardtrain.place import Place
+from shardtrain.job import launch
+from shardtrain.job.dist_env import Place
+from shardtrain.job.schema import UserError
 
 STEPS, COLLECTIVES, HOST = "steps", "collectives", "host"
 

@@ -15,15 +15,12 @@ import torch.distributed as dist
 
 from shardtrain import comm
 from shardtrain.bench.contenders import TITLES, default_is_process_group
-from shardtrain.bench.interleave import Runner, Track, attempt, interleave
-from shardtrain.bench.progress import Progress
-from shardtrain.bench.report import Report
+from shardtrain.bench.interleave import Progress, Runner, Spread, Track, attempt, interleave, ratios, spread
+from shardtrain.bench.report import Report, quartiles
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.statistics import Spread, ratios, spread
-from shardtrain.bench.table import quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
+from shardtrain.job.format import MIB, aligned
 from shardtrain.layout import Layout, even
-from shardtrain.text import MIB, aligned
 
 OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
 MOVEMENTS = ("gather", "reduce")

@@ -17,6 +17,7 @@ Time is CPU time of this process, which others on the machine stretch less than 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,21 +28,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 import shardtrain
 from shardtrain.bench.contenders import OPTIMIZERS, TITLES
-from shardtrain.bench.interleave import Track, interleave
-from shardtrain.bench.progress import Progress
-from shardtrain.bench.report import Report
+from shardtrain.bench.interleave import Progress, Spread, Track, interleave, spread
+from shardtrain.bench.report import Report, quartiles
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.simulated import simulated_group
-from shardtrain.bench.statistics import Spread, spread
-from shardtrain.bench.table import quartiles
 from shardtrain.comm import native
+from shardtrain.job.dist_env import Place
+from shardtrain.job.format import aligned
+from shardtrain.job.launch import close_process_group, open_process_group
 from shardtrain.layout import even
-from shardtrain.text import aligned
 
 OURS, PEER, BARE, MOVES = "shardtrain", "fsdp2", "no_communication", "collectives"
 WIDTH = 4
@@ -252,3 +252,37 @@ def _as_json(point: Point) -> dict[str, Any]:
         ),
         "seconds": {name: track.seconds for name, track in point.tracks.items()},
     }
+
+
+# A process group of many ranks in one process, whose collectives reach nobody.
+
+
+@contextlib.contextmanager
+def simulated_group(world: int) -> Iterator[None]:
+    """The default group while the block runs, as rank 0 of ``world`` sees it: torch's fake backend."""
+    # Importing it registers the backend; torch has it among its own tests' tools, and nowhere else.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        close_process_group()
+
+
+# Process groups that the launcher does not make: of a single rank, and of ranks started by a benchmark.
+
+
+@contextlib.contextmanager
+def process_group(place: Place, device: torch.device, meeting: str) -> Iterator[None]:
+    """The default group while the block runs, met at ``meeting`` in the launcher's store.
+
+    Unlike `launch.process_group` it makes one for a single rank too, because the peers need it.
+    """
+    alone = place.world_size == 1
+    store = dist.HashStore() if alone else PrefixStore(meeting, place.store)  # type: ignore[attr-defined]
+    open_process_group(place, device, store)
+    try:
+        yield
+    finally:
+        close_process_group()

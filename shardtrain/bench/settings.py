@@ -9,12 +9,10 @@ from pathlib import Path
 
 import torch
 
-from shardtrain.bench.cases import CASES, Case
-from shardtrain.bench.contenders import OPTIMIZERS, PRECISIONS, TITLES, Setup
-from shardtrain.checked import above, at_least, checked, one_of
-from shardtrain.compose import compose
-from shardtrain.errors import UserError, nearest
-from shardtrain.place import Place
+from shardtrain.bench.contenders import CASES, OPTIMIZERS, PRECISIONS, TITLES, Case, Setup
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import compose
+from shardtrain.job.schema import UserError, above, at_least, checked, nearest, one_of
 
 CONFIGS = Path(__file__).parent / "configs"
 

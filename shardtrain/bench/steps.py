@@ -8,13 +8,22 @@ from dataclasses import dataclass, field
 import torch
 
 from shardtrain import comm
-from shardtrain.bench import contenders, judging
-from shardtrain.bench.cases import POOL, Case, build_data, build_model
-from shardtrain.bench.contenders import TITLES, Contender
-from shardtrain.bench.interleave import Runner, Track, attempt, interleave
-from shardtrain.bench.progress import Progress
+from shardtrain.bench import contenders
+from shardtrain.bench.contenders import POOL, TITLES, Case, Contender, build_data, build_model
+from shardtrain.bench.interleave import (
+    Progress,
+    Runner,
+    Spread,
+    Track,
+    attempt,
+    difference,
+    interleave,
+    judge_of,
+    objection,
+    ratios,
+    spread,
+)
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.statistics import Spread, ratios, spread
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Measurement:
     @property
     def judge(self) -> str | None:
         """Whose losses count as right."""
-        return judging.judge_of(self.tracks)
+        return judge_of(self.tracks)
 
     def verdicts(self) -> dict[str, Verdict]:
         return {name: self._verdict(name) for name in self.tracks}
@@ -62,14 +71,14 @@ class Measurement:
         track = self.tracks[name]
         if track.failure is not None or not track.seconds:
             return Verdict("failed", track.failure or "interrupted before its first timed round")
-        difference = judging.difference(name, self.tracks)
-        objection = judging.objection(name, self.tracks, self.precision)
-        if objection is not None:
-            return Verdict("wrong", objection, loss_difference=difference)
+        apart = difference(name, self.tracks)
+        wrong = objection(name, self.tracks, self.precision)
+        if wrong is not None:
+            return Verdict("wrong", wrong, loss_difference=apart)
         base = self.tracks[self.reference] if self.reference in self.tracks else Track()
         comparable = base.seconds and base.failure is None
         ratio = ratios(track.seconds, base.seconds) if comparable else None
-        return Verdict("ok", None, spread(track.seconds), ratio, difference)
+        return Verdict("ok", None, spread(track.seconds), ratio, apart)
 
 
 def measure(measurement: Measurement, settings: Settings, device: torch.device) -> None:

@@ -18,8 +18,8 @@ from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import SaveFailed, begin
-from shardtrain.engine import engine_of
-from shardtrain.state import require_rest
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.state_dict import require_rest
 
 __all__ = ["Damaged", "SaveFailed", "load", "save"]
 

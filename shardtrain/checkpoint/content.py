@@ -37,10 +37,10 @@ from shardtrain.checkpoint.manifest import (
     file_name,
     parse_state,
 )
-from shardtrain.engine import Engine
+from shardtrain.engine.hooks import Engine
+from shardtrain.engine.shard import flattened, shown
+from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
 from shardtrain.layout import Piece
-from shardtrain.state import Spec, equal_buffers, persistent_buffers
-from shardtrain.strides import flattened, shown
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
 

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtrain.checkpoint.files import DTYPES, Record, read_text
-from shardtrain.state import Spec
-from shardtrain.strides import is_dense
+from shardtrain.engine.shard import is_dense
+from shardtrain.engine.state_dict import Spec
 
 FORMAT, VERSION = "shardtrain checkpoint", 1
 NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"

@@ -31,7 +31,7 @@ from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, Content, collect
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line, dump, file_name
-from shardtrain.engine import Engine
+from shardtrain.engine.hooks import Engine
 
 TEMPORARY = ".tmp-"
 _ALIGN = 64  # bytes; a cache line

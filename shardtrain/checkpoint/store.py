@@ -34,8 +34,8 @@ from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import TEMPORARY, Saving, Snapshot, Stage, begin
 from shardtrain.comm.transport import Ranks
-from shardtrain.engine import engine_of
-from shardtrain.state import require_rest
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.state_dict import require_rest
 
 _STEP = re.compile(r"step-(\d{8,})")
 ASIDE = "damaged-"

@@ -51,7 +51,6 @@ from torch.distributed import (
 
 from shardtrain.comm import native
 from shardtrain.comm.guard import Diverged, PeerLost
-from shardtrain.comm.host_scatter import HostScatter
 from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.native import set_time_out
@@ -59,18 +58,18 @@ from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.opening import host_key, open_replicated, open_transport
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.public.collectives import (
+    Work,
     all_gather_into_tensor,
     all_to_all,
     all_to_all_single,
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from shardtrain.comm.public.work import Work
 from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
-from shardtrain.comm.texts import broadcast_text, gather_texts, require_same
+from shardtrain.comm.texts import HostScatter, broadcast_text, gather_texts, require_same
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 
 # What torch calls them from 2.13 on.

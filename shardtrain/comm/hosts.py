@@ -25,12 +25,10 @@ from collections.abc import Sequence
 import torch
 
 from shardtrain.comm.guard import PeerLost
-from shardtrain.comm.host_memory import HostMemory, Offer
-from shardtrain.comm.intervals import pack_own
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.shared_memory import SharedMemoryTransport
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, sent_by
+from shardtrain.comm.shared_memory import HostMemory, Offer, SharedMemoryTransport
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, pack_own, sent_by
 
 
 class HostsTransport(SharedMemoryTransport):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,10 @@ import torch.distributed as dist
 # and gloo's threads with it, which now and then abort the process there. Now there is no group yet.
 import torch.distributed.nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+
+from shardtrain.comm import native
+from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, intervals, staged
+from shardtrain.layout import Layout
 
 # Renamed in torch 2.13. The group's own methods: the functions around them take a third as long again, and
 # every unit of every step makes three such calls.
@@ -113,3 +119,160 @@ def moves_bytes(group: dist.ProcessGroup) -> bool:
 def device_types(group: dist.ProcessGroup) -> list[str]:
     """The types of device whose tensors the group's backends move, such as ``["cpu", "cuda"]``."""
     return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+
+# Movements by the backend's own collectives, NCCL's above all.
+#
+# On CUDA they run on a stream of their own. That stream waits for the compute stream when a movement starts,
+# and the compute stream waits for an event when its result is needed; until then whatever the movement uses
+# is held. So memory is allocated and freed in the compute stream's order alone, ``record_stream`` is not
+# needed, and a host that is far ahead of the device takes no more memory than one that is not: what a release
+# gives back is at once there for the next gather, which the device starts later. Gathers and reductions share
+# the stream: one communicator runs one at a time anyway, in the order of starting.
+
+
+class NativeGradient(NamedTuple):
+    """A gradient as backends want it: own interval in place, and room of the same dtype for the mean."""
+
+    full: torch.Tensor
+    layout: Layout
+    out: torch.Tensor
+    interval: torch.Tensor  # where the mean belongs, ``out`` itself unless it has a wider dtype
+
+
+Moved = TypeVar("Moved", Flat, NativeGradient, Interval)
+
+
+class Streams:
+    """The communication stream of each device; the parts of a group have them in common."""
+
+    def __init__(self) -> None:
+        self._of: dict[torch.device, torch.cuda.Stream] = {}
+
+    def run(self, movements: Callable[[], None], device: torch.device) -> Pending:
+        """Run ``movements`` on the communication stream of ``device``, on CUDA.
+
+        The result holds ``movements``, and so the memory that they use, until it is waited for: given back
+        before, the compute stream would write to it while it is still on its way.
+        """
+        if device not in self._of:
+            # Of high priority, so that copies around a collective do not queue behind computation.
+            self._of[device] = torch.cuda.Stream(device, priority=-1)
+        stream = self._of[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            movements()
+            done = stream.record_event()
+
+        def finish(held: object = movements) -> None:
+            torch.cuda.current_stream(device).wait_event(done)
+
+        return Pending(finish)
+
+
+class Backend:
+    """The movements of a `Transport` between all ranks of ``group``, by the group's own collectives."""
+
+    def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
+        self._group = weakref.ref(group)
+        self._streams = streams
+        # Dividing by a tensor takes a third of the time that dividing by a number does.
+        self._world = torch.tensor(float(group.size()), device="cpu")
+
+    def of(self, group: dist.ProcessGroup) -> Backend:
+        """The same between other ranks, on the same streams."""
+        return Backend(group, self._streams)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return living(self._group)
+
+    def gather(self, flats: Sequence[Flat]) -> Pending:
+        return self._start(self._gather, flats, flats[0].full)
+
+    def reduce(self, gradients: Sequence[Gradient]) -> Pending:
+        return self._start(self._reduce, [self._native(each) for each in gradients], gradients[0].full)
+
+    def average(self, values: Sequence[Interval]) -> Pending:
+        return self._start(self._average, values, values[0].values)
+
+    def exchange(self, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor) -> Pending:
+        native.all_to_all(incoming, outgoing, sizes, self.group)
+        return Pending()
+
+    def staged(
+        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
+    ) -> Pending:
+        if device.type != "cuda":
+            return staged(start, finish)
+
+        def both() -> None:
+            start().wait()
+            finish()
+
+        return self._streams.run(both, device)
+
+    def _start(
+        self, movement: Callable[[Moved], None], items: Sequence[Moved], like: torch.Tensor
+    ) -> Pending:
+        """Run ``movement`` on each item; where ``like`` is on CUDA, on the communication stream."""
+
+        def all_of_them() -> None:
+            for item in items:
+                movement(item)
+
+        if like.is_cuda:  # a device's type would take five times as long to ask for
+            return self._streams.run(all_of_them, like.device)
+        all_of_them()
+        return Pending()
+
+    def _gather(self, flat: Flat) -> None:
+        if flat.layout.equal:
+            native.all_gather(flat.full, flat.local, self.group)
+        else:
+            native.all_gather_uneven(intervals(flat.full, flat.layout), flat.local, self.group)
+
+    def _native(self, gradient: Gradient) -> NativeGradient:
+        """Let ``full`` hold this rank's part, too, and the pieces of ``own`` be views of the mean to come."""
+        full, own, layout, pieces, _ = gradient
+        rank = self.group.rank()
+        out = full.new_empty(layout.length(rank))
+        wide = own[0].dtype if own else full.dtype
+        interval = out if wide == full.dtype else out.new_empty(out.shape, dtype=wide)
+        begin = layout.bounds[rank]
+        for index, (start, stop, offset) in enumerate(pieces):
+            if start < stop:
+                end = offset + stop - start
+                full[begin + offset : begin + end].copy_(own[index])
+                own[index] = interval[offset:end]
+        return NativeGradient(full, layout, out, interval)
+
+    def _reduce(self, gradient: NativeGradient) -> None:
+        full, layout, out, interval = gradient
+        op = dist.ReduceOp.AVG if full.is_cuda else dist.ReduceOp.SUM
+        if layout.equal:
+            native.reduce_scatter(out, full, self.group, op)
+        else:
+            native.reduce_scatter_uneven(out, intervals(full, layout), self.group, op)
+        if not full.is_cuda:
+            out.div_(self._world)
+        if out is not interval:
+            interval.copy_(out)
+
+    def _average(self, interval: Interval) -> None:
+        values = interval.values.to(interval.wire)
+        op = dist.ReduceOp.AVG if values.is_cuda else dist.ReduceOp.SUM
+        dist.all_reduce(values, op, group=self.group)
+        interval.values.copy_(values if values.is_cuda else values.div_(self._world))
+
+
+def living(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """``group``, unless it is no more. A model may outlive its group, and must not keep it: gloo's threads
+    would live on with it."""
+    found = group()
+    if found is None:
+        raise ValueError(
+            "the process group over which this model was sharded has been destroyed; finish with the "
+            "model before torch.distributed.destroy_process_group()"
+        )
+    return found

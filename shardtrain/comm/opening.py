@@ -26,13 +26,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.column import Column
-from shardtrain.comm.host_memory import HostMemory
 from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.replicated import Replicated
+from shardtrain.comm.replicated import Column, Replicated
 from shardtrain.comm.reports import open_reports
-from shardtrain.comm.shared_memory import SharedMemoryTransport
+from shardtrain.comm.shared_memory import HostMemory, SharedMemoryTransport
 from shardtrain.comm.signals import connect
 from shardtrain.comm.transport import Alone, Transport
 

@@ -18,14 +18,20 @@ import torch.distributed as dist
 
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.digests import Digests
-from shardtrain.comm.intervals import intervals, pack_own
-from shardtrain.comm.messages import Mailbox, TagOf, start_exchange, start_reduce_scatter
+from shardtrain.comm.guard import Digests
+from shardtrain.comm.messages import (
+    Mailbox,
+    TagOf,
+    meeting_tag,
+    movement_tag,
+    segment_number,
+    start_exchange,
+    start_reduce_scatter,
+)
 from shardtrain.comm.meter import count
-from shardtrain.comm.natively import Backend, Streams, living
+from shardtrain.comm.native import Backend, Streams, living
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.tags import meeting_tag, movement_tag, segment_number
-from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, sent_by
+from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, intervals, pack_own, sent_by
 from shardtrain.layout import Layout
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

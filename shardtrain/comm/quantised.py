@@ -32,9 +32,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.intervals import pack_own
 from shardtrain.comm.meter import count
-from shardtrain.comm.transport import Around, Carrier, Flat, Gradient, Pending, Tag, Transport
+from shardtrain.comm.transport import Around, Carrier, Flat, Gradient, Pending, Tag, Transport, pack_own
 from shardtrain.layout import Layout
 
 BLOCK = 256  # elements; a scale adds 1.6 % to their codes

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from shardtrain.comm.intervals import pack_own
 from shardtrain.comm.messages import chunks, open_inbox
 from shardtrain.comm.meter import count
 from shardtrain.comm.replicated import Replicated
@@ -25,6 +24,7 @@ from shardtrain.comm.transport import (
     Pending,
     Tag,
     Transport,
+    pack_own,
     sent_by,
     staged,
 )

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import launch
-from shardtrain.build import build
-from shardtrain.checked import at_least
-from shardtrain.compose import read_beside
-from shardtrain.config import Config
 from shardtrain.doctor import installation, memory
-from shardtrain.doctor.finding import FAILED, Finding, shared
+from shardtrain.doctor.installation import FAILED, Finding, shared
 from shardtrain.doctor.twin import Twins
-from shardtrain.errors import UserError
-from shardtrain.model import uncompiled
-from shardtrain.place import Place
+from shardtrain.job import launch
+from shardtrain.job.build import build
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import Place
+from shardtrain.job.hydra_app import read_beside
+from shardtrain.job.model import uncompiled
+from shardtrain.job.schema import UserError, at_least
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shardtrain import comm, machine
-from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
-from shardtrain.place import Place
-from shardtrain.text import MIB, counted
+from shardtrain import comm
+from shardtrain.job import dist_env
+from shardtrain.job.dist_env import Place
+from shardtrain.job.format import MIB, counted
 
 OLDEST_TORCH = (2, 11)
 SMALLEST_SHM = 64 * MIB  # what containers give unless told otherwise; loader workers need more
@@ -112,7 +115,7 @@ def disk(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Finding:
 
 def cores(place: Place, device: torch.device) -> Finding:
     """Ranks of a host do not compete for its cores."""
-    there = machine.cores()
+    there = dist_env.cores()
     threads = torch.get_num_threads()
     ranks, each = counted(place.local_world_size, "rank"), counted(threads, "thread")
     text = f"{ranks} here × {each}, {counted(there, 'core')}"
@@ -138,3 +141,36 @@ def pictures() -> Finding:
         return Finding(
             WARNING, f"{text}, no matplotlib", 'pictures are left out; pip install "shardtrain[bench]"'
         )
+
+
+# What a check finds: one line, from one rank or from all.
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+
+
+class Finding(NamedTuple):
+    """``text`` says what was found; ``advice``, unless all is well, what to do."""
+
+    verdict: str
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<8} {self.text}" + (f": {self.advice}" if self.advice else "")
+
+
+def shared(findings: Sequence[Finding]) -> list[Finding]:
+    """Every rank's findings on every rank; what all ranks found is listed once. Collective."""
+    texts = comm.gather_texts(json.dumps(findings), comm.plain_transport(), comm.control_device())
+    ranks: dict[Finding, list[int]] = {}
+    for rank, text in enumerate(texts):
+        for found in json.loads(text):
+            ranks.setdefault(Finding(*found), []).append(rank)
+    return [_of_ranks(finding, found, len(texts)) for finding, found in ranks.items()]
+
+
+def _of_ranks(finding: Finding, ranks: list[int], world: int) -> Finding:
+    if len(ranks) == world:
+        return finding
+    names = ", ".join(map(str, ranks))
+    return finding._replace(text=f"rank{'s' if len(ranks) > 1 else ''} {names}: {finding.text}")

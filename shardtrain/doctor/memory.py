@@ -8,18 +8,19 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import comm, pictures
-from shardtrain.build import Job
-from shardtrain.config import Config
-from shardtrain.doctor.finding import FAILED, OK, WARNING, Finding
-from shardtrain.engine import engine_of
-from shardtrain.errors import writing
+from shardtrain import comm
+from shardtrain.doctor.installation import FAILED, OK, WARNING, Finding
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job import pictures
+from shardtrain.job.build import Job
+from shardtrain.job.config import Config
+from shardtrain.job.format import MIB
+from shardtrain.job.schema import writing
+from shardtrain.job.step import Step
 from shardtrain.plan.live import optimizer_tensors
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
-from shardtrain.plan.run import plan_of
+from shardtrain.plan.report import plan_of
 from shardtrain.plan.simulate import Plan
-from shardtrain.plan.step import Step
-from shardtrain.text import MIB
 
 MARGIN = 0.1  # between the planned peak and the measured one
 

@@ -21,24 +21,23 @@ is the engine's own single rank, since nothing else casts as it does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_whole
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.build import Job
-from shardtrain.config import Config
-from shardtrain.data import Batch
-from shardtrain.doctor.difference import difference
-from shardtrain.doctor.finding import FAILED, OK, Finding, shared
-from shardtrain.doctor.side import Side
-from shardtrain.engine import engine_of, is_sharded
-from shardtrain.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
-from shardtrain.text import counted
+from shardtrain.doctor.installation import FAILED, OK, Finding, shared
+from shardtrain.engine.hooks import engine_of, is_sharded
+from shardtrain.engine.precision import tensors_in
+from shardtrain.job.build import Job, Loss
+from shardtrain.job.config import Config
+from shardtrain.job.data import Batch
+from shardtrain.job.format import counted
+from shardtrain.job.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of the largest element
 UPDATE_TOLERANCE = 1e-6  # likewise
@@ -226,3 +225,122 @@ def _is_exact(job: Job, config: Config) -> bool:
     on_cpu = job.device.type == "cpu"
     one_rounding = config.parallel.precision == "fp32" or config.train.accumulate == 1
     return here and on_cpu and one_rounding
+
+
+# One of the two models that the doctor compares, with everything that it does in a step laid open.
+
+
+class Output(NamedTuple):
+    """One output of a unit's module, in the order in which forward leaves units."""
+
+    unit: str
+    value: Tensor
+
+
+class Side:
+    """``units``: names of the modules whose outputs are kept. It is a context that takes its hooks away."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str]) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.outputs: list[Output] = []
+        self.gradients: dict[str, Tensor] = {}  # this rank's own, summed over micro-batches
+        self._hooks = contextlib.ExitStack()
+        for name in units:
+            handle = model.get_submodule(name).register_forward_hook(self._keep_output(name))
+            self._hooks.callback(handle.remove)
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                self._hooks.callback(param.register_hook(self._keep_gradient(name)).remove)
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _keep_output(self, unit: str) -> Callable[[nn.Module, object, object], None]:
+        def keep(_: nn.Module, __: object, output: object) -> None:
+            # What follows may change it in place.
+            self.outputs += [Output(unit, tensor.detach().clone()) for tensor in tensors_in(output)]
+
+        return keep
+
+    def _keep_gradient(self, name: str) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            before = self.gradients.get(name)
+            self.gradients[name] = gradient.detach().clone() if before is None else before + gradient
+
+        return keep
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        loss: Loss,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Forward and backward over micro-batches, all but the last inside ``waiting()``."""
+        self.outputs.clear()
+        self.gradients.clear()
+        for index, batch in enumerate(batches):
+            with contextlib.nullcontext() if index == len(batches) - 1 else waiting():
+                (loss(self.model(batch.images), batch.labels) / len(batches)).backward()
+
+
+# The first element in which two tensors differ, and how far apart they are.
+#
+# Floating-point numbers of one dtype are ordered like the integers that their bits spell, so their distance in
+# units in the last place (ulps) is a difference of integers. In fp32: 1.0 and the next larger number are 1 ulp
+# apart, 1.0 and 1.001 are 8,389, 1.0 and -1.0 are 2,130,706,432.
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Difference(NamedTuple):
+    """Between ``found`` and ``expected``: how many elements differ, and the one that does most."""
+
+    elements: int
+    differing: int
+    at: tuple[int, ...]
+    found: float
+    expected: float
+    ulps: int
+    relative: float  # the largest difference over the largest expected magnitude
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.at))
+        return (
+            f"{self.differing:,} of {self.elements:,} elements differ, most of all [{where}]: "
+            f"{self.found:.9g}, expected {self.expected:.9g}, {self.ulps:,} ulps apart"
+        )
+
+
+def difference(found: Tensor, expected: Tensor) -> Difference | None:
+    """None where both are equal, element by element; no number equals no number.
+
+    Both: one shape, one dtype.
+    """
+    equal = (found == expected) | (found.isnan() & expected.isnan())
+    if bool(equal.all()):
+        return None
+    apart = torch.where(equal, 0, (ordered(found) - ordered(expected)).abs())
+    at = int(apart.argmax())
+    index = tuple(int(part) for part in torch.unravel_index(torch.tensor(at), found.shape))
+    gap = (found.double() - expected.double()).abs().nan_to_num(torch.inf).max()
+    return Difference(
+        elements=found.numel(),
+        differing=int((~equal).sum()),
+        at=index,
+        found=found[index].item(),
+        expected=expected[index].item(),
+        ulps=int(apart.flatten()[at]),
+        relative=float(gap / expected.double().abs().max().clamp(min=torch.finfo(torch.float32).tiny)),
+    )
+
+
+def ordered(values: Tensor) -> Tensor:
+    """``values`` as int64 in the same order, consecutive for neighbouring numbers; both zeros are 0."""
+    if not values.dtype.is_floating_point:
+        return values.long()
+    bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
+    lowest = torch.iinfo(_INTEGERS[values.element_size()]).min
+    return torch.where(bits < 0, lowest - bits, bits)

@@ -21,22 +21,21 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import shardtrain
-from shardtrain import comm, data, launch
-from shardtrain.checked import at_least, checked, one_of
+from shardtrain import comm
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
-from shardtrain.compose import compose, config_folder
-from shardtrain.config import DATA, Data
-from shardtrain.engine import engine_of
-from shardtrain.errors import UserError
-from shardtrain.model import plain_model
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job import data, launch
+from shardtrain.job.config import DATA, Data
+from shardtrain.job.dist_env import Place
+from shardtrain.job.format import MIB
+from shardtrain.job.hydra_app import compose, config_folder
+from shardtrain.job.model import load_weights, plain_model, write_weights
+from shardtrain.job.schema import UserError, at_least, checked, one_of
 from shardtrain.optim import Ema
-from shardtrain.place import Place
-from shardtrain.resume import CHECKPOINTS
-from shardtrain.text import MIB
-from shardtrain.weights import load_weights, write_weights
+from shardtrain.train.resume import CHECKPOINTS
 
 _RANDOM_IMAGES = 32
 

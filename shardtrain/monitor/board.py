@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from shardtrain.checked import plain
-from shardtrain.config import Config
-from shardtrain.monitor.sink import Sink
+from shardtrain.job.config import Config
+from shardtrain.job.schema import plain
+from shardtrain.monitor.reporter import Sink
 
 LINES = "Multiline"
 

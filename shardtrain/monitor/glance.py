@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import pictures
-from shardtrain.build import Job
-from shardtrain.data import Batch
-from shardtrain.evaluate import Evaluation
+from shardtrain.job import pictures
+from shardtrain.job.build import Job
+from shardtrain.job.data import Batch
+from shardtrain.job.evaluate import Evaluation
 from shardtrain.monitor.phases import PHASES
-from shardtrain.monitor.sink import Sink
+from shardtrain.monitor.reporter import Sink
 
 SHARE = 0.01  # of the run's time
 SAMPLES = 32  # images of a batch that are shown

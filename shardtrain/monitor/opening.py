@@ -5,27 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shardtrain import describe
-from shardtrain.build import Job
-from shardtrain.config import Config
-from shardtrain.errors import UserError
-from shardtrain.launch import Context
-from shardtrain.machine import memory_of
+from shardtrain.job.build import Job
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import memory_of, on_rank_0
+from shardtrain.job.format import MIB, aligned
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
 from shardtrain.monitor.board import TensorBoard
-from shardtrain.monitor.comparison import Comparison
-from shardtrain.monitor.console import Bar, Lines, Tables
-from shardtrain.monitor.files import LogFile, ResultFile, make_run_dir
+from shardtrain.monitor.console import Bar, Lines, LogFile, ResultFile, Tables, make_run_dir
 from shardtrain.monitor.glance import Glance
-from shardtrain.monitor.reporter import Monitor
-from shardtrain.monitor.sink import Sink
+from shardtrain.monitor.reporter import Monitor, Sink
 from shardtrain.monitor.tables import end_table
 from shardtrain.monitor.verdict import judge
 from shardtrain.monitor.window import Window
-from shardtrain.place import on_rank_0
-from shardtrain.text import MIB
+from shardtrain.plan.report import plan_of
+from shardtrain.plan.simulate import Plan
 
 
 class Ending(Sink):
@@ -113,3 +111,81 @@ def _facts(config: Config, context: Context, job: Job) -> dict[str, Any]:
         "device": context.device.type,
         "parameters": sum(unit.parameters for unit in describe(job.model)),
     }
+
+
+# The plan of a run beside what the run measured.
+
+
+class Row(NamedTuple):
+    """One line of the comparison. ``exact``: the plan promises every byte."""
+
+    name: str
+    planned: int
+    measured: float
+    exact: bool
+
+    @property
+    def verdict(self) -> str:
+        if self.measured == self.planned:
+            return "exact"
+        difference = f"{100 * (self.measured - self.planned) / max(self.planned, 1):+.1f} %"
+        return f"{difference}, which should be exact" if self.exact else difference
+
+
+# What the last report of a run holds in MiB, and what the plan says of it in bytes.
+STATE = {
+    "parameters": "memory/params_mib",
+    "gradients": "memory/grads_mib",
+    "optimizer": "memory/optimizer_mib",
+}
+TRAFFIC = {
+    "all_gather": "comm/all_gather_mib_per_step",
+    "reduce_scatter": "comm/reduce_scatter_mib_per_step",
+    "all_reduce": "comm/all_reduce_mib_per_step",
+}
+
+
+def compare(plan: Plan, scalars: Mapping[str, float], *, on_cuda: bool, scaled: bool) -> list[Row]:
+    """Plan and measurement of rank 0. On CUDA the allocator knows the peak; on the CPU nobody does.
+
+    ``scaled``: the loss was, so the ranks have told one another of overflows, in a few more bytes each time.
+    """
+    rows = [Row(name, getattr(plan, name), scalars[tag] * MIB, True) for name, tag in STATE.items()]
+    rows.append(Row("gathered at once", plan.gathered, scalars["memory/gathered_peak_mib"] * MIB, True))
+    names = ["gathers send", "reductions send", *(["averages send"] if plan.question.replicate > 1 else [])]
+    for name, (kind, tag) in zip(names, TRAFFIC.items(), strict=False):
+        exact = not (scaled and kind == "all_reduce")
+        rows.append(Row(name, plan.sent.get(kind, 0), scalars[tag] * MIB, exact))
+    if on_cuda:
+        rows.append(Row("peak", plan.peak, scalars["memory/peak_mib"] * MIB, False))
+    return rows
+
+
+def comparison(rows: Sequence[Row]) -> str:
+    """The rows as text."""
+    cells = [["MiB, rank 0", "planned", "measured", ""]]
+    for row in rows:
+        cells.append([row.name, f"{row.planned / MIB:,.2f}", f"{row.measured / MIB:,.2f}", row.verdict])
+    return "\n".join(aligned(cells))
+
+
+class Comparison(Sink):
+    """Tells at the end of a run how far plan and measurement are apart. To plan takes a second or two."""
+
+    def __init__(self, config: Config, job: Job, speaker: Sink) -> None:
+        self.config, self.job, self.speaker = config, job, speaker
+        self.scalars: dict[str, float] = {}
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.scalars.update(scalars)
+
+    def close(self, status: str) -> None:
+        if status != "finished" or "memory/params_mib" not in self.scalars:
+            return
+        on_cuda, scaled = self.job.device.type == "cuda", self.job.scaler.is_enabled()
+        try:
+            plan = plan_of(self.config, self.job, rank=0)
+            text = comparison(compare(plan, self.scalars, on_cuda=on_cuda, scaled=scaled))
+        except Exception as error:  # the model needs values, say; the run has done well all the same
+            text = f"no plan to compare with: {type(error).__name__}: {error}".split("\n", 1)[0]
+        self.speaker.say(text)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from shardtrain import describe, held_by_rank
-from shardtrain.build import Job
 from shardtrain.checkpoint.content import held as held_by_everyone
-from shardtrain.config import Config, Optim, Reference
-from shardtrain.engine import engine_of
-from shardtrain.evaluate import Evaluation
-from shardtrain.launch import Context
-from shardtrain.text import MIB, counted
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job.build import Job
+from shardtrain.job.config import Config, Optim, Reference
+from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.format import MIB, counted
+from shardtrain.job.launch import Context
 
 MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from shardtrain.config import Config
-from shardtrain.machine import cores
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import cores
 from shardtrain.monitor.window import Spent
 
 FEW_STEPS = 20  # of fewer, the first is most of what there is to see

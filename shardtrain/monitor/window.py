@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm
-from shardtrain.build import Job
-from shardtrain.engine import engine_of
-from shardtrain.monitor.phases import PHASES, Phases
-from shardtrain.monitor.stragglers import Slow, slowest
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.precision import Precision
+from shardtrain.job.build import Job
+from shardtrain.job.format import MIB
+from shardtrain.monitor.phases import PHASES, Phases, Slow, slowest
 from shardtrain.plan.live import optimizer_tensors
-from shardtrain.precision import Precision
-from shardtrain.text import MIB
 
 MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
 

@@ -1,8 +1,7 @@
 """What an optimizer step needs beyond ``torch.optim``, whose optimizers work on shards as they are."""
 
-from shardtrain.optim.clip import clip_grad_norm_
+from shardtrain.optim.clip import GradScaler, clip_grad_norm_
 from shardtrain.optim.ema import Ema
 from shardtrain.optim.muon import Muon, muon_groups
-from shardtrain.optim.scaler import GradScaler
 
 __all__ = ["Ema", "GradScaler", "Muon", "clip_grad_norm_", "muon_groups"]

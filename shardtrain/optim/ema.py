@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.engine import engine_of
-from shardtrain.state import require_rest
+from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.state_dict import require_rest
 
 
 class Ema:

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardtrain.engine import Engine
-from shardtrain.unit import Unit
+from shardtrain.engine.hooks import Engine
+from shardtrain.engine.unit import Unit
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
 

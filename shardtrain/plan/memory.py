@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.engine import Engine
-from shardtrain.pictures import Picture, plot
+from shardtrain.engine.hooks import Engine
+from shardtrain.job.format import MIB
+from shardtrain.job.pictures import Picture, plot
 from shardtrain.plan.live import KINDS, LiveTensors
-from shardtrain.text import MIB
 
 COLORS = ("tab:blue", "tab:cyan", "tab:purple", "tab:orange", "tab:green", "0.7")  # of KINDS
 MOST_NAMES = 60  # units that have room along the axis

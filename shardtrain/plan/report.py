@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from shardtrain.config import Config, layout_of
-from shardtrain.pictures import Picture, plot
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job.build import Job
+from shardtrain.job.config import Config, layout_of
+from shardtrain.job.format import MIB, aligned, counted
+from shardtrain.job.pictures import Picture, plot
 from shardtrain.plan.live import KINDS
 from shardtrain.plan.memory import COLORS
-from shardtrain.plan.simulate import Plan
-from shardtrain.text import MIB, aligned, counted
+from shardtrain.plan.simulate import Plan, Question, simulate
 
 GIB = 2**30
 
@@ -196,3 +198,28 @@ def _draw_curve(figure: Any, title: str, plans: Sequence[Plan]) -> None:
 
 def _mib(size: int) -> str:
     return f"{size / MIB:,.2f}"
+
+
+# The plan of a training run that has been built.
+
+
+def plan_of(config: Config, job: Job, rank: int | None = None) -> Plan:
+    """The plan of a job that has been built: its ranks, transport and batch. ``rank``: see `Question`."""
+    transport = engine_of(job.model).transport
+    in_place = transport.in_place and transport.world > 1
+    on_cpu = job.device.type == "cpu"
+    question = Question(
+        world_size=transport.everyone.world,
+        replicate=transport.everyone.world // transport.world,
+        micro_batch=job.share.micro_batch,
+        channels=job.channels,
+        in_place=in_place,
+        inbox=on_cpu and not in_place,
+        rank=rank,
+    )
+    return simulate(config, question)
+
+
+def foretold(config: Config, job: Job) -> str:
+    """What `dry_run` adds to the start table."""
+    return "\n" + rank_table(plan_of(config, job))

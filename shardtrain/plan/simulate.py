@@ -19,16 +19,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm, describe, held_by_rank
-from shardtrain.config import Config
-from shardtrain.engine import engine_of
-from shardtrain.errors import UserError
-from shardtrain.losses import loss_of
-from shardtrain.model import ema_of, plain_model, shard_with_optimizer, uncompiled
+from shardtrain.engine.api import UnitInfo
+from shardtrain.engine.hooks import engine_of
+from shardtrain.job.build import loss_of
+from shardtrain.job.config import Config
+from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, uncompiled
+from shardtrain.job.schema import UserError
+from shardtrain.job.step import Step
 from shardtrain.plan.live import optimizer_tensors
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step
-from shardtrain.plan.rows import held_by_rows
-from shardtrain.plan.step import Step
-from shardtrain.wrap import UnitInfo
 
 
 @dataclass(frozen=True)
@@ -184,3 +183,19 @@ def _batch(config: Config, question: Question) -> tuple[Tensor, Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+# The measure for what a flat vector saves: every parameter cut for itself, as FSDP2 does it.
+#
+# FSDP2 gives each rank as many rows (first dimension) of every parameter as the first rank gets, and pads the
+# rest. Three ranks, a parameter of 4 rows: 2 rows each, so 6 are held for 4. On many ranks most parameters
+# have fewer rows than there are ranks, and each rank holds one row of each.
+
+
+def held_by_rows(parameters: Iterable[Tensor], world: int) -> int:
+    """Bytes of a rank's shards of ``parameters``, padding included; a number counts as one row."""
+    held = 0
+    for parameter in parameters:
+        rows = parameter.shape[0] if parameter.dim() else 1
+        held += -(-rows // world) * (parameter.nbytes // rows) if rows else 0
+    return held

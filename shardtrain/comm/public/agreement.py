@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import native
-from shardtrain.comm.messages import Mailbox, start_exchange, wait_all
-from shardtrain.comm.tags import ROW, TEXT, size_tag
+from shardtrain.comm.messages import ROW, TEXT, Mailbox, size_tag, start_exchange, wait_all
 from shardtrain.comm.transport import Pending
 
 _TEXT_BYTES = 1024

@@ -1,0 +1,254 @@
+"""``shard()``: checks, units, and their engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from shardtrain import comm
+from shardtrain.comm.transport import Ranks, Transport
+from shardtrain.engine.deferred_init import Initial, become, forget
+from shardtrain.engine.hooks import Engine, engine_of, is_sharded
+from shardtrain.engine.precision import Precision
+from shardtrain.engine.shard import Place, Segment, segments_of
+from shardtrain.engine.unit import Unit
+from shardtrain.engine.units import UnitChoice, check_forward, parameters_of, places_by_unit, unit_modules
+from shardtrain.layout import Policy, cut_of
+
+
+class UnitInfo(NamedTuple):
+    """One unit as `describe` reports it. ``parameters`` and ``bytes`` are the whole unit's; ``local``
+    (elements, padding included) and ``local_bytes`` this rank's, ``most_bytes`` the most of any rank."""
+
+    name: str
+    parameters: int
+    local: int
+    bytes: int
+    local_bytes: int
+    most_bytes: int
+
+
+def shard(
+    module: nn.Module,
+    *,
+    units: UnitChoice = None,
+    mesh: DeviceMesh | None = None,
+    precision: Precision | None = None,
+    reshard_after_forward: bool = True,
+    transport: str | Transport = "auto",
+    ignored: Iterable[nn.Module | nn.Parameter] = (),
+    layout: Policy = "even",
+    device: torch.device | str | None = None,
+    offload: bool = False,
+) -> nn.Module:
+    """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
+
+    From then on every rank holds 1/N of each unit's parameters, gradients and optimizer state. The
+    parameters stay the same objects under the same names, and at rest each holds its local piece (by default
+    1-D, possibly empty); a unit's parameters are whole while it computes. Gradients are the mean over ranks.
+    Initial parameters and buffers are rank 0's on every rank. With no process group and no
+    ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
+
+    Args:
+        module: the root. It may come from `deferred`; or be on the meta device without values, and
+            `to_empty` then materialises the local pieces.
+        units: which modules are gathered as a whole. ``None`` chooses (see `choose_units`); else an
+            iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``. What no
+            unit takes belongs to the root, and so does a parameter shared by two units.
+        mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D one of the
+            whole world, ``(replicate, shard)``, each row holds a copy of the model between its ranks
+            (see `comm/replicated.py`): 1/N is then one of the row's ranks, the mean everyone's.
+        precision: dtypes to compute and reduce in (see `Precision`); ``None`` leaves them alone.
+        reshard_after_forward: release each unit after its forward and gather it again for backward.
+            ``False`` keeps it, for more memory and one gather less.
+        transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
+            copy of the parameters between them; ``"auto"`` takes the latter wherever it works, unless int8
+            is to move, which takes messages; a `comm.Simulated`, for a rank of a world that is not there.
+        ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
+        layout: ``"even"`` cuts each unit into equal intervals, wherever they fall. ``"whole"`` gives each
+            parameter to one rank, for optimizers that look at all of it (Muon): there it has its own shape
+            at rest, on other ranks ``(0, *shape[1:])``. Ranks hold as much as whole parameters allow.
+        device: where shards and buffers are to lie and units to compute; ``None`` is where they lie now, for
+            a deferred model the CPU. No more than one unit at a time is whole there.
+        offload: keep shards, their gradients and optimizer state in host memory, pinned, instead of on the
+            device that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
+
+    Raises:
+        ValueError: an argument or a module that cannot be sharded, with the reason.
+        RuntimeError: ``WORLD_SIZE`` is above 1 but there is no process group yet.
+
+    The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+    """
+    precision = precision or Precision()
+    _check(module, transport, mesh, precision)
+    left_alone = parameters_of(ignored)
+    anchors = unit_modules(module, units)
+    places = places_by_unit(module, anchors, left_alone)
+    initial = Initial(module, None if device is None else torch.device(device))
+    on_cpu = all(initial.device(param).type in ("cpu", "meta") for param in module.parameters())
+    in_messages = precision.quantises or not on_cpu
+    kind = "process_group" if transport == "auto" and in_messages else transport
+    link = _open(kind, mesh) if isinstance(kind, str) else kind
+    if precision.quantises and link.everyone.world > 1:
+        link = comm.Quantised(link)
+    link = _offloaded(link, module, initial) if offload else link
+    control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
+    lines = [f"layout {layout}", *_model_lines(places)]
+    comm.require_same(lines, "the model to shard", link.everyone, control)
+    cut = cut_of(layout, link.world)
+    segments = {
+        name: segments_of(places[name], link, precision, cut, initial)
+        for name in sorted(places, key=lambda name: -_largest(places[name]))  # balances best
+    }
+    built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(places)]
+    _place_the_rest(module, left_alone, initial)
+    _broadcast_buffers(module, link.everyone)
+    Engine(module, built, reshard_after_forward, precision, left_alone, layout)
+    return module
+
+
+def _largest(places: Sequence[Place]) -> int:
+    """Elements of the largest of these parameters."""
+    return max((place.parameter.numel() for place in places), default=0)
+
+
+def _offloaded(link: Transport, module: nn.Module, initial: Initial) -> Transport:
+    """``link`` for shards in host memory, if that is not where the units compute."""
+    device = next((initial.device(param) for param in module.parameters()), torch.device("cpu"))
+    return link if device.type in ("cpu", "meta") else comm.Offloaded(link, device)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Gradient accumulation: a backward in here keeps its gradients whole on each rank, and reduces nothing.
+
+    The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter that has
+    no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too;
+    an optimizer's step, clipping and other changes of it are refused.
+    """
+    engine = engine_of(module)
+    schedule, before = engine.schedule, engine.schedule.reduce_gradients
+    schedule.reduce_gradients = engine.transport.everyone.world == 1  # alone there is nothing to wait for
+    try:
+        yield
+    finally:
+        schedule.reduce_gradients = before
+
+
+def describe(module: nn.Module) -> list[UnitInfo]:
+    """What each unit of a sharded module holds, root first."""
+    return [_describe_unit(unit) for unit in engine_of(module).units]
+
+
+def _describe_unit(unit: Unit) -> UnitInfo:
+    sizes = [(s.layout.numel, s.local.numel(), s.local.element_size()) for s in unit.segments]
+    return UnitInfo(
+        name=unit.name or "(root)",
+        parameters=sum(whole for whole, _, _ in sizes),
+        local=sum(local for _, local, _ in sizes),
+        bytes=sum(whole * width for whole, _, width in sizes),
+        local_bytes=sum(local * width for _, local, width in sizes),
+        most_bytes=max(_held_by_rank(unit.segments), default=0),
+    )
+
+
+def held_by_rank(module: nn.Module) -> list[int]:
+    """Bytes of the pieces that each rank holds of a sharded module, padding included."""
+    engine = engine_of(module)
+    held = _held_by_rank([segment for unit in engine.units for segment in unit.segments])
+    return held or [0] * engine.transport.world
+
+
+def _held_by_rank(segments: Sequence[Segment]) -> list[int]:
+    lengths = [[s.layout.length(r) * s.local.element_size() for r in range(s.layout.world)] for s in segments]
+    return [sum(held) for held in zip(*lengths, strict=True)]
+
+
+def _check(
+    module: nn.Module, transport: str | Transport, mesh: DeviceMesh | None, precision: Precision
+) -> None:
+    if not isinstance(precision, Precision):
+        raise ValueError(
+            "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
+            f"got {precision!r}"
+        )
+    if isinstance(transport, str) and transport not in ("auto", "process_group", "shared_memory"):
+        raise ValueError(f"transport must be 'auto', 'process_group' or 'shared_memory', got {transport!r}")
+    if mesh is not None:
+        _check_mesh(mesh)
+    for name, child in module.named_modules():
+        if is_sharded(child):
+            raise ValueError(f"{name or type(child).__name__} is sharded already; shard the root once")
+    check_forward("the root", module)
+    lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
+    if lazy:
+        raise ValueError(f"parameters without a shape yet: {', '.join(lazy)}; run one forward before shard()")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and isinstance(transport, str) and not dist.is_initialized():
+        raise RuntimeError(
+            f"WORLD_SIZE is {world} but there is no process group: call "
+            "torch.distributed.init_process_group() before shardtrain.shard()"
+        )
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh must be a 1-D DeviceMesh or a 2-D one (replicate, shard), got {mesh.ndim} dimensions"
+        )
+    ranks, world = mesh.mesh, dist.get_world_size()
+    if mesh.ndim == 2 and ranks.numel() != world:
+        sizes = "×".join(map(str, ranks.shape))
+        raise ValueError(f"a 2-D mesh must hold every rank: expected {world} ranks, got {sizes}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh, which holds {ranks.tolist()}")
+    if mesh.ndim == 2 and any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):
+        raise ValueError(f"the ranks of a 2-D mesh must ascend along both dimensions, got {ranks.tolist()}")
+
+
+def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
+    if mesh is None:
+        return comm.open_transport(kind)
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
+    return comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
+
+
+def _model_lines(places: Mapping[str, list[Place]]) -> list[str]:
+    """What must be the same on every rank, a line for each parameter."""
+    return [
+        f"{place.name} {tuple(p.shape)} {p.dtype} strides {p.stride()}{'' if p.requires_grad else ' frozen'}"
+        f" in {unit or 'the root'}"
+        for unit, found in places.items()
+        for place in found
+        for p in [place.parameter]
+    ]
+
+
+def _place_the_rest(module: nn.Module, ignored: set[nn.Parameter], initial: Initial) -> None:
+    """What is not sharded: give ignored parameters their values, move them and buffers; drop the tapes."""
+    for name, param in module.named_parameters():
+        if param in ignored:
+            value = initial.value(name, param).to(initial.device(param))
+            if param.is_meta and not value.is_meta:
+                become(param, value)
+            else:
+                param.data = value
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(initial.device(buffer))
+    forget(module)
+
+
+def _broadcast_buffers(root: nn.Module, everyone: Ranks) -> None:
+    for buffer in root.buffers():
+        if not buffer.is_meta:
+            everyone.broadcast(buffer)

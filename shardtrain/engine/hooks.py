@@ -1,0 +1,401 @@
+"""The engine behind a sharded module: every hook that drives the schedule.
+
+Nothing else in the package registers hooks. Three of them make a step:
+
+- before and after a unit's module runs (and, for the root, each module that holds a root parameter, so
+  that a child called by itself finds its parameters);
+- on the gradient of each of its outputs: backward is about to need the unit;
+- after a parameter's gradient has been accumulated. Images need no gradient, so a hook on a module's
+  inputs would never fire for the first unit; counting parameters' gradients has no such hole.
+
+A fourth looks at each optimizer before it steps: see ``elementwise.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
+from shardtrain.engine.precision import Precision, cast, tensors_in
+from shardtrain.engine.schedule import Schedule
+from shardtrain.engine.unit import Account, Gathered, Unit
+from shardtrain.layout import Policy
+
+_ENGINE = "_shardtrain_engine"
+
+
+class Engine:
+    """A sharded root: its units, their schedule, and the hooks between them and the modules."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: list[Unit],
+        reshard_after_forward: bool,
+        precision: Precision,
+        ignored: set[nn.Parameter],
+        layout: Policy,
+    ) -> None:
+        self.module = root
+        self.units = units
+        self.transport = units[0].transport
+        self.precision = precision
+        self.schedule = Schedule(units, reshard_after_forward, tell_reduced=call)
+        self.account = Account()
+        for unit in units:
+            unit.account = self.account
+        self.handles: list[RemovableHandle] = []
+        self._ignored = ignored
+        self._layout = layout
+        self._own_hooks: dict[nn.Parameter, int] = {}  # the number of the hook that drives the schedule
+        self._unhooked: list[nn.Parameter] = []  # the frozen ones
+        self._tree = Tree(root)
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._attach()
+        self._watch_optimizers()
+
+    def _attach(self) -> None:
+        """Make the module a sharded one: register all hooks."""
+        self._hook_parameters()
+        for unit in self.units:
+            for module in self.entrances(unit):
+                self._hook_module(unit, module)
+        self._hook_casts()
+        self.handles.append(self.module.register_load_state_dict_pre_hook(self._refuse_whole))
+        # `copy` and `pickle` ask an object for these two, and so find them on this one module.
+        self.module.__dict__.update(
+            {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self._refuse_pickling}
+        )
+
+    def _detach(self) -> None:
+        """Make the module a plain one, whose parameters are this rank's pieces."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self._own_hooks.clear()
+        for name in (_ENGINE, "__deepcopy__", "__reduce_ex__"):
+            del self.module.__dict__[name]
+
+    def _refuse_pickling(self, protocol: int) -> NoReturn:
+        raise ValueError(
+            "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
+            "shardtrain.full_state_dict(model)"
+        )
+
+    def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
+        """What ``copy.deepcopy`` does to a sharded root. Collective.
+
+        Raises:
+            ValueError: a step is under way.
+        """
+        self.schedule.recover()
+        if not self.schedule.at_rest:
+            raise ValueError("a sharded model cannot be copied inside forward, backward or unsharded()")
+        self.settle()
+        self._detach()
+        try:
+            module = copy.deepcopy(self.module, memo)
+        finally:
+            self._attach()
+        units = [unit.copied(memo) for unit in self.units]
+        ignored = {memo[id(param)] for param in self._ignored if id(param) in memo}
+        reshard = self.schedule.reshard_after_forward
+        Engine(module, units, reshard, self.precision, ignored, self._layout)
+        return module
+
+    @property
+    def gathered(self) -> Gathered:
+        """What is gathered now."""
+        return self.account.now
+
+    def take_gathered_peak(self) -> Gathered:
+        """The most that has been gathered at once since the last call of this."""
+        return self.account.take_peak()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first unit computes; the CPU for a model without parameters."""
+        found = (segment.full.device for unit in self.units for segment in unit.segments)
+        return next(found, torch.device("cpu"))
+
+    @property
+    def _shards_on(self) -> torch.device:
+        """Where the first shard lies, and so its optimizer works."""
+        return next(segment.local.device for unit in self.units for segment in unit.segments)
+
+    def _sharded(self) -> list[nn.Parameter]:
+        return [param for unit in self.units for segment in unit.segments for param in segment.params]
+
+    def entrances(self, unit: Unit) -> list[nn.Module]:
+        """The modules whose call needs ``unit``: its own, and for the root every direct holder."""
+        if unit is not self.units[0]:
+            return [unit.module]
+        holders = [m for s in unit.segments for place in s.places for m, _ in place.holders]
+        return list(dict.fromkeys([unit.module, *holders]))
+
+    def _hook_module(self, unit: Unit, module: nn.Module) -> None:
+        def before(called: nn.Module, args: Any) -> None:
+            if called is not module:
+                raise ValueError(
+                    f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
+                    "parameters only; copy the model that shardtrain.shard() returned"
+                )
+            self.settle()
+            if called is self.module:
+                self.schedule.begin_forward()
+            self.schedule.before_forward(unit)
+
+        def after(called: nn.Module, args: Any, output: Any) -> None:
+            if called is not module:
+                return
+            failed = output is None and sys.exc_info()[0] is not None
+            self.schedule.after_forward(unit, self._hook_outputs(unit, output), failed)
+            if called is self.module:
+                self.schedule.end_forward(failed)
+
+        self.handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self.handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _hook_outputs(self, unit: Unit, output: Any) -> bool:
+        """Ask each output's gradient to announce the unit's backward; whether that is sure to work."""
+        if not torch.is_grad_enabled() or output is None or not self.schedule.outermost(unit):
+            return True
+
+        def announce(grad: torch.Tensor) -> None:
+            if not self.schedule.in_backward:
+                postpone(self._sharded(), self._own_hooks)
+            self.schedule.before_backward(unit)
+
+        found = list(tensors_in(output))
+        for tensor in found:
+            if tensor.requires_grad:
+                tensor.register_hook(announce)
+                self.schedule.expect_backward(unit)
+        return bool(found)
+
+    def _hook_parameters(self) -> None:
+        """Hook those that are trainable and have no hook yet."""
+        self._unhooked = [param for param in self._sharded() if not param.requires_grad]
+        for unit in self.units:
+            for number, segment in enumerate(unit.segments):
+                for index, param in enumerate(segment.params):
+                    if param.requires_grad and param not in self._own_hooks:
+                        self._hook_parameter(unit, number, index, param)
+
+    def _hook_parameter(self, unit: Unit, segment: int, index: int, param: nn.Parameter) -> None:
+        # The parameter holds this hook where Python's garbage collector cannot see it, so a hook that held
+        # the parameter in turn would keep the whole model for ever.
+        to_schedule, to_unit = weakref.ref(self.schedule), weakref.ref(unit)
+
+        def arrived(_: torch.Tensor) -> None:
+            schedule, its_unit = to_schedule(), to_unit()
+            if schedule is not None and its_unit is not None:
+                schedule.gradient_arrived(its_unit, segment, index)
+
+        self.handles.append(param.register_post_accumulate_grad_hook(arrived))
+        self._own_hooks[param] = self.handles[-1].id
+
+    def _watch_optimizers(self) -> None:
+        this = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            engine = this()
+            if engine is not None:
+                engine.check_optimizer(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, handle.remove).atexit = False
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at an optimizer that is about to step.
+
+        Raises:
+            ValueError: it cannot work on pieces, or gradients wait under `no_sync`.
+        """
+        groups = optimizer.param_groups
+        if self._optimizers.get(optimizer) != len(groups):
+            if not any(param in self._own_hooks for group in groups for param in group["params"]):
+                return
+            refuse_unless_right_on_pieces(optimizer, self._shards_on, self._layout)
+            self._optimizers[optimizer] = len(groups)
+        self.schedule.require_reduced("an optimizer's step()")
+
+    def _refuse_whole(self, _: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """``load_state_dict`` knows pieces only, and would list every parameter."""
+        for unit in self.units:
+            for segment in unit.segments:
+                for place, shape in zip(segment.places, segment.shapes, strict=True):
+                    given = state.get(prefix + place.name)
+                    if given is not None and given.shape == shape and shape != place.parameter.shape:
+                        raise ValueError(
+                            f"load_state_dict() was given the whole {place.name}, of which a rank has a "
+                            "piece; use shardtrain.load_full_state_dict(model, state)"
+                        )
+
+    def _hook_casts(self) -> None:
+        """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
+        precision = self.precision
+        if precision.param is not None:
+            for unit in self.units:
+                if precision.cast_inputs:
+                    self._hook_inputs(unit, unit.module, precision.param)
+                for module, dtype in self._wide_modules(unit):
+                    self._hook_inputs(unit, module, dtype)
+                    self._hook_output(unit, module, precision.param)
+        if precision.output is not None:
+            self._hook_output(self.units[0], self.module, precision.output)
+
+    def _wide_modules(self, unit: Unit) -> list[tuple[nn.Module, torch.dtype]]:
+        found = [(m, s.local.dtype) for s in unit.segments for place in s.places for m, _ in place.holders]
+        return [(m, dtype) for m, dtype in dict(found).items() if self.precision.wants_wide_inputs(m)]
+
+    def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
+
+        self.handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+
+    def _hook_output(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
+            return output if unit.pinned else cast(output, dtype)
+
+        self.handles.append(module.register_forward_hook(cast_output))
+
+    def settle(self) -> None:
+        """Take in what users did to parameters since the last step, unless a step is under way.
+
+        Raises:
+            ValueError: a parameter is still on the meta device, or was changed so that its piece no
+                longer fits.
+        """
+        self.schedule.recover()
+        if not self.schedule.at_rest:
+            return
+        changed = any(param.requires_grad for param in self._unhooked)
+        try:
+            for unit in self.units:
+                for segment in unit.segments:
+                    if not segment.shows_full and segment.was_replaced():
+                        changed = True
+                        segment.take_over()
+        finally:
+            if changed:
+                self._hook_parameters()
+        if self._tree.has_changed():
+            refuse_strangers(self.module, self._ignored.union(self._sharded()))
+            self._tree = Tree(self.module)
+        on_meta = [p.name for u in self.units for s in u.segments if s.local.is_meta for p in s.places]
+        if on_meta:
+            raise ValueError(
+                f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
+                "with module.to_empty(device=...) and load or initialise their values first"
+            )
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine behind a sharded root.
+
+    Raises:
+        ValueError: ``module`` is not the module that was passed to `shard`.
+    """
+    engine = module.__dict__.get(_ENGINE)
+    if not isinstance(engine, Engine):
+        raise ValueError(
+            f"{type(module).__name__} is not sharded: pass the module that shardtrain.shard() returned"
+        )
+    return engine
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` is what `shard` returned."""
+    return _ENGINE in module.__dict__
+
+
+# Users' hooks on gradients of sharded parameters, called when there is something to see.
+#
+# Autograd would call a post-accumulate hook with a gradient that is whole, and this rank's alone. So the engine
+# takes such hooks from it when a backward begins, and calls each once at the end of a backward that reduces,
+# when the parameter shows its piece with the reduced gradient, and owners may write: an optimizer may step in
+# it.
+
+
+class Postponed:
+    """A user's hook in the place where autograd looks for it; does nothing there."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
+        self.hook = hook
+
+    def __call__(self, param: torch.Tensor) -> None:
+        pass
+
+
+def postpone(params: Iterable[nn.Parameter], ours: Mapping[nn.Parameter, int]) -> None:
+    """Take users' hooks from autograd, under the handles that they were given.
+
+    ``ours``: the number of the engine's own hook of each parameter.
+    """
+    for param in [param for param in params if _are_several(param)]:
+        hooks = param._post_accumulate_grad_hooks or {}
+        for number, hook in hooks.items():
+            if number != ours.get(param) and not isinstance(hook, Postponed):
+                hooks[number] = Postponed(hook)
+
+
+def call(params: Iterable[nn.Parameter]) -> None:
+    """Call the hooks that were postponed, those of each parameter once."""
+    for param in dict.fromkeys([param for param in params if _are_several(param)]):
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            if isinstance(hook, Postponed):
+                hook.hook(param)
+
+
+def _are_several(param: nn.Parameter) -> bool:
+    """Whether ``param`` has hooks besides the engine's own."""
+    return len(param._post_accumulate_grad_hooks or ()) > 1
+
+
+# The modules below a root as they were, to see what a user has attached or taken away since.
+
+
+class Node(NamedTuple):
+    """One module, with its children and how many parameters it holds."""
+
+    module: nn.Module
+    children: tuple[nn.Module | None, ...]
+    parameters: int
+
+
+class Tree:
+    """Every module as it is now. None can join them without a change of one of them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._nodes = [Node(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
+
+    def has_changed(self) -> bool:
+        for module, children, parameters in self._nodes:
+            if len(module._parameters) != parameters or tuple(module._modules.values()) != children:
+                return True
+        return False
+
+
+def refuse_strangers(root: nn.Module, known: Container[nn.Parameter]) -> None:
+    """Look for parameters that are not ``known``.
+
+    Raises:
+        ValueError: there are some.
+    """
+    new = [name for name, param in root.named_parameters() if param not in known]
+    if new:
+        raise ValueError(
+            f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
+            "Attach them first, then shard"
+        )

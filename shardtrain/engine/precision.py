@@ -1,0 +1,134 @@
+"""In which dtypes a sharded model computes and reduces. Shards and optimizer state stay as they were.
+
+With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
+
+    before forward   each rank casts its shard to bf16, once; this copy serves both gathers
+    gather           bf16 moves: half the bytes
+    compute          in bf16; inputs of every unit are cast; normalisation layers stay in fp32
+    reduce           bf16 gradients move, their sum is taken in fp32
+    update           fp32 shard, fp32 gradient
+
+``gather=torch.int8`` and ``reduce=torch.int8`` quantise what moves, and nothing else: `comm/quantised.py`
+tells how, and what it costs in precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+class Traffic(NamedTuple):
+    """Which movements of a parameter go as int8: its gathers, and the reductions of its gradient."""
+
+    gather: bool
+    reduce: bool
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes for `shard`. ``None`` leaves a thing as it is.
+
+    ``param``: parameters while a unit computes, and on the wire. ``reduce``: gradients on the wire
+    (default: the dtype they are computed in); sums are taken in fp32 or wider, on NCCL by NCCL.
+    ``gather``: ``torch.int8``, or None for ``param``. ``torch.int8``, as ``gather`` or as ``reduce``, means
+    blocks of 256 elements with a scale each, an error of at most 1/254 of a block's largest magnitude, and
+    a quarter of fp32's bytes. Vectors (biases) and what ``keep`` names travel as they are.
+    ``output``: floating-point outputs of the root. ``cast_inputs``: cast floating-point inputs of every
+    unit to ``param``. ``keep``: modules whose own parameters stay in their dtype, and which are given
+    inputs of that dtype; normalisation layers unless said otherwise. BatchNorm takes ``param`` inputs as
+    they are: its kernels compute in fp32 then.
+
+    Raises:
+        ValueError: a dtype that is not floating-point.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    cast_inputs: bool = True
+    keep: tuple[type[nn.Module], ...] = NORMS
+    gather: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce", "output"):
+            dtype = getattr(self, name)
+            if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                continue
+            if name != "reduce" or dtype is not torch.int8:
+                also = ", torch.int8" if name == "reduce" else ""
+                raise ValueError(
+                    f"precision.{name} must be a floating-point dtype{also} or None, got {dtype!r}"
+                )
+        if self.gather not in (None, torch.int8):
+            raise ValueError(
+                f"precision.gather must be torch.int8 or None, got {self.gather!r}; parameters else move in "
+                "the dtype that they compute in, precision.param"
+            )
+
+    def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
+        """The dtype in which ``param``, held by ``holder``, computes."""
+        kept = isinstance(holder, self.keep) or not param.dtype.is_floating_point
+        return param.dtype if kept or self.param is None else self.param
+
+    def of_gradient(self, compute: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients computed in ``compute`` come together, and move unless quantised."""
+        if self.reduce is None or self.reduce is torch.int8 or not compute.is_floating_point:
+            return compute
+        return self.reduce
+
+    @property
+    def quantises(self) -> bool:
+        """Whether anything is to move as int8."""
+        return torch.int8 in (self.gather, self.reduce)
+
+    def traffic(self, param: torch.Tensor, holder: nn.Module) -> Traffic:
+        """What of ``param``, held by ``holder``, moves as int8: of matrices and filters, not of ``keep``."""
+        may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(holder, self.keep)
+        return Traffic(may and self.gather is torch.int8, may and self.reduce is torch.int8)
+
+    def wants_wide_inputs(self, module: nn.Module) -> bool:
+        """Whether ``module``'s inputs are to be cast to its parameters' dtype, and its outputs back."""
+        return isinstance(module, self.keep) and not isinstance(module, _NormBase)
+
+
+# Tensors inside what modules take and return: nested lists, tuples, dicts and dataclasses of them.
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside nested lists, tuples, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating-point tensor inside nested containers as ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        found = {key: cast(item, dtype) for key, item in value.items()}
+        return found if type(value) is dict else type(value)(found)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        items = [cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: cast(getattr(value, name), dtype) for name in fields})
+    return value

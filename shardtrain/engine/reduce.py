@@ -1,0 +1,317 @@
+"""Full gradients to this rank's averaged interval: the only place that makes gradient intervals.
+
+collect  take a parameter's new gradient: what other ranks own goes into the unit's flat gradient, what
+         this rank owns stays where autograd left it
+launch   start sending every owner its interval, and adding up what comes
+finish   wait until that is done
+give     give each parameter its piece of the mean, when backward is over
+
+On a single rank nothing belongs to others, so nothing is copied and nothing is sent.
+
+A parameter without a gradient on this rank may have one on another, and if it has none anywhere it must
+get none, as in the unwrapped model: weight decay and momentum move a parameter with a zero gradient. So
+absence travels in what is sent anyway, as ``-0.0``: the sum of values is ``-0.0`` only where all of them
+are. Two ranks, a parameter of two elements::
+
+    rank 0 has none   -0.0 -0.0      rank 0 has none   -0.0 -0.0
+    rank 1 has        +0.0  3.0      rank 1 has none   -0.0 -0.0
+    mean              +0.0  1.5      mean              -0.0 -0.0    -> no gradient
+
+A gradient that is there never starts with ``-0.0``: 0.0 is added to the first element of every piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardtrain.comm import trace
+from shardtrain.comm.meter import waiting
+from shardtrain.comm.transport import Gradient, Pending
+from shardtrain.engine.shard import Segment, in_memory_order
+from shardtrain.engine.unit import Unit
+
+
+class Shown(NamedTuple):
+    """What ``.grad`` of a parameter is while a gradient of it waits to be reduced.
+
+    ``own``: it is this rank's part of the waiting gradient; else an earlier, reduced one.
+    """
+
+    grad: torch.Tensor
+    version: int
+    own: bool
+
+
+class FlatGradient:
+    """The gradient of one segment while it comes together.
+
+    ``arrived``: indices of parameters with a gradient from the backward under way. ``filled``: indices
+    with a gradient of any backward since the last reduction (accumulation under ``no_sync``).
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.arrived: set[int] = set()
+        self.expected = 0  # trainable parameters, as of the last `begin_backward`
+        self.filled: set[int] = set()
+        self._elsewhere, self._cuts = segment.layout.elsewhere(segment.transport.rank)
+        # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
+        layout = segment.layout
+        starts = {at for at in layout.offsets if at < layout.end}
+        starts.update(takewhile(lambda at: at < layout.end, layout.bounds))
+        self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
+        self._zeros = torch.zeros(len(starts), device="cpu")
+        self._clear()
+
+    def _clear(self) -> None:
+        self.filled.clear()
+        self._shown: dict[int, Shown] = {}
+        self._full: torch.Tensor | None = None
+        self._parts: Sequence[torch.Tensor] = ()  # of it, as `_cuts` cut it
+        self._own: dict[int, torch.Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every trainable parameter's gradient of this backward is here."""
+        return len(self.arrived) == self.expected
+
+    def begin_backward(self) -> None:
+        """None has arrived; count once what to expect, since every arrival asks whether it was the last."""
+        self.arrived.clear()
+        self.expected = sum([param.requires_grad for param in self.segment.params])
+        while self._shown:
+            self._heed(*self._shown.popitem())
+
+    def show_waiting(self) -> None:
+        """Let parameters without a gradient show this rank's part of the one that waits.
+
+        Only so is it seen when a user clears gradients, or changes them, before the next backward.
+        """
+        for index in self.filled:
+            held = self.segment.held_grad(index)
+            if held is None:
+                self.segment.give_grad(index, self._own[index])
+            grad = self.segment.held_grad(index)
+            assert grad is not None
+            self._shown[index] = Shown(grad, grad._version, own=held is None)
+
+    def _heed(self, index: int, shown: Shown) -> None:
+        """Do to a waiting gradient what a user has done to ``.grad``, if that is to clear it.
+
+        Raises:
+            ValueError: it was changed in another way.
+        """
+        now = self.segment.held_grad(index)
+        if now is shown.grad and now._version == shown.version:
+            if shown.own:
+                self.segment.drop_grad(index)
+        elif now is None or not now.any():
+            self.filled.discard(index)
+        else:
+            self._shown[index] = shown
+            raise ValueError(
+                f"the gradient of parameter {self.segment.places[index].name} was changed while it waits "
+                "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
+            )
+
+    def collect(self, index: int) -> bool:
+        """Take the gradient just accumulated in parameter ``index``; whether it is the segment's last.
+
+        Raises:
+            ValueError: the gradient is sparse.
+        """
+        param = self.segment.params[index]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            name = self.segment.places[index].name
+            raise ValueError(
+                f"parameter {name} has a sparse gradient, which cannot be sharded; "
+                "use nn.Embedding(..., sparse=False)"
+            )
+        self.arrived.add(index)
+        self._keep(index, in_memory_order(grad, self.segment.strides[index]))
+        self.filled.add(index)
+        return len(self.arrived) == self.expected
+
+    def _keep(self, index: int, grad: torch.Tensor) -> None:
+        start, stop, _ = self.segment.pieces[index]
+        again, wide = index in self.filled, self.segment.local.dtype
+        if self._full is None:
+            self._open()
+        for span, part in self._elsewhere[index]:
+            given = grad[span] if start < stop else grad
+            self._parts[part].add_(given) if again else self._parts[part].copy_(given)
+        if again:
+            self._own[index].add_(grad[start:stop])
+        elif start == stop:
+            self._own[index] = self.segment.no_grads[index]
+        else:
+            own = grad[start:stop]
+            if own.dtype != wide:
+                own = own.to(wide)
+            elif stop - start < grad.numel():
+                own = own.clone()  # a view of a part would keep all of it
+            self._own[index] = own
+
+    def _open(self) -> torch.Tensor:
+        if self._full is None:
+            self._full = self.segment.transport.gradient(self.segment.layout, self.segment.like_gradient)
+            self._parts = self._full.split_with_sizes(self._cuts) if self._cuts else ()
+        return self._full
+
+    def unsure(self) -> list[int]:
+        """Indices of trainable parameters without a gradient on this rank: another may have one."""
+        if self.segment.transport.silent:
+            return []
+        return [index for index in self._missing() if self.segment.params[index].requires_grad]
+
+    def _missing(self) -> list[int]:
+        """Indices of parameters without a gradient on this rank."""
+        everything = range(len(self.segment.params))
+        return [i for i in everything if i not in self.filled] if len(self.filled) < len(everything) else []
+
+    def take(self) -> Gradient:
+        """What has come together, -0.0 where nothing arrived on this rank."""
+        segment, transport = self.segment, self.segment.transport
+        full = self._open()
+        if transport.world > 1:
+            if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
+                self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
+            full.index_add_(0, self._starts, self._zeros)
+        if self._own and transport.everyone.world > transport.world:  # replicas are sent the rest, too
+            torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
+        for index in self._missing():
+            size = segment.pieces[index].numel
+            self._own[index] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
+            for _, part in self._elsewhere[index]:
+                self._parts[part].fill_(-0.0)
+        own = [self._own[index] for index in range(len(segment.pieces))]
+        gradient = Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce)
+        self._clear()
+        return gradient
+
+    def drop(self) -> None:
+        """Forget everything, after a backward that failed."""
+        self.arrived.clear()
+        for index, shown in self._shown.items():
+            if shown.own and self.segment.held_grad(index) is shown.grad:
+                self.segment.drop_grad(index)
+        if self._full is not None:
+            self.segment.transport.discard(self._full)
+        self._clear()
+
+
+class Reduced(NamedTuple):
+    """What is reduced of one segment, or has been.
+
+    ``filled`` and ``unsure``: indices of parameters that have a gradient on this rank, and of trainable ones
+    that have none. ``own``: this rank's part of each parameter, which becomes the mean.
+    """
+
+    flat: FlatGradient
+    filled: list[int]
+    unsure: list[int]
+    own: list[torch.Tensor]
+
+
+class Reduction:
+    """The reduction of one unit: gradients on their way in, then one movement under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.gradients = [FlatGradient(segment) for segment in unit.segments]
+        self._moving = Pending()
+        self._sent: list[Gradient] = []  # kept until they have moved: a stream may still read them
+        self._under_way: list[Reduced] = []
+        self._means: list[Reduced] = []
+
+    def collect(self, segment: int, index: int) -> bool:
+        """Take the gradient of one parameter; whether it was the last one that this backward brings."""
+        last = self.gradients[segment].collect(index)
+        return last and all(gradient.complete for gradient in self.gradients)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything has been collected and not yet sent."""
+        return any(gradient.filled for gradient in self.gradients)
+
+    def begin_backward(self) -> None:
+        for gradient in self.gradients:
+            gradient.begin_backward()
+
+    def begin_again(self) -> None:
+        """Expect every gradient once more in this backward: reentrant checkpoints use a unit in parts."""
+        for gradient in self.gradients:
+            gradient.arrived.clear()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the backward under way brings any gradient."""
+        return any(gradient.expected for gradient in self.gradients)
+
+    @property
+    def all_trainable(self) -> bool:
+        """Whether it brings one for every parameter of the unit."""
+        return all(gradient.expected == len(gradient.segment.params) for gradient in self.gradients)
+
+    def show_waiting(self) -> None:
+        for gradient in self.gradients:
+            gradient.show_waiting()
+
+    def launch(self) -> None:
+        """Start reducing what has been collected."""
+        trace.begin("reduce", self.unit.title)
+        for flat in self.gradients:
+            if flat.expected:
+                filled, unsure = sorted(flat.filled), flat.unsure()  # before `take`, which forgets them
+                gradient = flat.take()
+                self._sent.append(gradient)
+                self._under_way.append(Reduced(flat, filled, unsure, gradient.own))
+        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._sent)
+
+    def finish(self) -> None:
+        """Wait for the movement."""
+        with waiting("reduce_scatter", self.unit.title, self.unit.device):
+            self._moving.wait()
+        trace.end("reduce", self.unit.title)
+        self._means += self._under_way
+        self._sent, self._under_way = [], []
+
+    def give(self) -> list[nn.Parameter]:
+        """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
+
+        Returns those that have got one, perhaps more than once. An empty piece tells nothing, and gets an
+        empty gradient; but none where the parameter is whole on another rank, since not every optimizer
+        takes it.
+        """
+        given = []
+        for flat, filled, unsure, own in self._means:
+            segment = flat.segment
+            nowhere = absent([own[index] for index in unsure])
+            here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
+            for index in [*filled, *here]:
+                if index not in segment.elsewhere:
+                    segment.give_grad(index, own[index])
+                    given.append(segment.params[index])
+        self._means = []
+        return given
+
+    def drop(self) -> None:
+        """Forget everything, after a backward that failed."""
+        self._moving.wait()
+        self._sent, self._under_way, self._means = [], [], []
+        for gradient in self.gradients:
+            gradient.drop()
+
+
+def absent(means: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of them no rank had a gradient for: not a single element but -0.0. The device is asked once."""
+    answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
+    known = iter(torch.stack(answers).tolist() if answers else [])
+    return [bool(mean.numel()) and next(known) for mean in means]

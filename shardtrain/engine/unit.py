@@ -1,0 +1,151 @@
+"""A unit: the segments that are gathered and reduced together, and how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardtrain.comm import trace
+from shardtrain.comm.messages import unit_number
+from shardtrain.comm.meter import waiting
+from shardtrain.comm.transport import Pending, Tag, Transport
+from shardtrain.engine.shard import Segment
+
+
+class State(Enum):
+    SHARDED = "full is empty, nothing is moving"  # --launch--> GATHERING
+    GATHERING = "a gather is filling full"  # --finish--> GATHERED
+    GATHERED = "full is valid"  # --release--> SHARDED
+
+
+class Gathered(NamedTuple):
+    """How much of a model is gathered: units, the root among them, and bytes of their full vectors.
+
+    Ranks that share memory have those bytes once between them, gathered or not.
+    """
+
+    units: int
+    bytes: int
+
+
+class Account:
+    """What is gathered now, and the most that was since `take_peak`."""
+
+    def __init__(self) -> None:
+        self._units = self._bytes = 0
+        self._peak = Gathered(0, 0)
+
+    @property
+    def now(self) -> Gathered:
+        return Gathered(self._units, self._bytes)
+
+    def add(self, units: int, size: int) -> None:
+        self._units += units
+        self._bytes += size
+        if self._units > self._peak.units or self._bytes > self._peak.bytes:
+            self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
+
+    def take_peak(self) -> Gathered:
+        peak, self._peak = self._peak, self.now
+        return peak
+
+
+class Unit:
+    """A group of parameters that is gathered and reduced together."""
+
+    def __init__(
+        self, name: str, index: int, module: nn.Module, segments: Sequence[Segment], transport: Transport
+    ) -> None:
+        self.name = name
+        self.title = name or "the root"  # for people
+        self.gather_tag = Tag(unit_number(index, 0), self.title)
+        self.reduce_tag = Tag(unit_number(index, 1), self.title)
+        self.index = index
+        self.module = module
+        self.segments = tuple(segments)
+        self.transport = transport
+        self.state = State.SHARDED
+        self.moving = Pending()
+        self.pinned = False  # held in full by `unsharded`: a release does nothing
+        self.account = Account()  # one for all units of a model
+
+    def copied(self, memo: Mapping[int, Any]) -> Unit:
+        """The same over copies of its modules; see `Segment.copied`. Collective."""
+        segments = [segment.copied(memo) for segment in self.segments]
+        return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes; the CPU for a unit without parameters."""
+        return self.segments[0].full.device if self.segments else torch.device("cpu")
+
+    def holds(self, other: Unit) -> bool:
+        """Whether ``other``'s module lies inside this unit's."""
+        return not self.name or other.name.startswith(f"{self.name}.")
+
+    @property
+    def full_bytes(self) -> int:
+        return sum([segment.full_bytes for segment in self.segments])
+
+    def show_full(self) -> None:
+        for segment in self.segments:
+            segment.show_full()
+
+    def show_local(self) -> None:
+        for segment in self.segments:
+            if segment.shows_full:
+                segment.show_local()
+
+    def cast(self) -> None:
+        for segment in self.segments:
+            segment.cast()
+
+    def drop_kept_grads(self) -> None:
+        """Forget gradients put away by `show_full`."""
+        for segment in self.segments:
+            segment.drop_kept_grads()
+
+    def launch(self) -> None:
+        """Start gathering the unit. Nothing may be read from its full vector before ``finish``."""
+        assert self.state is State.SHARDED, f"{self.name}: {self.state}"
+        trace.begin("gather", self.title)
+        self.account.add(int(bool(self.segments)), self.full_bytes)
+        for segment in self.segments:
+            segment.hold_full()
+        flats = [segment.flat for segment in self.segments]
+        self.moving = self.transport.gather(self.gather_tag, flats) if flats else Pending()
+        self.state = State.GATHERING
+
+    def finish(self) -> None:
+        """Return once the unit's full vector is valid."""
+        assert self.state is State.GATHERING, f"{self.name}: {self.state}"
+        with waiting("all_gather", self.title, self.device):
+            self.moving.wait()
+        trace.end("gather", self.title)
+        self.state = State.GATHERED
+
+    def open_full(self) -> None:
+        """Whatever the state, let the parameters show their full values."""
+        if self.state is State.SHARDED:
+            self.launch()
+        if self.state is State.GATHERING:
+            self.finish()
+        self.show_full()
+
+    def release(self) -> None:
+        """Let the parameters show their local pieces and empty the full vector."""
+        if self.pinned:
+            return
+        self.show_local()
+        if self.state is State.SHARDED:
+            return
+        if self.state is State.GATHERING:
+            self.finish()
+        self.account.add(-int(bool(self.segments)), -self.full_bytes)
+        for segment in self.segments:
+            segment.empty_full()
+        self.state = State.SHARDED

@@ -1,0 +1,141 @@
+"""Which modules become units, and which parameters each unit holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
+
+from torch import nn
+
+from shardtrain.engine.shard import Place
+
+UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+
+_SMALL = 16_384  # elements; a unit below this is not worth a message of its own
+
+
+def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
+    """The units' modules by name, root first, outer before inner."""
+    if units is None:
+        chosen = choose_units(root)
+    elif callable(units):
+        chosen = {name: m for name, m in root.named_modules() if name and units(name, m)}
+    else:
+        classes = (units,) if isinstance(units, str) else tuple(units)
+        if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise ValueError(f"units must be module classes or a callable, got {classes!r}")
+        chosen = {name: m for name, m in root.named_modules() if name and isinstance(m, classes)}
+        absent = [c.__name__ for c in classes if not any(isinstance(m, c) for m in chosen.values())]
+        if absent:
+            raise ValueError(f"units names {', '.join(absent)}, but the model has no such module")
+    for name, module in chosen.items():
+        check_forward(name, module)
+    return {"": root, **chosen}
+
+
+def places_by_unit(
+    root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
+) -> dict[str, list[Place]]:
+    """Each parameter under the innermost unit that holds all of its uses.
+
+    A weight tied between ``enc.0`` and ``enc.1`` belongs to the unit ``enc`` if there is one, else to the
+    root: it is then whole while either runs, and gathered and reduced once. A module reachable by two names
+    is one module, and its parameters stay with it.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    units = {module: name for name, module in anchors.items()}
+    names: dict[nn.Parameter, list[str]] = {}
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    homes: dict[nn.Parameter, set[str]] = {}
+    for module_name, module in modules.items():
+        home = _innermost(module_name, modules, units)
+        for attribute, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            names.setdefault(param, []).append(f"{module_name}.{attribute}" if module_name else attribute)
+            holders.setdefault(param, [])
+            if (module, attribute) not in holders[param]:
+                holders[param].append((module, attribute))
+            homes.setdefault(param, set()).add(home)
+    places: dict[str, list[Place]] = {name: [] for name in anchors}
+    for param, found in homes.items():
+        home = _innermost(_common_ancestor(found), modules, units)
+        places[home].append(Place(names[param][0], tuple(holders[param])))
+    return {name: found for name, found in places.items() if found or name == ""}
+
+
+def _common_ancestor(names: set[str]) -> str:
+    """``a.b`` for ``a.b.c`` and ``a.b.d``."""
+    steps = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
+
+
+def _innermost(name: str, modules: Mapping[str, nn.Module], units: Mapping[nn.Module, str]) -> str:
+    """The unit that the module called ``name`` is, or lies in."""
+    while modules[name] not in units:
+        name = name.rpartition(".")[0]
+    return units[modules[name]]
+
+
+def choose_units(root: nn.Module) -> dict[str, nn.Module]:
+    """The automatic choice of units: walk down from the root and stop at the first real block.
+
+    A block is what a model's author wrote a class with a ``forward`` for, and repeated. So a module
+    becomes a unit unless it is
+
+    - a container (``Sequential``, ``ModuleList``, ``ModuleDict``, or anything without a ``forward``): its
+      children are looked at;
+    - more than half of the model (an "encoder" that is nearly everything): its children are looked at, but
+      not those of ``nn.MultiheadAttention``, which reads its children's weights without calling them;
+    - small, at most 16,384 elements or 1/64 of the model, whichever is less: it stays with the root,
+      which is whole during the entire step. A message costs as much as moving some 10,000 elements.
+
+    That gives one unit per residual block of a ResNet or RegNet, per inverted residual of a MobileNet or
+    EfficientNet, per encoder block of a ViT or Swin, per layer of a DenseNet, per mixed block of an
+    Inception, per auxiliary head, and one for a classifier; a VGG, which has no blocks, is cut into its
+    convolutions. Stem and norms stay with the root.
+    """
+    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in root.named_modules()}
+    total = sizes[""]
+    small = min(_SMALL, total // 64)
+    chosen: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        if sizes[name] == 0 or sizes[name] <= small:
+            return
+        whole = isinstance(module, nn.MultiheadAttention) or next(module.children(), None) is None
+        too_large = 2 * sizes[name] > total and not whole
+        if name and not too_large and not _is_container(module):
+            chosen[name] = module
+            return
+        for child_name, child in module.named_children():
+            full_name = f"{name}.{child_name}" if name else child_name
+            if full_name in sizes:  # a module reachable by two names is listed under its first
+                visit(full_name, child)
+
+    visit("", root)
+    return chosen
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not has_forward(module)
+
+
+def has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def check_forward(name: str, module: nn.Module) -> None:
+    if not has_forward(module):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which has no forward of its own, so nothing tells when "
+            "its parameters are needed; shard the module that calls it, or its children"
+        )
+
+
+def parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
+    """What ``ignored`` names."""
+    found: set[nn.Parameter] = set()
+    for item in items:
+        found.update(item.parameters() if isinstance(item, nn.Module) else [item])
+    return found

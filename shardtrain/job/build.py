@@ -1,0 +1,261 @@
+"""From the configuration to the job that the loop works on: data, model, schedule and length."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardtrain import comm
+from shardtrain.job import data, model
+from shardtrain.job.config import (
+    Config,
+    Cosine,
+    Linear,
+    Sched,
+    Step,
+    require_equal_groups,
+    require_equal_parts,
+)
+from shardtrain.job.data.mixing import Mix, Mixed
+from shardtrain.job.data.sampler import generator
+from shardtrain.job.dist_env import together
+from shardtrain.job.model import converted, ema_of, shard_with_optimizer, start_model
+from shardtrain.job.schema import UserError, typed
+from shardtrain.optim import Ema, GradScaler
+
+
+class Job(NamedTuple):
+    """Everything that the loop works on."""
+
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    scaler: GradScaler
+    """Of the loss; it does nothing unless the model computes in fp16."""
+    ema: Ema | None
+    train: data.TrainFeed | Mixed
+    val: data.EvalFeed
+    share: data.Share
+    device: torch.device
+    """Where units compute and batches are; shards may lie in host memory."""
+    channels: int  # of an image
+    steps: int
+    first_step: int  # steps that an earlier process has done
+    steps_per_epoch: int
+    data_name: str
+    forward_flops: Mapping[int, float]
+    """Of one image, by its side in pixels."""
+
+
+def build(
+    config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
+) -> tuple[Job, Config]:
+    """The job after ``first_step`` steps, and the configuration completed by what the data set decides."""
+    require_equal_parts(config.train, world_size)
+    require_equal_groups(config.parallel, world_size)
+    share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
+    images = together(lambda: data.load(config.data))  # which may be missing on one host only
+    config = dataclasses.replace(config, model=completed(config, images))
+    steps_per_epoch = _steps_per_epoch(config, images)
+    steps = steps_per_epoch * config.train.epochs
+    steps = min(steps, config.train.max_steps or steps)
+
+    model = start_model(config)
+    sample = (share.micro_batch, images.channels)
+    flops = {  # of every size: what the model refuses is told now, not after hours
+        side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
+        for side in sorted(data.sides(config.data))
+    }
+    model = converted(model, config, device)
+    optimizer = shard_with_optimizer(model, config, device=device)
+    seed_process("rank", config.seed, rank)  # dropout differs between ranks
+
+    train, val = _feeds(config, images, share, device, range(first_step, steps))
+    job = Job(
+        model=model,
+        loss=loss_of(config.train.loss, config.train.label_smoothing),
+        optimizer=optimizer,
+        schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
+        scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
+        ema=ema_of(model, config, steps_per_epoch),
+        train=train,
+        val=val,
+        share=share,
+        device=device,
+        channels=images.channels,
+        steps=steps,
+        first_step=first_step,
+        steps_per_epoch=steps_per_epoch,
+        data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out",
+        forward_flops=flops,
+    )
+    return job, config
+
+
+def seed_process(*key: int | str) -> None:
+    """Make whatever draws random numbers in this process depend on ``key`` alone."""
+    seed = generator(*key).initial_seed()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
+    """Operations of a forward of shape `sample`, from a forward without data; refuses what does not fit."""
+    meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
+    shape = "×".join(map(str, sample))
+    try:
+        with FlopCounterMode(display=False) as counter:
+            logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise UserError(
+            f"the model does not take images of shape {shape}: {reason} "
+            f"(data.image_size and train.batch_size decide the shape)"
+        ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserError(f"the model returns {found}, expected logits for at least {classes} classes")
+    return float(counter.get_total_flops())
+
+
+def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], first_step: int) -> LambdaLR:
+    """A pure function of the step, so that to continue it takes no more than the step."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
+
+
+def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
+    """The model's keys, those left open taken from the data set."""
+    decided = {
+        "num_classes": images.classes,
+        "in_channels": images.channels,
+        "image_size": config.data.image_size,
+    }
+    model = dict(config.model)
+    for key, found in decided.items():
+        if key in model:
+            model[key] = found if model[key] is None else typed(int, model[key], f"model.{key}")
+    for key in ("in_channels", "image_size"):
+        if model.get(key, decided[key]) != decided[key]:
+            raise UserError(f"model.{key}={model[key]}, but the images of {images.name} have {decided[key]}")
+    if model.get("num_classes", images.classes) < images.classes:
+        raise UserError(
+            f"model.num_classes={model['num_classes']}: {images.name} has {images.classes} classes"
+        )
+    return model
+
+
+def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
+    steps = len(images.train) // config.train.batch_size
+    if steps == 0:
+        raise UserError(
+            f"train.batch_size={config.train.batch_size} is more than the {len(images.train)} "
+            f"training images of {images.name}"
+        )
+    return steps
+
+
+def _feeds(
+    config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
+) -> tuple[data.TrainFeed | Mixed, data.EvalFeed]:
+    prepare = data.Prepare(images, config.data.image_size, device)
+    augment = None
+    if config.augment.get("_target_") is not None:
+        augment = model.build(config.augment, "augment")
+    workers = config.data.workers
+    image = getattr(augment, "image", None)
+    scatter = comm.host_scatter() if config.data.read == "one_per_host" else None
+    train = data.TrainFeed(
+        images._replace(train=data.Augmented(images.train, image)) if image else images,
+        share,
+        prepare,
+        augment=augment,
+        seed=config.seed,
+        workers=workers,
+        first_step=steps.start,
+        last_step=steps.stop,
+        repeats=config.data.repeats,
+        side=partial(data.side_in, grow=config.data.grow, full=config.data.image_size),
+        scatter=scatter,
+    )
+    prepare = data.Prepare(images, data.eval_size(config.data), device)
+    val = data.EvalFeed(images, share, prepare, workers=workers, scatter=scatter)
+    mixup, cutmix = config.train.mixup, config.train.cutmix
+    if not (mixup or cutmix):
+        return train, val
+    classes = config.model.get("num_classes", images.classes)
+    return Mixed(train, Mix(mixup, cutmix, classes, share, config.seed)), val
+
+
+# What a training step minimises: a mean over the images of a micro-batch.
+#
+# Labels are class numbers, int64 [batch], or what `data.mixing` makes of them: soft, float32 [batch, classes].
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes], labels → mean
+
+
+class BinaryCrossEntropy:
+    """Asks of each class by itself whether it is in the image; the mean over images and classes.
+
+    Smoothing by 0.1 turns the answers 1 and 0 of 10 classes into 0.91 and 0.01.
+    """
+
+    def __init__(self, smoothing: float) -> None:
+        self.smoothing = smoothing
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        soft = F.one_hot(labels, logits.shape[1]) if labels.ndim == 1 else labels
+        answers = soft.to(logits.dtype) * (1 - self.smoothing) + self.smoothing / logits.shape[1]
+        return F.binary_cross_entropy_with_logits(logits, answers)
+
+
+def loss_of(name: str, smoothing: float) -> Loss:
+    """The loss that `train.loss` names."""
+    return BinaryCrossEntropy(smoothing) if name == "bce" else nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+
+# The learning rate as a function of the step.
+#
+# Torch has these schedules, too, but as objects that are stepped and saved; here a run that continues at some
+# step, on any number of ranks, needs no more than the step.
+
+
+def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+    """The learning rate of each step from 0 on, as a fraction of `optim.lr`.
+
+    Linear up over the warm-up (at most half the run), then what the schedule says: constant; a fraction
+    less after each of some epochs; in a line, or in half a cosine, down to `final_lr` at the end.
+    """
+    warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return _after_warmup(sched, step, min(1.0, (step - warmup) / max(1, steps - warmup)), steps_per_epoch)
+
+    return factor
+
+
+def _after_warmup(sched: Sched, step: int, progress: float, steps_per_epoch: int) -> float:
+    """`progress`: 0 at the end of the warm-up, 1 at the end of the run."""
+    if isinstance(sched, Step):
+        return math.prod(sched.factor for epoch in sched.epochs if step >= epoch * steps_per_epoch)
+    if isinstance(sched, Cosine):
+        return sched.final_lr + (1 - sched.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    if isinstance(sched, Linear):
+        return sched.final_lr + (1 - sched.final_lr) * (1 - progress)
+    return 1.0

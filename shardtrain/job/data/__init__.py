@@ -1,0 +1,26 @@
+"""Data sets, the order in which ranks see them, and batches on the device.
+
+Read in this order: ``sampler`` (which images a rank sees, and when), ``batches`` (what a data set is),
+``readers`` (who reads from storage), ``feed`` (batches on the device), ``mixing`` (pairs of images); then the
+sets: ``sets`` (by name), ``photos`` over ``folder``, ``tars`` and ``hub``.
+"""
+
+from shardtrain.job.data.batches import Augmented, DataSet, eval_size, sides
+from shardtrain.job.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
+from shardtrain.job.data.sampler import Share, side_in
+from shardtrain.job.data.sets import load
+
+__all__ = [
+    "Augment",
+    "Augmented",
+    "Batch",
+    "DataSet",
+    "EvalFeed",
+    "Prepare",
+    "Share",
+    "TrainFeed",
+    "eval_size",
+    "load",
+    "side_in",
+    "sides",
+]

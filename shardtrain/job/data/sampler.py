@@ -1,0 +1,135 @@
+"""Which images a rank sees, and when: pure functions of the seed and of how far the run is.
+
+Nothing here keeps state, so a run can continue exactly where it stopped, on any number of ranks. A global
+batch of 12 on 2 ranks with 2 micro-batches is cut, in the order of the epoch's permutation, into
+
+    rank 0: [0 1 2] [3 4 5]      rank 1: [6 7 8] [9 10 11]
+
+Shown twice each (`data.repeats=2`), an epoch's first twelve are six images, and the copies lie half a batch
+apart, so that they go to different ranks wherever there are as many:
+
+    rank 0: [0 1 2] [3 4 5]      rank 1: [0 1 2] [3 4 5]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardtrain.job.config import Grow
+
+
+class Share(NamedTuple):
+    """How a global batch is divided, and which part of it is ours."""
+
+    batch_size: int  # images, over all ranks and micro-batches
+    accumulate: int  # micro-batches of a step
+    rank: int
+    world_size: int
+
+    @property
+    def per_rank(self) -> int:
+        return self.batch_size // self.world_size
+
+    @property
+    def micro_batch(self) -> int:
+        return self.per_rank // self.accumulate
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a tensor with one row per image of the global batch."""
+        return whole[self.rank * self.per_rank : (self.rank + 1) * self.per_rank]
+
+
+def generator(*key: int | str) -> torch.Generator:
+    """Random numbers that depend on `key` alone."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def epoch_order(seed: int, epoch: int, images: int, repeats: int = 1) -> Tensor:
+    """int64 [images]: the indices that `epoch` visits, in order.
+
+    A permutation; with repeats its beginning, each index `repeats` times in a row.
+    """
+    order = torch.randperm(images, generator=generator("order", seed, epoch))
+    return order.repeat_interleave(repeats)[:images]
+
+
+def copies_apart(batch: Tensor, repeats: int) -> Tensor:
+    """Copies that follow one another, as far apart as they can be: aabbcc becomes abcabc."""
+    return torch.cat([batch[first::repeats] for first in range(repeats)])
+
+
+def side_in(epoch: int, grow: Grow | None, full: int) -> int:
+    """Pixels of a side of training images in `epoch`, counted from 0; `full` is data.image_size.
+
+    From 128 to 224 in epoch 6, after 2 epochs: 128 128 128 160 192 192 224 …, of 152, 176 and 200 rounded.
+    """
+    if grow is None or epoch >= grow.epochs:
+        return full
+    if epoch <= grow.after:
+        return grow.from_
+    side = grow.from_ + (full - grow.from_) * (epoch - grow.after) / (grow.epochs - grow.after)
+    return min(max(round(side / grow.multiple) * grow.multiple, grow.from_), full)
+
+
+def uniform_draws(seed: int, step: int, share: Share, draws: int) -> Tensor:
+    """float32 [per_rank, draws]: the random numbers of this rank's images in `step`, for augmentation."""
+    whole = torch.rand(share.batch_size, draws, generator=generator("augment", seed, step))
+    return share.of(whole)
+
+
+class TrainSampler:
+    """Index lists of this rank's micro-batches, step after step, from `first_step` to `last_step`, exclusive.
+
+    What is left of an epoch after its last full batch is dropped; every epoch drops other images.
+    """
+
+    def __init__(
+        self, images: int, share: Share, seed: int, first_step: int, last_step: int, repeats: int = 1
+    ) -> None:
+        self.images, self.share, self.seed, self.repeats = images, share, seed, repeats
+        self.steps = range(first_step, last_step)
+        self.steps_per_epoch = images // share.batch_size
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.share.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, ordered_epoch = torch.empty(0), -1
+        for step in self.steps:
+            epoch, batch = divmod(step, self.steps_per_epoch)
+            if epoch != ordered_epoch:
+                order, ordered_epoch = epoch_order(self.seed, epoch, self.images, self.repeats), epoch
+            start = batch * self.share.batch_size
+            whole = copies_apart(order[start : start + self.share.batch_size], self.repeats)
+            ours = self.share.of(whole)
+            yield from (part.tolist() for part in ours.split(self.share.micro_batch))
+
+
+class EvalSampler:
+    """Index lists that show every image to exactly one rank: rank r takes r, r + N, r + 2N, …
+
+    All ranks yield equally many lists of equal length, because a sharded model needs all of them in every
+    forward; `valid(i)` says how many of the i-th list count, the rest is filled up with image 0.
+    """
+
+    def __init__(self, images: int, batch_size: int, rank: int, world_size: int) -> None:
+        self.own = range(rank, images, world_size)
+        self.longest = len(range(0, images, world_size))
+        self.batch_size = min(batch_size, self.longest)
+
+    def __len__(self) -> int:
+        return -(-self.longest // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(len(self)):
+            own = self.own[batch * self.batch_size : (batch + 1) * self.batch_size]
+            yield [*own, *[0] * (self.batch_size - len(own))]
+
+    def valid(self, batch: int) -> int:
+        return max(0, min(self.batch_size, len(self.own) - batch * self.batch_size))

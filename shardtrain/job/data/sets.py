@@ -1,0 +1,132 @@
+"""The data sets: digits, cifar10, cifar100, imagefolder, webdataset, huggingface, fake."""
+
+from __future__ import annotations
+
+import importlib.resources
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardtrain.job.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Images, WebDataset
+from shardtrain.job.data.batches import Arrays, Batches, DataSet, Repeated, Some
+from shardtrain.job.data.sampler import generator
+from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.schema import UserError
+
+
+def load(config: Data) -> DataSet:
+    """The data set that the configuration names."""
+    _check(config)
+    data = _named(config)
+    train, val = (_limited(part, config.limit) for part in (data.train, data.val))
+    return data._replace(train=train, val=val)
+
+
+def _check(config: Images) -> None:
+    grow = config.grow
+    if grow and grow.from_ > config.image_size:
+        raise UserError(f"data.grow.from={grow.from_}: expected at most data.image_size={config.image_size}")
+    if grow and grow.epochs <= grow.after:
+        raise UserError(f"data.grow.epochs={grow.epochs}: expected more than data.grow.after={grow.after}")
+
+
+def _limited(part: Batches, limit: int | None) -> Batches:
+    return part if limit is None or limit >= len(part) else Some(part, limit)
+
+
+def _named(config: Data) -> DataSet:
+    if isinstance(config, Digits):
+        return _digits()
+    if isinstance(config, Cifar):
+        return _cifar(config)
+    # What reads photographs is imported when it is needed: torchvision's transforms take a second.
+    if isinstance(config, ImageFolder):
+        from shardtrain.job.data.folder import image_folder
+
+        return image_folder(config)
+    if isinstance(config, WebDataset):
+        from shardtrain.job.data.tars import web_dataset
+
+        return web_dataset(config)
+    if isinstance(config, HuggingFace):
+        from shardtrain.job.data.hub import hugging_face
+
+        return hugging_face(config)
+    return _fake(config)
+
+
+def _digits() -> DataSet:
+    """The embedded handwritten digits; `digits.md` has their source and licence."""
+    packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
+    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+        images = torch.from_numpy(arrays["images"])[:, None]
+        labels = torch.from_numpy(arrays["labels"]).long()
+        held_out = torch.from_numpy(arrays["held_out"])
+    return DataSet(
+        train=Arrays(images[~held_out], labels[~held_out]),
+        val=Arrays(images[held_out], labels[held_out]),
+        name="digits",
+        classes=10,
+        channels=1,
+        mean=(4.89,),
+        std=(6.02,),
+    )
+
+
+def _cifar(config: Cifar) -> DataSet:
+    import torchvision
+
+    kind = torchvision.datasets.CIFAR10 if config.name == "cifar10" else torchvision.datasets.CIFAR100
+    if config.download:
+        on_rank_0(lambda: _fetch(kind, config))
+    try:
+        parts = [kind(config.root, train=train) for train in (True, False)]
+    except RuntimeError:
+        raise UserError(
+            f"data.root={config.root}: no {config.name} in {Path(config.root).expanduser().absolute()}; "
+            f"give the folder that has it, or data.download=true"
+        ) from None
+    train, val = (
+        Arrays(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in parts
+    )
+    return DataSet(
+        train=train,
+        val=val,
+        name=config.name,
+        classes=len(parts[0].classes),
+        channels=3,
+        mean=(125.3, 123.0, 113.9),
+        std=(63.0, 62.1, 66.7),
+    )
+
+
+def _fetch(kind: Callable[..., object], config: Cifar) -> None:
+    """One rank does, for all; on several hosts `root` has to be shared."""
+    try:
+        kind(config.root, download=True)
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"data.download=true: cannot fetch {config.name} to {config.root}: {error}"
+        ) from error
+
+
+def _fake(config: Fake) -> DataSet:
+    """Random images with random labels, a few of them repeated: for speed and memory, not for accuracy."""
+    few = min(256, config.train_images)
+    shape = (few, config.channels, config.image_size, config.image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
+    labels = torch.randint(0, config.classes, (few,), generator=generator("fake labels"))
+    pool = Arrays(images, labels)
+    return DataSet(
+        train=Repeated(pool, config.train_images),
+        val=Repeated(pool, config.val_images),
+        name="fake",
+        classes=config.classes,
+        channels=config.channels,
+        mean=(127.5,) * config.channels,
+        std=(73.9,) * config.channels,
+    )

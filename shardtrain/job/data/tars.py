@@ -1,0 +1,128 @@
+"""WebDataset's format: tar files ("shards") with `<key>.jpg` and `<key>.cls` side by side.
+
+A tar file is read where it lies: an index says at which byte each image begins, so any image can be had in
+any order, and what a rank sees stays a function of the seed and the step, as with every other data set. The
+`webdataset` package streams shards through a shuffle buffer instead, which is kinder to disks and to remote
+storage, and can neither continue exactly nor give the same batches to another number of ranks.
+
+The index is made by reading the headers once. It is kept beside its shard, `NAME.tar.index`, where that
+folder can be written.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from shardtrain import comm
+from shardtrain.job.config import WebDataset
+from shardtrain.job.data.batches import DataSet
+from shardtrain.job.data.photos import pictures
+from shardtrain.job.dist_env import together
+from shardtrain.job.schema import UserError
+
+Index = NDArray[np.int64]  # [images, 3]: first byte, bytes, label
+
+
+class Shards:
+    """The images of several tar files, one after another."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        together(lambda: [_index(path) for path in paths[comm.rank() :: comm.world_size()]])
+        indexes = [_index(path) for path in paths]  # most of which were made by other ranks just now
+        whole = np.concatenate(indexes)
+        self.ends = np.cumsum([len(index) for index in indexes])
+        self.first, self.size = whole[:, 0], whole[:, 1]
+        self.labels: list[int] = whole[:, 2].tolist()
+
+    def __getitem__(self, index: int) -> bytes:
+        with self._path(index).open("rb") as file:
+            file.seek(self.first[index])
+            return file.read(self.size[index])
+
+    def name(self, index: int) -> str:
+        return f"of {self.size[index]} bytes from byte {self.first[index]} of {self._path(index)}"
+
+    def _path(self, index: int) -> Path:
+        return self.paths[int(np.searchsorted(self.ends, index, side="right"))]
+
+
+def web_dataset(config: WebDataset) -> DataSet:
+    found = together(lambda: [_find(config, key) for key in ("train", "val")])
+    train, val = map(Shards, found)
+    classes = max(*train.labels, *val.labels) + 1
+    return pictures(config, train, val, classes)
+
+
+def _find(config: WebDataset, key: str) -> list[Path]:
+    pattern = getattr(config, key)
+    found = sorted(Path(config.root).expanduser().glob(pattern))
+    if not found:
+        raise UserError(f"data.{key}={pattern}: no such file in data.root={config.root}; expected tar files")
+    return found
+
+
+def _index(shard: Path) -> Index:
+    """From the file beside the shard, if that is of this very shard; else from the headers."""
+    kept = shard.with_name(f"{shard.name}.index")
+    state = shard.stat()
+    stamp = np.array([[state.st_size, state.st_mtime_ns, 0]], dtype=np.int64)
+    try:
+        found: Index = np.load(kept, allow_pickle=False)
+        if np.array_equal(found[:1], stamp):
+            return found[1:]
+    except (OSError, ValueError, EOFError):
+        pass  # not there, or not whole: it is made anew
+    index = np.array(list(_scan(shard)), dtype=np.int64)
+    _keep(np.concatenate([stamp, index]), kept)
+    return index
+
+
+def _keep(index: Index, path: Path) -> None:
+    """Several ranks may do this at once: each writes a file of its own, and the last one stays."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            np.save(file, index, allow_pickle=False)
+        os.replace(temporary, path)
+    except OSError:  # a folder that cannot be written: the next start reads the headers again
+        temporary.unlink(missing_ok=True)
+
+
+def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
+    """First byte, bytes and label of each image, in the order of the keys' first appearance."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            for member in tar:
+                folder, _, file = member.name.rpartition("/")
+                stem, _, kind = file.partition(".")
+                key = f"{folder}/{stem}"
+                if f".{kind.lower()}" in IMG_EXTENSIONS:
+                    images[key] = member.offset_data, member.size
+                elif kind == "cls":
+                    labels[key] = _label(tar, member, shard)
+    except tarfile.TarError as error:
+        raise UserError(f"{shard}: {error}; expected an uncompressed tar file") from None
+    for key in images.keys() ^ labels.keys():
+        lacks = "label (.cls)" if key in images else "image (.jpg, .png, …)"
+        raise UserError(f"{shard}: {key.lstrip('/')} has no {lacks}")
+    if not images:
+        raise UserError(f"{shard}: no images in it; expected <key>.jpg and <key>.cls side by side")
+    yield from ((*place, labels[key]) for key, place in images.items())
+
+
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, shard: Path) -> int:
+    file = tar.extractfile(member)
+    text = file.read().decode(errors="replace").strip() if file else ""
+    if not text.isdigit():
+        raise UserError(f"{shard}: {member.name} holds {text[:20]!r}, expected the number of a class")
+    return int(text)

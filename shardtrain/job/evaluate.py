@@ -1,0 +1,127 @@
+"""What a model makes of the held-out images, each counted exactly once whatever the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardtrain import average_buffers, comm
+from shardtrain.job.data import Batch
+from shardtrain.optim.ema import Ema
+
+MOST_CLASSES = 200  # of which pairs of label and prediction are counted
+MISTAKES = 16  # told of an evaluation, at most
+
+
+class Scores(NamedTuple):
+    loss: float  # mean cross-entropy, without label smoothing
+    acc1: float  # percent
+    acc5: float  # percent; of fewer than five classes, all are right
+
+
+class Mistake(NamedTuple):
+    image: int  # its place among the held-out ones
+    label: int
+    predicted: int
+    loss: float
+
+
+class Evaluation(NamedTuple):
+    scores: Scores
+    confusion: (
+        Tensor | None
+    )  # int64 [classes, classes] on the CPU: images of class i taken for j, if few classes
+    mistakes: tuple[Mistake, ...]  # the images with the largest loss that were taken for another class
+    ema: Scores | None = None  # of the weights' moving average
+
+    @property
+    def acc1(self) -> float:
+        """By which a run is judged: the average's, where one is kept."""
+        return (self.ema or self.scores).acc1
+
+    def scalars(self) -> dict[str, float]:
+        """By TensorBoard tag."""
+        found = {f"val/{name}": value for name, value in self.scores._asdict().items()}
+        averaged = self.ema._asdict().items() if self.ema else ()
+        return found | {f"val/ema_{name}": value for name, value in averaged}
+
+
+def evaluate(
+    model: nn.Module, feed: Iterable[Batch], *, ema: Ema | None = None, flip: bool = False
+) -> Evaluation:
+    """Evaluates a sharded model, and its moving average. Collective; leaves the model in training mode.
+
+    ``feed`` shows this rank images r, r + N, r + 2N, … of N ranks, as `data.EvalFeed` does.
+    ``flip``: an image's logits are the mean of its own and of its mirror image's.
+    """
+    found = _evaluate(model, feed, flip)
+    if ema is None:
+        return found
+    with ema.swapped():
+        return found._replace(ema=_evaluate(model, feed, flip).scores)
+
+
+def _evaluate(model: nn.Module, feed: Iterable[Batch], flip: bool) -> Evaluation:
+    average_buffers(model)  # BatchNorm's running statistics are each rank's own until here
+    model.eval()
+    try:
+        with torch.no_grad():
+            answers = [_answers(model, batch, flip) for batch in feed]
+    finally:
+        model.train()
+    classes = answers[0].classes
+    losses, labels, guesses = (torch.cat(parts) for parts in list(zip(*answers, strict=True))[:3])
+    return Evaluation(
+        _scores(losses, labels, guesses),
+        _confusion(labels, guesses[:, 0], classes) if classes <= MOST_CLASSES else None,
+        _mistakes(losses, labels, guesses[:, 0]),
+    )
+
+
+class Answers(NamedTuple):
+    losses: Tensor  # float32 [images]
+    labels: Tensor  # int64 [images]
+    guesses: Tensor  # int64 [images, up to 5], the likeliest first
+    classes: int
+
+
+def _answers(model: nn.Module, batch: Batch, flip: bool) -> Answers:
+    """Of the images that count."""
+    logits = model(batch.images).float()
+    if flip:
+        logits = (logits + model(batch.images.flip(3)).float()) / 2
+    logits, labels = logits[: batch.valid], batch.labels[: batch.valid]
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    classes = logits.shape[1]
+    return Answers(losses, labels, logits.topk(min(5, classes), dim=1).indices, classes)
+
+
+def _scores(losses: Tensor, labels: Tensor, guesses: Tensor) -> Scores:
+    right = guesses == labels[:, None]
+    parts = (losses.double().sum(), right[:, 0].sum(), right.sum(), torch.tensor(len(labels)))
+    sums = torch.stack([part.to(losses.device, torch.float64) for part in parts])
+    loss, first, fifth, count = comm.all_reduce(sums).tolist()
+    return Scores(loss / count, 100 * first / count, 100 * fifth / count)
+
+
+def _confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    counts = torch.bincount(labels * classes + predicted, minlength=classes * classes)
+    return comm.all_reduce(counts).view(classes, classes).cpu()
+
+
+def _mistakes(losses: Tensor, labels: Tensor, predicted: Tensor) -> tuple[Mistake, ...]:
+    """Every rank's worst, one small all-reduce, and of these the worst."""
+    wrong = torch.where(predicted == labels, -math.inf, losses.double())
+    worst = wrong.topk(min(MISTAKES, len(wrong))).indices
+    world, rank = comm.world_size(), comm.rank()
+    rows = torch.full((world, MISTAKES, 4), -math.inf, dtype=torch.float64, device=losses.device)
+    mine = (wrong[worst], rank + world * worst, labels[worst], predicted[worst])
+    rows[rank, : len(worst)] = torch.stack([each.double() for each in mine], 1)
+    found = comm.all_reduce(rows, "max").flatten(0, 1).tolist()
+    told = sorted((row for row in found if row[0] > -math.inf), key=lambda row: (-row[0], row[1]))
+    return tuple(Mistake(int(i), int(y), int(guess), loss) for loss, i, y, guess in told[:MISTAKES])

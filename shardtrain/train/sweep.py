@@ -1,0 +1,298 @@
+"""Several runs by one command: every combination of the values given, or what Optuna suggests.
+
+    python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 seed=range(3)
+    python -m shardtrain.train -m +recipe=resnet sweep.trials=20 'optim.lr=tag(log,interval(0.005,0.1))'
+
+The ranks and their process group live through all jobs; each job has a numbered folder in one directory.
+What a job is worth is its best accuracy on the held-out images. A job that fails alike on every rank is told,
+and the next one follows; when the ranks part, nothing can follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import random
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import hydra
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException, OverrideParseException
+
+from shardtrain import comm
+from shardtrain.job import launch
+from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.dist_env import Place, meet
+from shardtrain.job.hydra_app import compose, program_configs, split, unreadable
+from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
+
+Program = Callable[[Config, Context], float | None]
+
+FLAGS = ("-m", "--multirun")
+# One process group, on one device, in one directory: of all jobs together.
+SHARED = ("device", "threads", "run.name", "run.dir", "sweep.trials")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a command line with `--multirun` asks for."""
+
+    fixed: list[str]  # overrides and flags of every job
+    search: Search
+    first: Config
+
+    @property
+    def device(self) -> str:
+        return self.first.device
+
+    @property
+    def threads(self) -> int | None:
+        return self.first.threads
+
+
+def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
+    """The sweep that `arguments` ask for; None if they ask for something to be printed."""
+    fixed, swept = split_sweep([text for text in arguments if text not in FLAGS])
+    raw = compose([*fixed, *(_sample(override) for override in swept)], speak=speak)
+    if raw is None:
+        return None
+    first = from_hydra(raw)
+    for override in swept:
+        if override.key_or_group in SHARED:
+            raise UserError(f"{override.input_line}: all jobs of a sweep have one {override.key_or_group}")
+    if first.sweep.trials is None:
+        return Sweep(fixed, Combinations(swept), first)
+    return Sweep(fixed, Suggestions(swept, first.sweep.trials, first.seed), first)
+
+
+def run(program: Program) -> float | None:
+    """`launch.run`, or with `--multirun` one job after the other; the best objective."""
+    if any(flag in sys.argv[1:] for flag in FLAGS):
+        return launch.start(read, partial(run_jobs, program=program))
+    return launch.run(program)
+
+
+def run_jobs(sweep: Sweep, place: Place, device: torch.device, program: Program) -> float | None:
+    """Runs the jobs in turn; the best objective. Collective.
+
+    Raises:
+        UserError: not one of them has worked.
+        RuntimeError: the ranks have left a job for different reasons.
+    """
+    tell, directory = _telling(place), launch.run_dir(sweep.first, place)
+    done: list[Outcome] = []
+    while (overrides := sweep.search.next(done)) is not None:
+        context = Context(place, device, directory / str(len(done)))
+        if place.rank == 0:
+            print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
+        outcome = _attempt(program, sweep, overrides, context)
+        gc.collect()  # a model is a cycle, and holds its transport
+        _require_same(len(done), tell(outcome.problem))
+        done.append(outcome)
+        if place.rank == 0:
+            _note(done, directory)
+    if place.rank == 0:
+        print(table(done), flush=True)
+    if all(outcome.problem for outcome in done):
+        raise UserError(f"every job of the sweep has failed, the first with: {done[0].problem}")
+    return max((outcome.objective for outcome in done if outcome.objective is not None), default=None)
+
+
+def table(done: Sequence[Outcome]) -> str:
+    """The jobs, best first; what failed comes last, with the reason."""
+    worth = [(bool(each.problem), 1.0 if each.objective is None else -each.objective) for each in done]
+    lines = ["best val/acc1   job  overrides"]
+    for number in sorted(range(len(done)), key=worth.__getitem__):
+        overrides, objective, problem = done[number]
+        score = "failed" if problem else "–" if objective is None else f"{objective:.2f} %"
+        lines.append(f"{score:>13}  {number:>4}  {' '.join(overrides)}")
+        lines += [f"{'':>21}{problem}"] if problem else []
+    return "\n".join(lines)
+
+
+def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """What all jobs have, as written, and the keys with several values."""
+    fixed, overrides = split(arguments)
+    swept: list[Override] = []
+    with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # which knows groups: glob(…)
+        for text in overrides:
+            override = _parsed(parser, text)
+            if override.is_sweep_override():
+                swept.append(override)
+            else:
+                fixed.append(text)
+    return fixed, swept
+
+
+def _parsed(parser: OverridesParser, text: str) -> Override:
+    try:
+        return parser.parse_overrides([text])[0]
+    except (HydraException, OverrideParseException):
+        raise UserError(unreadable(text)) from None
+
+
+def _sample(override: Override) -> str:
+    """One of the values, for a look at what all jobs have in common."""
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        assert value.start is not None
+        return written(override, int(value.start) if "int" in value.tags else value.start)
+    return written(override, next(iter(override.sweep_string_iterator())))
+
+
+def _attempt(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
+    try:
+        raw = compose([*sweep.fixed, *overrides])
+        assert raw is not None
+        return Outcome(overrides, program(from_hydra(raw), context), "")
+    except UserError as error:
+        return Outcome(overrides, None, str(error))
+    except Exception as error:
+        _keep_traceback(context)
+        return Outcome(overrides, None, f"{type(error).__name__}: {error}")
+
+
+def _keep_traceback(context: Context) -> None:
+    """Of the exception being handled: in the job's folder, every rank's, and on rank 0's terminal."""
+    text, rank = traceback.format_exc(), context.place.rank
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # what the disk refuses may be the job's very failure
+        context.run_dir.mkdir(parents=True, exist_ok=True)
+        (context.run_dir / f"traceback-{rank:05}.txt").write_text(text)
+
+
+def _telling(place: Place) -> Callable[[str], list[str]]:
+    """Gives every rank's text for this rank's. By way of the store, for the group may be broken."""
+    if place.world_size == 1:
+        return lambda text: [text]
+    store = meet(place.store, place.rank, place.world_size)
+    ranks, rounds = range(place.world_size), itertools.count()
+
+    def tell(text: str) -> list[str]:
+        key = f"told/{next(rounds)}/{{}}".format
+        store.set(key(place.rank), text)
+        return [store.get(key(rank)).decode() for rank in ranks]
+
+    return tell
+
+
+def _require_same(number: int, problems: list[str]) -> None:
+    """A rank that failed alone has left the others in the middle of something."""
+    if len(set(problems)) > 1:
+        said = "; ".join(f"rank {rank}: {problem or 'done'}" for rank, problem in enumerate(problems))
+        raise RuntimeError(f"the ranks left job {number} for different reasons, so none can follow: {said}")
+
+
+def _note(done: Sequence[Outcome], directory: Path) -> None:
+    """Whatever happens next, what is known so far is in a file."""
+    if done[-1].problem:
+        print(f"job {len(done) - 1} has failed: {done[-1].problem}", flush=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    facts = [outcome._asdict() for outcome in done]
+    (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+# What a sweep tries next: every combination of values, or what Optuna suggests.
+#
+# Optuna is an extra: pip install 'shardtrain[sweep]'.
+
+
+class Outcome(NamedTuple):
+    """What became of a job."""
+
+    overrides: list[str]  # those in which jobs differ
+    objective: float | None
+    problem: str  # "": none
+
+
+class Search(Protocol):
+    def next(self, done: Sequence[Outcome]) -> list[str] | None:
+        """The overrides of the job after those that are done; None: there is none. Collective."""
+        ...
+
+
+class Combinations:
+    """Every value with every other, the last key's fastest."""
+
+    def __init__(self, swept: Sequence[Override]) -> None:
+        random.seed(0)  # what shuffle(…) draws from: alike on all ranks
+        try:
+            choices = [[(o, value) for value in o.sweep_string_iterator()] for o in swept]
+        except HydraException:
+            intervals = ", ".join(o.input_line or "" for o in swept if o.is_interval_sweep())
+            raise UserError(f"{intervals}: an interval is searched; say how long: sweep.trials=20") from None
+        self.jobs = [[written(o, value) for o, value in job] for job in itertools.product(*choices)]
+
+    def next(self, done: Sequence[Outcome]) -> list[str] | None:
+        return self.jobs[len(done)] if len(done) < len(self.jobs) else None
+
+
+def written(override: Override, value: object) -> str:
+    """One value of a swept key, as on the command line."""
+    return f"{override.get_key_element()}={value}"
+
+
+class Suggestions:
+    """As many jobs as there are `trials`. Rank 0 asks Optuna and tells the others.
+
+    A study lives as long as its process, but it depends on the seed and on what its jobs gave alone: a sweep
+    that is started again in its directory gets the same suggestions, and finds those jobs done.
+    """
+
+    def __init__(self, swept: Sequence[Override], trials: int, seed: int) -> None:
+        try:
+            import optuna
+        except ImportError:
+            raise UserError(
+                f"sweep.trials={trials} needs Optuna: pip install 'shardtrain[sweep]'; without sweep.trials, "
+                "every combination of the values is run"
+            ) from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(seed=seed)
+        self.study = optuna.create_study(direction="maximize", sampler=sampler)
+        self.swept, self.trials = swept, trials
+        self.space = {o.get_key_element(): _distribution(o, optuna.distributions) for o in swept}
+        self.failed = optuna.trial.TrialState.FAIL
+        self.asked: Any = None  # the trial under way
+
+    def next(self, done: Sequence[Outcome]) -> list[str] | None:
+        if len(done) == self.trials:
+            return None
+        text = json.dumps(self._ask(done)) if comm.rank() == 0 else ""
+        overrides = json.loads(comm.broadcast_text(text, comm.plain_transport(), comm.control_device()))
+        assert isinstance(overrides, list)
+        return overrides
+
+    def _ask(self, done: Sequence[Outcome]) -> list[str]:
+        if self.asked is not None:
+            objective = done[-1].objective
+            self.study.tell(self.asked, objective, state=self.failed if objective is None else None)
+        self.asked = self.study.ask(self.space)
+        return [written(override, self.asked.params[override.get_key_element()]) for override in self.swept]
+
+
+def _distribution(override: Override, kinds: Any) -> Any:
+    """An interval, of whole numbers if tagged `int`, by powers if tagged `log`; else the values given."""
+    value = override.value()
+    if not isinstance(value, IntervalSweep):
+        return kinds.CategoricalDistribution(list(override.sweep_string_iterator()))
+    assert value.start is not None
+    assert value.end is not None
+    log = "log" in value.tags
+    if "int" in value.tags:
+        return kinds.IntDistribution(int(value.start), int(value.end), log=log)
+    return kinds.FloatDistribution(value.start, value.end, log=log)
