@@ -33,10 +33,10 @@ from shardtrain.bench.interleave import Track, interleave
 from shardtrain.job import launch
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.dist_env import Place, choose_device, cpu_threads
+from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
-from shardtrain.monitor import Monitor, Watch, Window, open_monitor
+from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor
 
 WARMUP = 2
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
@@ -80,7 +80,7 @@ class Monitored:
     """The steps of the training program's loop, one by one."""
 
     def __init__(
-        self, job: Job, batch: Batch, steps: int, window: Window, monitor: Monitor, watch: Watch
+        self, job: Job, batch: Batch, steps: int, window: StepMetrics, monitor: Monitor, watch: Watch
     ) -> None:
         """``steps``: from one report to the next."""
         self.job, self.batch, self.steps = job, batch, steps
@@ -134,10 +134,10 @@ def mean_ratio(of: list[float], to: list[float], steps: int, device: torch.devic
     return statistics.fmean(found), error
 
 
-def measure(config: Config, place: Place, device: torch.device, folder: Path, rounds: int) -> None:
+def measure(config: Config, place: RankInfo, device: torch.device, folder: Path, rounds: int) -> None:
     job, config = build(config, place.rank, place.world_size, device)
     images, labels, _ = next(iter(job.train))
-    window, context, steps = Window(job), Context(place, device, folder), config.train.log_every
+    window, context, steps = StepMetrics(job), Context(place, device, folder), config.train.log_every
     cpu_without, cpu_with = CpuTime(), CpuTime()
     tracks = {"without": Track(), "with": Track()}
     with contextlib.redirect_stdout(io.StringIO()), open_monitor(config, context, job, window) as monitor:
@@ -168,7 +168,7 @@ def main() -> None:
     rounds = int(own[-1].removeprefix("rounds=")) if own else 40
     raw = compose([*DEFAULTS, *(text for text in sys.argv[1:] if text not in own)])
     assert raw is not None
-    config, place = from_hydra(raw), Place.from_environment(os.environ)
+    config, place = from_hydra(raw), RankInfo.from_environment(os.environ)
     device = choose_device(config.device, place)
     torch.set_num_threads(config.threads or cpu_threads(place, os.environ))
     with tempfile.TemporaryDirectory() as folder, launch.process_group(place, device):

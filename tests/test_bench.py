@@ -34,7 +34,7 @@ from shardtrain.bench.interleave import (
 from shardtrain.bench.report import suite_means
 from shardtrain.bench.steps import Measurement, measure
 from shardtrain.job import pictures
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError
 
@@ -309,7 +309,7 @@ def test_host_time_is_measured_in_one_process(tmp_path: Path) -> None:
     found = settings.read([f"out={tmp_path}"], speak=False)
     assert found is not None
     with pytest.raises(UserError, match=r"measured in one process: python -m shardtrain\.bench host"):
-        bench(found, "host", Place(0, 2, 0, 2), CPU)
+        bench(found, "host", RankInfo(0, 2, 0, 2), CPU)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")

@@ -21,7 +21,7 @@ from shardtrain.job.build import build
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.data import Batch, Prepare
 from shardtrain.job.data.batches import Arrays, DataSet
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Mistake, Scores
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
@@ -29,7 +29,7 @@ from shardtrain.monitor import glance
 from shardtrain.monitor.board import METRICS, TensorBoard, hyperparameters
 from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.reporter import Sink
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.window import StepMetrics
 from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def configure(*arguments: str) -> Config:
 
 
 def run(folder: str, *arguments: str) -> None:
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     train(configure(*arguments), Context(place, CPU, Path(folder)))
     comm.barrier()
 
@@ -260,7 +260,7 @@ def _measured() -> dict[str, Any]:
     job, _ = build(
         configure("train.accumulate=2", "train.batch_size=12"), comm.rank(), comm.world_size(), CPU
     )
-    window, batches = Window(job), iter(job.train)
+    window, batches = StepMetrics(job), iter(job.train)
     loss = torch.zeros(())
 
     def step() -> None:

@@ -18,14 +18,14 @@ from shardtrain.doctor.installation import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor.twin import Twins, difference, ordered
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import from_hydra
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError
 from shardtrain.plan.__main__ import read
 from shardtrain.plan.simulate import simulate
 
 CPU = torch.device("cpu")
-HERE = Place(0, 1, 0, 1)
+HERE = RankInfo(0, 1, 0, 1)
 TINY = ["+recipe=resnet", "data=fake", "data.train_images=48", "data.image_size=8", "train.batch_size=12"]
 
 
@@ -202,7 +202,7 @@ def test_a_disk_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_too_many_threads_and_old_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowded = installation.cores(Place(0, 999, 0, 999), CPU)
+    crowded = installation.cores(RankInfo(0, 999, 0, 999), CPU)
     assert (crowded.verdict, crowded.advice) == (WARNING, "they compete; lower threads, or start fewer ranks")
     assert installation.versions().verdict == OK
     monkeypatch.setattr(installation, "version", lambda name: "2.9.1")

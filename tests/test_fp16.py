@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.job.config import from_hydra
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.train.loop import train
-from shardtrain.train.saving import Keeper
+from shardtrain.train.saving import Saver
 
 from small import images, shard
 
@@ -81,19 +81,19 @@ TINY = (
 def run(folder: Path, *more: str) -> list[float]:
     """The scales that the run's checkpoints hold."""
     config = from_hydra(compose([*TINY, *more]))  # type: ignore[arg-type]
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     scales = []
-    save = Keeper._save
+    save = Saver._save
 
-    def saved(keeper: Keeper, step: int) -> None:
+    def saved(keeper: Saver, step: int) -> None:
         scales.append(keeper._job.scaler.get_scale())
         save(keeper, step)
 
-    Keeper._save = saved  # type: ignore[method-assign]
+    Saver._save = saved  # type: ignore[method-assign]
     try:
         train(config, Context(place, torch.device("cpu"), folder))
     finally:
-        Keeper._save = save  # type: ignore[method-assign]
+        Saver._save = save  # type: ignore[method-assign]
     return scales
 
 

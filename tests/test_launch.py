@@ -20,13 +20,13 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from shardtrain.job import dist_env, launch
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import Place, choose_device, cpu_threads
+from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 
 from programs import ended
 
-ALONE = Place(0, 1, 0, 1)
+ALONE = RankInfo(0, 1, 0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +56,13 @@ def _no_job(config: Config, context: Context) -> None:
 
 
 def test_places() -> None:
-    assert Place.from_environment({}) == ALONE
+    assert RankInfo.from_environment({}) == ALONE
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert Place.from_environment(environ) == Place(5, 8, 1, 4)
-    assert Place.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
+    assert RankInfo.from_environment(environ) == RankInfo(5, 8, 1, 4)
+    assert RankInfo.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
     for missing in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         with pytest.raises(UserError, match=rf"WORLD_SIZE=8, so .* missing or no number: '{missing}'"):
-            Place.from_environment({key: environ[key] for key in environ if key != missing})
+            RankInfo.from_environment({key: environ[key] for key in environ if key != missing})
 
 
 def test_a_broken_environment_is_told(
@@ -84,20 +84,20 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert choose_device("auto", Place(1, 2, 1, 2)) == torch.device("cuda", 1)
+    assert choose_device("auto", RankInfo(1, 2, 1, 2)) == torch.device("cuda", 1)
     assert chosen == [torch.device("cuda", 1)]
     with pytest.raises(UserError, match="4 ranks on this host, but torch finds 2 GPUs; start 2 ranks a host"):
-        choose_device("cuda", Place(2, 4, 2, 4))
+        choose_device("cuda", RankInfo(2, 4, 2, 4))
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     by_torchrun = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
     assert cpu_threads(ALONE, {}) == 8
-    assert cpu_threads(Place(0, 3, 0, 3), by_torchrun) == 2
-    assert cpu_threads(Place(0, 16, 0, 16), by_torchrun) == 1
-    assert cpu_threads(Place(0, 2, 0, 2), {"OMP_NUM_THREADS": "1"}) == 1
-    assert cpu_threads(Place(0, 2, 0, 2), by_torchrun | {"OMP_NUM_THREADS": "3"}) == 3
+    assert cpu_threads(RankInfo(0, 3, 0, 3), by_torchrun) == 2
+    assert cpu_threads(RankInfo(0, 16, 0, 16), by_torchrun) == 1
+    assert cpu_threads(RankInfo(0, 2, 0, 2), {"OMP_NUM_THREADS": "1"}) == 1
+    assert cpu_threads(RankInfo(0, 2, 0, 2), by_torchrun | {"OMP_NUM_THREADS": "3"}) == 3
     assert cpu_threads(ALONE, by_torchrun) == 1
 
 
@@ -126,7 +126,7 @@ def test_ranks_and_restarts_agree_on_what_the_first_proposed() -> None:
     shared.set_timeout(timedelta(seconds=5))
     answers = []
     for attempt, proposal in [(0, "first"), (0, "second"), (1, "after a restart")]:
-        place = Place(0, 2, 0, 2)
+        place = RankInfo(0, 2, 0, 2)
         place.__dict__["store"] = PrefixStore(f"attempt_{attempt}", shared)
         answers.append(place.agree("run_name", proposal))
     assert answers == ["first"] * 3
@@ -238,9 +238,9 @@ import torch.distributed as dist
 
 from shardtrain.bench import host
 from shardtrain.job import launch
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 
-CPU, place = torch.device("cpu"), Place.from_environment(os.environ)
+CPU, place = torch.device("cpu"), RankInfo.from_environment(os.environ)
 OPENED = {
     "launch": lambda: launch.process_group(place, CPU),
     "bench": lambda: host.process_group(place, CPU, "here"),

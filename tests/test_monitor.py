@@ -19,7 +19,7 @@ from shardtrain.comm.meter import count
 from shardtrain.engine.precision import Precision
 from shardtrain.job.build import build
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose
@@ -30,7 +30,7 @@ from shardtrain.monitor import opening as monitor_opening
 from shardtrain.monitor.console import Bar, Lines, LogFile, ResultFile, Tables
 from shardtrain.monitor.opening import Comparison
 from shardtrain.monitor.reporter import Sink
-from shardtrain.monitor.window import Window, _peak_flops
+from shardtrain.monitor.window import StepMetrics, _peak_flops
 from shardtrain.plan.live import optimizer_tensors
 
 CPU = torch.device("cpu")
@@ -53,9 +53,9 @@ def configure(*arguments: str) -> Config:
 
 
 def opened(run_dir: Path, *arguments: str, rank: int = 0) -> tuple[Any, Context, Any]:
-    context = Context(Place(rank, 1, 0, 1), CPU, run_dir)
+    context = Context(RankInfo(rank, 1, 0, 1), CPU, run_dir)
     job, config = build(configure(*arguments), 0, 1, CPU)
-    return open_monitor(config, context, job, Window(job)), context, job
+    return open_monitor(config, context, job, StepMetrics(job)), context, job
 
 
 def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +237,7 @@ def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
     _, _, job = opened(tmp_path)
-    window = Window(job)
+    window = StepMetrics(job)
     logits = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     with window.step():
         for loss in (1.0, 2.0):
@@ -260,7 +260,7 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
         window.close(7, torch.tensor(3.0))
 
 
-def step_of(window: Window, *images: torch.Tensor) -> None:
+def step_of(window: StepMetrics, *images: torch.Tensor) -> None:
     """A step over micro-batches of ``images``, which moves a MiB."""
     with window.step():
         count("all_gather", [MIB])
@@ -271,7 +271,7 @@ def step_of(window: Window, *images: torch.Tensor) -> None:
 
 def test_start_up_is_no_part_of_the_first_report(tmp_path: Path) -> None:
     _, _, job = opened(tmp_path)
-    window = Window(job)
+    window = StepMetrics(job)
     window.since = window.spent.since = time.perf_counter() - 1000
     window.start()
     step_of(window, TWO)
@@ -283,7 +283,7 @@ def test_start_up_is_no_part_of_the_first_report(tmp_path: Path) -> None:
 def test_traffic_is_that_of_the_steps_that_were_metered(tmp_path: Path, ranks: int) -> None:
     """A run that continues on as many ranks, or on fewer, has metered none of the steps before."""
     _, _, job = opened(tmp_path)
-    before, after = Window(job), Window(job)
+    before, after = StepMetrics(job), StepMetrics(job)
     step_of(before, TWO)
     after.restore(before.state(), ranks)
     step_of(after, TWO)
@@ -298,7 +298,7 @@ def test_the_peak_is_that_of_the_run(tmp_path: Path) -> None:
     large = torch.ones(400 * MIB, dtype=torch.uint8)
     del large
     peaks = []
-    for window in (Window(job), Window(job)):
+    for window in (StepMetrics(job), StepMetrics(job)):
         if peaks:
             window.start()
         step_of(window, TWO)
@@ -311,7 +311,7 @@ def test_utilisation_counts_the_pixels_shown_and_the_dtype(
 ) -> None:
     _, _, job = opened(tmp_path, "data.grow={from:4,epochs:1,multiple:4}")
     assert job.forward_flops[4] < job.forward_flops[8]
-    window = Window(job)
+    window = StepMetrics(job)
     window.peak = 1e9
     step_of(window, TWO, torch.zeros(3, 1, 4, 4))
     scalars = window.close(1, torch.ones(()))

@@ -19,7 +19,7 @@ from shardtrain import comm
 from shardtrain.job.build import lr_factor
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.data import side_in
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose, config_folder
 from shardtrain.job.launch import Context
 from shardtrain.monitor.tables import end_table
@@ -273,7 +273,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tiny_run(folder: str, name: str, photos: str) -> dict[str, Any]:
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
     source = (f"data.root={photos}",) if "imagenet" in name else ()
     if "16ep" in name:

@@ -11,7 +11,7 @@ import torch
 
 from shardtrain.job.config import from_hydra
 from shardtrain.job.data import Prepare
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.train.loop import train
@@ -34,6 +34,6 @@ def test_a_model_without_buffers_skips_a_step(tmp_path: Path) -> None:
     raw = compose(VIT)
     assert raw is not None
     with patch.object(Prepare, "__call__", spoil):
-        train(from_hydra(raw), Context(Place(0, 1, 0, 1), torch.device("cpu"), tmp_path))
+        train(from_hydra(raw), Context(RankInfo(0, 1, 0, 1), torch.device("cpu"), tmp_path))
     assert "skipped step 2: loss nan on rank 0" in (tmp_path / "log.txt").read_text()
     assert json.loads((tmp_path / "result.json").read_text())["step"] == 3

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shardtrain import comm
 from shardtrain.job.config import from_hydra
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -64,7 +64,7 @@ def test_norms_need_tensorboard(tmp_path: Path) -> None:
     raw = compose(["+recipe=resnet", "monitor.norms=true", "monitor.tensorboard=false"])
     assert raw is not None
     job: Any = None
-    opening = open_monitor(from_hydra(raw), Context(Place(0, 1, 0, 1), CPU, tmp_path), job, job)
+    opening = open_monitor(from_hydra(raw), Context(RankInfo(0, 1, 0, 1), CPU, tmp_path), job, job)
     with (
         pytest.raises(UserError, match=r"norms=true: norms are for plots alone, so monitor.tensorboard"),
         opening,
@@ -82,7 +82,7 @@ def test_norms_are_plotted_on_request_and_nowhere_else(tmp_path: Path) -> None:
         ["+recipe=resnet", *tiny, *steps, "monitor.norms=true", "monitor.plan=false", "monitor.progress=none"]
     )
     assert raw is not None
-    place = Place(comm.rank(), comm.world_size(), 0, 1)
+    place = RankInfo(comm.rank(), comm.world_size(), 0, 1)
     train(from_hydra(raw), Context(place, CPU, tmp_path))
     events = EventAccumulator(str(tmp_path))
     events.Reload()

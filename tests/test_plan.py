@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.engine.hooks import engine_of
 from shardtrain.job.build import build
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -193,7 +193,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     pytest.importorskip("matplotlib")
     arguments = [*TINY, "world_size=4", "bandwidth=10", "flops=2", "memory=0.03"]
     arguments.append("data.grow={from:16,epochs:2}")
-    plan(settings(*arguments, f"out={tmp_path}/here"), Place(0, 1, 0, 1), CPU)
+    plan(settings(*arguments, f"out={tmp_path}/here"), RankInfo(0, 1, 0, 1), CPU)
     said = capsys.readouterr().out
     for expected in (
         "vit, 6,362 parameters",
@@ -307,7 +307,7 @@ def planned_as(rank: int, *arguments: str) -> Plan:
 
 def run(folder: str, *arguments: str) -> str:
     """What the log says of a training run on the ranks that call this."""
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     quick = ["train.max_steps=2", "data.val_images=4", "monitor.tensorboard=false", "checkpoint.keep=0"]
     train(configure("model=squeezenet1_1", *quick, *arguments), Context(place, CPU, Path(folder)))
     comm.barrier()

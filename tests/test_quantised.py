@@ -27,7 +27,7 @@ import shardtrain
 from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
 from shardtrain.comm.quantised import BLOCK, Parcels, Part, decode, encode
-from shardtrain.comm.transport import Around, Pending
+from shardtrain.comm.transport import Pending, TransportWrapper
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, even
 
@@ -470,7 +470,7 @@ def test_what_makes_no_sense_is_refused(on_ranks: Ranks) -> None:
         Precision(gather=torch.bfloat16)
 
 
-class Yours(Around):
+class Yours(TransportWrapper):
     """A transport of messages that is none of this package's."""
 
     inner: Simulated

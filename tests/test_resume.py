@@ -28,7 +28,7 @@ from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.job import evaluate
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.data import feed
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -97,7 +97,7 @@ def configure(*arguments: str) -> Config:
 def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     """How the run ended on this rank."""
     sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     if "monitor.tensorboard=false" not in arguments:
         time.sleep(1 - time.time() % 1)  # it names files by the second, then by a number without zeros
     try:
@@ -373,14 +373,14 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
     folder = copied(undisturbed, tmp_path)
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
-    fit = saving.Keeper.step_done
+    fit = saving.Saver.step_done
 
-    def look(self: saving.Keeper, *args: Any) -> None:
+    def look(self: saving.Saver, *args: Any) -> None:
         groups = self._job.optimizer.param_groups
         seen.append([(group["weight_decay"], group["lr"]) for group in groups])
         fit(self, *args)
 
-    with patch.object(saving.Keeper, "step_done", look):
+    with patch.object(saving.Saver, "step_done", look):
         assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain.launch import process_group
-from shardtrain.place import Place
+from shardtrain.place import RankInfo
 
 
 def threads():
@@ -32,7 +32,7 @@ def job():
     assert any("gloo" in name for name in threads())
 
 
-with process_group(Place.from_environment(os.environ), torch.device("cpu")):
+with process_group(RankInfo.from_environment(os.environ), torch.device("cpu")):
     job()
 assert not any("gloo" in name for name in threads()), threads()
 """

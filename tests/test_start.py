@@ -26,7 +26,7 @@ from shardtrain.comm import HostScatter
 from shardtrain.job import data
 from shardtrain.job.config import Config, WebDataset, from_hydra
 from shardtrain.job.data import tars
-from shardtrain.job.dist_env import Place, together
+from shardtrain.job.dist_env import RankInfo, together
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -47,7 +47,7 @@ def configured(*arguments: str) -> Config:
 
 
 def context_in(folder: Path) -> Context:
-    return Context(Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size()), CPU, folder)
+    return Context(RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size()), CPU, folder)
 
 
 def taken(folder: Path, *arguments: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_single_rank_agrees_with_those_before_it(monkeypatch: pytest.MonkeyPat
     store = HashStore()
     answers = []
     for ranks, proposal in [(2, "of two"), (1, "of one")]:
-        place = Place(0, ranks, 0, ranks)
+        place = RankInfo(0, ranks, 0, ranks)
         place.__dict__["store"] = store
         answers.append(place.agree("run_name", proposal))
     assert answers == ["of two"] * 2
@@ -115,7 +115,7 @@ def test_a_single_rank_agrees_with_those_before_it(monkeypatch: pytest.MonkeyPat
 
 def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    place = Place(0, 1, 0, 1)
+    place = RankInfo(0, 1, 0, 1)
     place.__dict__["store"] = HashStore()
     config = configured("resume=none")
     for job in "01":

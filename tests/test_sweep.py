@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardtrain import comm
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 from shardtrain.train import sweep
@@ -52,7 +52,7 @@ def jobs(*arguments: str) -> list[str]:
 
 def run(folder: str, job: Callable[[Config, Context], float | None], *arguments: str) -> tuple[Any, str]:
     """What a sweep on the ranks that call this gives, or the error's text, and what the rank says."""
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     if place.world_size > 1:
         place.__dict__["store"] = dist.FileStore(f"{folder}.store", place.world_size)
     said = io.StringIO()

@@ -20,7 +20,7 @@ from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import Span
 from shardtrain.job.config import from_hydra
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.monitor import timeline
@@ -145,7 +145,7 @@ def profiled(folder: str, *arguments: str) -> None:
     quiet = ("monitor.tensorboard=false", "monitor.plan=false", "monitor.progress=none")
     raw = compose(["+recipe=resnet", *tiny, *steps, *quiet, *arguments])
     assert raw is not None
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     train(from_hydra(raw), Context(place, CPU, Path(folder)))
     assert not trace.is_open()
     comm.barrier()

@@ -18,7 +18,7 @@ from shardtrain.job.build import build, forward_flops, lr_factor
 from shardtrain.job.config import Config, Constant, Cosine, from_hydra
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.job.data.batches import Arrays, DataSet
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores, evaluate
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
@@ -50,7 +50,7 @@ def configure(*arguments: str) -> Config:
 
 def run(folder: str, *arguments: str) -> dict[str, Any]:
     """result.json of a run on the ranks that call this."""
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     train(configure(*arguments), Context(place, CPU, Path(folder)))
     comm.barrier()
     result = json.loads((Path(folder) / "result.json").read_text())
@@ -142,7 +142,7 @@ def test_accumulation_gives_the_same_first_loss(tmp_path: Path) -> None:
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    context = Context(Place(0, 1, 0, 1), CPU, tmp_path / "run")
+    context = Context(RankInfo(0, 1, 0, 1), CPU, tmp_path / "run")
     train(configure("dry_run=true"), context)
     assert not (tmp_path / "run").exists()
     assert "none: dry_run" in capsys.readouterr().out

@@ -16,7 +16,7 @@ import torch
 from shardtrain import comm
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.data import Prepare
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.monitor.phases import PHASES, Slow, slowest
@@ -180,7 +180,7 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
     said: list[str] = []
     window: Any = SimpleNamespace(slow=None, wished=False)
     monitor: Any = SimpleNamespace(say=said.append)
-    context = Context(Place(0, 2, 0, 2), CPU, tmp_path)
+    context = Context(RankInfo(0, 2, 0, 2), CPU, tmp_path)
     watch = Watch(
         configure("train.log_every=1"), context, SimpleNamespace(steps=9, steps_per_epoch=3), window, monitor
     )  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def with_a_slow_rank(folder: str) -> None:
         "checkpoint.keep=0",
         "monitor.plan=false",
     )
-    place = Place(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     with patch.object(Prepare, "__call__", slowly):
         config = configure(*tiny, *steps, "monitor.tensorboard=false", "monitor.progress=none")
         train(config, Context(place, CPU, Path(folder)))

@@ -16,13 +16,13 @@ from shardtrain.bench.host import process_group
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.job import launch
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.schema import UserError
 
 STEPS, COLLECTIVES, HOST = "steps", "collectives", "host"
 
 
-def bench(chosen: Settings, program: str, place: Place, device: torch.device) -> None:
+def bench(chosen: Settings, program: str, place: RankInfo, device: torch.device) -> None:
     """Measure, and report also what an interruption leaves."""
     if program == HOST:
         _bench_host(chosen, place)
@@ -46,7 +46,7 @@ def bench(chosen: Settings, program: str, place: Place, device: torch.device) ->
             _bench_steps(chosen, output, device)
 
 
-def _bench_host(chosen: Settings, place: Place) -> None:
+def _bench_host(chosen: Settings, place: RankInfo) -> None:
     if place.world_size > 1:
         raise UserError("the host's time is measured in one process: python -m shardtrain.bench host")
     points, output = host.Points(), Report(chosen, HOST, place, torch.device("cpu"))
@@ -94,7 +94,7 @@ def main() -> None:
 
     def read(arguments: Sequence[str], speak: bool) -> Settings | None:
         found = settings.read(arguments[1:] if named else arguments, speak)
-        return found and settings.with_default_threads(found, Place.from_environment(os.environ))
+        return found and settings.with_default_threads(found, RankInfo.from_environment(os.environ))
 
     launch.start(read, lambda chosen, place, device: bench(chosen, program, place, device))
 

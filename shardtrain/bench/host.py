@@ -38,7 +38,7 @@ from shardtrain.bench.interleave import Progress, Spread, Track, interleave, spr
 from shardtrain.bench.report import Report, quartiles
 from shardtrain.bench.settings import Settings
 from shardtrain.comm import native
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import aligned
 from shardtrain.job.launch import close_process_group, open_process_group
 from shardtrain.layout import even
@@ -274,7 +274,7 @@ def simulated_group(world: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def process_group(place: Place, device: torch.device, meeting: str) -> Iterator[None]:
+def process_group(place: RankInfo, device: torch.device, meeting: str) -> Iterator[None]:
     """The default group while the block runs, met at ``meeting`` in the launcher's store.
 
     Unlike `launch.process_group` it makes one for a single rank too, because the peers need it.

@@ -32,7 +32,7 @@ from shardtrain.bench.interleave import attempt, spread
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.steps import to_run
-from shardtrain.job.dist_env import Place, choose_device
+from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.format import MIB, aligned
 from shardtrain.job.schema import UserError, checked
 
@@ -60,7 +60,7 @@ class Peaks:
     found: dict[str, Peak] = field(default_factory=dict)
 
 
-def measure(peaks: Peaks, settings: Settings, place: Place, device: torch.device) -> None:
+def measure(peaks: Peaks, settings: Settings, place: RankInfo, device: torch.device) -> None:
     """Fill ``peaks``, one contender after the other."""
     require_pss()
     peaks.case, peaks.precision = settings.case(settings.model), settings.precision
@@ -99,7 +99,7 @@ def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
     output.write(results, "\n".join([title, *aligned(rows), *left_out]), bars, interrupted)
 
 
-def _observe(name: str, peak: Peak, settings: Settings, place: Place) -> None:
+def _observe(name: str, peak: Peak, settings: Settings, place: RankInfo) -> None:
     """On local rank 0 start the contender's processes and look at them; elsewhere wait for that."""
     key = meeting_of(name)
     alone = dataclasses.replace(settings, contenders=(name,), threads=torch.get_num_threads())
@@ -122,7 +122,7 @@ def _observe(name: str, peak: Peak, settings: Settings, place: Place) -> None:
         time.sleep(0.1)
 
 
-def _environment(place: Place, first: int, local: int) -> dict[str, str]:
+def _environment(place: RankInfo, first: int, local: int) -> dict[str, str]:
     if place.world_size == 1:
         return {}
     # The launcher's store is up already: nobody is to start another one at its address.
@@ -156,7 +156,7 @@ def meeting_of(contender: str) -> str:
     return f"shardtrain/bench/memory/{contender}"
 
 
-def _train(settings: Settings, contender: str, place: Place, device: torch.device) -> dict[str, object]:
+def _train(settings: Settings, contender: str, place: RankInfo, device: torch.device) -> dict[str, object]:
     case = settings.case(settings.model)
     data = build_data(case, settings.accumulate, settings.seed, place.rank, device)
     trained = contenders.build(contender, build_model(case, settings.seed, device), settings.setup(device))
@@ -166,7 +166,7 @@ def _train(settings: Settings, contender: str, place: Place, device: torch.devic
     return {"losses": losses, "device_bytes": on_device}
 
 
-def _answer(settings: Settings, contender: str, place: Place, device: torch.device) -> dict[str, object]:
+def _answer(settings: Settings, contender: str, place: RankInfo, device: torch.device) -> dict[str, object]:
     try:
         return _train(settings, contender, place, device)
     except Exception as error:
@@ -177,7 +177,7 @@ def main() -> None:
     settings = checked(OmegaConf.create(json.loads(sys.argv[1])), Settings)
     (contender,) = settings.chosen
     warnings.simplefilter("ignore")
-    place = Place.from_environment(os.environ)
+    place = RankInfo.from_environment(os.environ)
     device = choose_device(settings.device, place)
     assert settings.threads is not None
     torch.set_num_threads(settings.threads)

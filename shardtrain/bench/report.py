@@ -17,7 +17,7 @@ from shardtrain.bench.interleave import EXEMPT, Spread, geometric_mean
 from shardtrain.bench.settings import Settings, what_is_measured
 from shardtrain.bench.steps import Measurement, Verdict
 from shardtrain.job import dist_env, pictures
-from shardtrain.job.dist_env import Place, on_rank_0
+from shardtrain.job.dist_env import RankInfo, on_rank_0
 from shardtrain.job.format import aligned, counted
 from shardtrain.job.schema import writing
 
@@ -27,7 +27,7 @@ SUITE_REFERENCES = ("fsdp2", "ddp", "no_communication")
 class Report:
     """The output directory and what every result says about where it was measured."""
 
-    def __init__(self, settings: Settings, program: str, place: Place, device: torch.device) -> None:
+    def __init__(self, settings: Settings, program: str, place: RankInfo, device: torch.device) -> None:
         self.settings, self.program = settings, program
         self.hardware = dist_env.hardware(device, place.world_size, place.local_world_size)
         self.versions = dist_env.versions()

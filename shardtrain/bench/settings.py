@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardtrain.bench.contenders import CASES, OPTIMIZERS, PRECISIONS, TITLES, Case, Setup
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, above, at_least, checked, nearest, one_of
 
@@ -82,7 +82,7 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     return settings
 
 
-def with_default_threads(settings: Settings, place: Place) -> Settings:
+def with_default_threads(settings: Settings, place: RankInfo) -> Settings:
     """One thread a rank where several ranks share a host: contenders then compete for cores alike."""
     if settings.threads is None and place.local_world_size > 1:
         return dataclasses.replace(settings, threads=1)

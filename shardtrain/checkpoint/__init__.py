@@ -79,5 +79,5 @@ def load(
     """
     engine = engine_of(module)
     require_rest(engine, "checkpoint.load")
-    opened = open_checkpoint(Path(path), engine.transport.everyone, engine.device)
+    opened = open_checkpoint(Path(path), engine.transport.all_ranks, engine.device)
     return load_into(opened, engine, optimizer, averages)

@@ -51,7 +51,7 @@ class Held(NamedTuple):
     """One parameter as this rank holds it at rest.
 
     ``start:stop``: this rank's elements, in the order of ``stride``. ``cuts``: the elements that each
-    of everyone writes. An ignored parameter is whole on every rank, and rank 0 writes it.
+    of all_ranks writes. An ignored parameter is whole on every rank, and rank 0 writes it.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Content(NamedTuple):
 
 def held(engine: Engine) -> list[Held]:
     """Every parameter of the module, sharded ones first."""
-    world, speakers = engine.transport.everyone.world, engine.transport.speakers
+    world, primary_ranks = engine.transport.all_ranks.world, engine.transport.primary_ranks
     found = []
     for unit in engine.units:
         for segment in unit.segments:
             by_rank = [(Piece(0, 0, 0),) * len(segment.places)] * world
-            for number, rank in enumerate(speakers):
+            for number, rank in enumerate(primary_ranks):
                 by_rank[rank] = segment.layout.pieces(number)
             for index, place in enumerate(segment.places):
                 cuts = tuple((pieces[index].start, pieces[index].stop) for pieces in by_rank)
@@ -122,9 +122,9 @@ def collect(
     Raises:
         ValueError: on this rank alone, when nothing is communicated any more: something cannot be saved.
     """
-    equal = dict(equal_buffers(engine.module, engine.transport.everyone))
+    equal = dict(equal_buffers(engine.module, engine.transport.all_ranks))
     states = _agreed_states(engine, optimizer)
-    entries, rank = held(engine), engine.transport.everyone.rank
+    entries, rank = held(engine), engine.transport.all_ranks.rank
     buffers = persistent_buffers(engine.module)
     tensors = _cut_tensors("parameters", entries, {e.param: e.param for e in entries}, rank)
     tensors |= {f"buffers/{name}": buffer for name, buffer in buffers}
@@ -141,7 +141,7 @@ def collect(
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}, which a safetensors file does not hold")
     manifest = Manifest(
-        world_size=engine.transport.everyone.world,
+        world_size=engine.transport.all_ranks.world,
         files={},
         parameters={entry.name: _describe(entry) for entry in entries},
         buffers={name: Spec.of(buffer) for name, buffer in buffers},
@@ -182,19 +182,19 @@ def _agreed_states(
         ValueError: in the end, on this rank alone: its own cannot be saved, or is not what others say.
     """
     entries = held(engine) if optimizer is not None else []
-    everyone, ours, problem = engine.transport.everyone, {}, ""
+    all_ranks, ours, problem = engine.transport.all_ranks, {}, ""
     try:
         for entry in entries:
             assert optimizer is not None
-            if entry.param in optimizer.state and (entry.param.numel() or entry.first == everyone.rank):
+            if entry.param in optimizer.state and (entry.param.numel() or entry.first == all_ranks.rank):
                 state = optimizer.state[entry.param]
                 ours[entry.name] = {k: dump_state(_describe_state(entry, k, v)) for k, v in state.items()}
     except ValueError as error:
         problem = str(error)
     ours = json.loads(json.dumps(ours))  # as others will read it: tuples are lists
-    said = json.dumps({e.name: ours[e.name] for e in entries if e.name in ours and e.first == everyone.rank})
+    said = json.dumps({e.name: ours[e.name] for e in entries if e.name in ours and e.first == all_ranks.rank})
     agreed: dict[str, Any] = {}
-    for text in comm.gather_texts(said, everyone, engine.device):
+    for text in comm.gather_texts(said, all_ranks, engine.device):
         agreed |= json.loads(text) if text else {}  # a simulated world delivers nothing
     odd = [name for name, state in ours.items() if agreed.get(name, state) != state]
     if odd and not problem:

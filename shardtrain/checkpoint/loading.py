@@ -43,37 +43,37 @@ class Opened(NamedTuple):
     manifest: Manifest
 
 
-def open_checkpoint(path: Path, everyone: Ranks, device: torch.device) -> Opened:
+def open_checkpoint(path: Path, all_ranks: Ranks, device: torch.device) -> Opened:
     """Verify every file of the checkpoint ``path``, each on one rank. Collective.
 
     Raises:
         Damaged: on every rank, naming ranks and files.
     """
     text, problem = "", ""
-    if everyone.rank == 0:
+    if all_ranks.rank == 0:
         try:
             text = read(path)
             parse(text)
         except Damaged as error:
             problem = str(error)
-    _agree_whole(path, problem, everyone, device)
-    manifest = parse(comm.broadcast_text(text, everyone, device))
-    mine = range(everyone.rank, manifest.world_size, everyone.world)
+    _agree_whole(path, problem, all_ranks, device)
+    manifest = parse(comm.broadcast_text(text, all_ranks, device))
+    mine = range(all_ranks.rank, manifest.world_size, all_ranks.world)
     names = [file_name(index) for index in mine]
     found = [problem_with(path / name, manifest.files[name]) for name in names]
-    _agree_whole(path, "; ".join(filter(None, found)), everyone, device)
+    _agree_whole(path, "; ".join(filter(None, found)), all_ranks, device)
     return Opened(path, manifest)
 
 
-def _agree_whole(path: Path, problem: str, everyone: Ranks, device: torch.device) -> None:
-    problems = _gathered(problem, everyone, device)
+def _agree_whole(path: Path, problem: str, all_ranks: Ranks, device: torch.device) -> None:
+    problems = _gathered(problem, all_ranks, device)
     if problems:
         raise Damaged(f"{path} is damaged: {'; '.join(problems)}")
 
 
-def _gathered(problem: str, everyone: Ranks, device: torch.device) -> list[str]:
+def _gathered(problem: str, all_ranks: Ranks, device: torch.device) -> list[str]:
     """Every rank's problem after its rank's number, the same list on all."""
-    heard = comm.gather_texts(problem, everyone, device)
+    heard = comm.gather_texts(problem, all_ranks, device)
     return [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text]
 
 
@@ -88,16 +88,16 @@ def load_into(
     Raises:
         ValueError: on every rank, naming everything that does not fit; nothing has been loaded then.
     """
-    everyone, device = engine.transport.everyone, engine.device
+    all_ranks, device = engine.transport.all_ranks, engine.device
     entries = held(engine)
-    source = Source(opened.path, opened.manifest, everyone)
+    source = Source(opened.path, opened.manifest, all_ranks)
     problems = _compare(opened.manifest, engine, entries, optimizer)
     if averages is not None and not opened.manifest.ema:
         problems.append("it was saved without moving averages of the parameters")
     kinds = ["parameters", *(["ema"] if averages is not None else [])]
     problems = problems or source.problems(entries, kinds)
     extra, more = ([], "") if problems else source.extra()
-    found = comm.gather_texts("; ".join([*problems, more] if more else problems), everyone, device)
+    found = comm.gather_texts("; ".join([*problems, more] if more else problems), all_ranks, device)
     if any(found):
         differing = "; ".join(dict.fromkeys(filter(None, found)))
         raise ValueError(f"{opened.path} does not fit, nothing was loaded: {differing}")
@@ -106,7 +106,7 @@ def load_into(
         _fill(source, engine, entries, optimizer, averages)
     except (OSError, SafetensorError) as error:
         problem = str(error)
-    problems = _gathered(problem, everyone, device)
+    problems = _gathered(problem, all_ranks, device)
     if problems:
         raise RuntimeError(
             f"{opened.path} became unreadable, the model is half loaded: {'; '.join(problems)}"
@@ -204,18 +204,18 @@ def _options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
 
 
 class Source:
-    """A checkpoint as one rank of ``everyone`` reads it. Files are mapped when first needed.
+    """A checkpoint as one rank of ``all_ranks`` reads it. Files are mapped when first needed.
 
     With as many ranks as saved, each gets its own buffers and extra again; else the buffers are the mean
     over the ranks that saved, and the extra is rank 0's.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, everyone: Ranks) -> None:
+    def __init__(self, path: Path, manifest: Manifest, all_ranks: Ranks) -> None:
         self.manifest = manifest
         self._path = path
         self._handles: dict[str, Any] = {}
-        same = manifest.world_size == everyone.world
-        self._own_file = file_name(everyone.rank if same else 0)
+        same = manifest.world_size == all_ranks.world
+        self._own_file = file_name(all_ranks.rank if same else 0)
         self._buffers = "buffers" if same else "averaged"
 
     # looking

@@ -79,7 +79,7 @@ class Saving:
         self._content = content
         self._memory: Snapshot | None = None
         self.copied = Event()  # the live tensors are not needed any more
-        self._everyone, self._device = engine.transport.everyone, engine.device
+        self._all_ranks, self._device = engine.transport.all_ranks, engine.device
         self._record: Record | None = None
         self._records: dict[str, Record] = {}
         self.problem = ""
@@ -97,11 +97,11 @@ class Saving:
 
     def work(self) -> None:
         """This rank's part of the stage. Communicates nothing and raises nothing."""
-        name = file_name(self._everyone.rank)
+        name = file_name(self._all_ranks.rank)
         try:
             if self.stage is Stage.WRITE:
                 self._write(self._temporary / name)
-            elif self.stage is Stage.COMMIT and self._everyone.rank == 0:
+            elif self.stage is Stage.COMMIT and self._all_ranks.rank == 0:
                 commit(self._temporary, self.path, dump(self._content.manifest._replace(files=self._records)))
         except OSError as error:
             self.problem = f"{Path(error.filename or name).name}: {error.strerror}"
@@ -123,10 +123,10 @@ class Saving:
             SaveFailed: on every rank, naming ranks, files and reasons.
         """
         said = json.dumps({"problem": self.problem, "record": self._record})
-        heard = [json.loads(text) for text in comm.gather_texts(said, self._everyone, self._device)]
+        heard = [json.loads(text) for text in comm.gather_texts(said, self._all_ranks, self._device)]
         problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(heard) if each["problem"]]
         if problems:
-            if self._everyone.rank == 0:
+            if self._all_ranks.rank == 0:
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise SaveFailed(f"{self.path} was not saved: {'; '.join(problems)}")
         if self.stage is Stage.WRITE:
@@ -156,13 +156,13 @@ def begin(
         content = collect(engine, optimizer, extra, facts, averages)
     except ValueError as error:
         problem = str(error)
-    if engine.transport.everyone.rank == 0 and not problem:
+    if engine.transport.all_ranks.rank == 0 and not problem:
         try:
             temporary = make_temporary(path).name
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
     said = {"problem": problem, "temporary": temporary, "digest": _digest(content)}
-    texts = comm.gather_texts(json.dumps(said), engine.transport.everyone, engine.device)
+    texts = comm.gather_texts(json.dumps(said), engine.transport.all_ranks, engine.device)
     heard = [json.loads(text) for text in texts]
     problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(heard) if each["problem"]]
     if not problems:

@@ -1,6 +1,6 @@
 """The checkpoints of one run: a directory with one `step-NNNNNNNN` each.
 
-    store = Store(run_dir / "checkpoints", everyone, device, keep=2, asynchronous=True)
+    store = Store(run_dir / "checkpoints", all_ranks, device, keep=2, asynchronous=True)
     found = store.newest()             the newest whole one, and the damaged ones after it
     store.clear(found.damaged)         they are set aside; what killed saves left is removed
     store.save(step, model, …)         at most one save is under way; a thread copies, then writes
@@ -61,18 +61,18 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match and step_name(int(match[1])) == match[0])
 
 
-def newest(directory: Path, everyone: Ranks, device: torch.device) -> Found:
+def newest(directory: Path, all_ranks: Ranks, device: torch.device) -> Found:
     """The newest whole checkpoint in ``directory``; every file of it has been verified. Collective.
 
     Raises:
         Damaged: there are checkpoints, and none of them is whole.
     """
-    listed = json.dumps(steps_in(directory)) if everyone.rank == 0 else ""
+    listed = json.dumps(steps_in(directory)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
-    for step in reversed(json.loads(comm.broadcast_text(listed, everyone, device))):
+    for step in reversed(json.loads(comm.broadcast_text(listed, all_ranks, device))):
         path = directory / step_name(step)
         try:
-            opened = open_checkpoint(path, everyone, device)
+            opened = open_checkpoint(path, all_ranks, device)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
             return Found(opened, step, damaged)
@@ -87,14 +87,14 @@ class Store:
     """The checkpoints of the run that is under way. ``keep``: how many beside the best one remain."""
 
     def __init__(
-        self, directory: Path, everyone: Ranks, device: torch.device, *, keep: int, asynchronous: bool
+        self, directory: Path, all_ranks: Ranks, device: torch.device, *, keep: int, asynchronous: bool
     ) -> None:
         self.directory = directory
         self.keep = keep
         self.asynchronous = asynchronous
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.exposed_s = 0.0  # seconds that training has waited for saves
-        self._everyone, self._device = everyone, device
+        self._all_ranks, self._device = all_ranks, device
         self._step = 0  # of the save that began last
         self._best: int | None = None
         self._memory = Snapshot()
@@ -122,7 +122,7 @@ class Store:
         Raises:
             Damaged: there are checkpoints, and none of them is whole.
         """
-        found = newest(self.directory, self._everyone, self._device)
+        found = newest(self.directory, self._all_ranks, self._device)
         self.latest = found.step
         return found
 
@@ -214,7 +214,7 @@ class Store:
 
     def _work(self, saving: Saving) -> None:
         saving.work()
-        if saving.stage is Stage.COMMIT and not saving.problem and self._everyone.rank == 0:
+        if saving.stage is Stage.COMMIT and not saving.problem and self._all_ranks.rank == 0:
             self._retain()
 
     def _retain(self) -> None:

@@ -17,7 +17,7 @@ Read in this order; imports point upwards:
 - ``simulated``: without other ranks
 - ``opening``: which of these it is to be
 - ``texts``, ``host_scatter``: for the code around the engine: texts, and tensors handed out on each host
-- ``public``: collectives for everyone, under torch's names
+- ``public``: collectives for all_ranks, under torch's names
 - ``clocks``: how far the ranks' clocks are apart
 
 A movement has a name in each of three tables, by what is asked of it::

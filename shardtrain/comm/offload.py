@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardtrain.comm.transport import Around, Flat, Gradient, Pending, Ranks, Tag, Transport
+from shardtrain.comm.transport import Flat, Gradient, Pending, Ranks, Tag, Transport, TransportWrapper
 from shardtrain.layout import Layout
 
 
@@ -51,7 +51,7 @@ class OnDevice:
             tensor.copy_(moved)
 
 
-class Offloaded(Around):
+class Offloaded(TransportWrapper):
     """``inner``'s movements on ``device``, for shards that lie in host memory.
 
     ``inner`` must not share memory between ranks, whose shards are in host memory as it is.
@@ -61,7 +61,7 @@ class Offloaded(Around):
         assert not inner.in_place or inner.world == 1
         super().__init__(inner)
         self.device, self.in_place = device, False
-        self.everyone = OnDevice(inner.everyone, device)
+        self.all_ranks = OnDevice(inner.all_ranks, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None  # of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.replicated import Column, Replicated
+from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.reports import open_reports
 from shardtrain.comm.shared_memory import HostMemory, SharedMemoryTransport
 from shardtrain.comm.signals import connect
@@ -74,11 +74,11 @@ def open_replicated(
     own = next(ranks for ranks in groups if plain.rank in ranks)
     column = [ranks[own.index(plain.rank)] for ranks in groups]
     memory = _where_possible(kind, plain, lambda: _share_in_groups(plain, groups)) if len(own) > 1 else None
-    everyone = _guarded(plain, memory)
-    row = everyone.part(own, inside)
+    all_ranks = _guarded(plain, memory)
+    row = all_ranks.part(own, inside)
     shards: Transport = SharedMemoryTransport(row, memory) if memory is not None else row
     shards = Alone() if len(own) == 1 else shards
-    return Replicated(shards, Column(everyone.part(column, across)), everyone, groups[0])
+    return Replicated(shards, ReplicaGroup(all_ranks.part(column, across)), all_ranks, groups[0])
 
 
 def _guarded(inner: ProcessGroupTransport, memory: HostMemory | None) -> ProcessGroupTransport:

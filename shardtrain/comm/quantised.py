@@ -33,7 +33,16 @@ from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.meter import count
-from shardtrain.comm.transport import Around, Carrier, Flat, Gradient, Pending, Tag, Transport, pack_own
+from shardtrain.comm.transport import (
+    Carrier,
+    Flat,
+    Gradient,
+    Pending,
+    Tag,
+    Transport,
+    TransportWrapper,
+    pack_own,
+)
 from shardtrain.layout import Layout
 
 BLOCK = 256  # elements; a scale adds 1.6 % to their codes
@@ -138,7 +147,7 @@ def _blocks_of(column: torch.Tensor, elements: int) -> Iterator[tuple[slice, tor
             yield span, scales[:, first:last], codes[:, span].unflatten(1, (last - first, length))
 
 
-class Quantised(Around):
+class Quantised(TransportWrapper):
     """``inner``, with int8 for what may be quantised (`Flat.quantised`); the rest as ever."""
 
     def __init__(self, inner: Transport) -> None:
@@ -146,7 +155,7 @@ class Quantised(Around):
         Raises:
             ValueError: ``inner`` is no `Carrier`, or its ranks share memory.
         """
-        if inner.everyone.world > inner.world:
+        if inner.all_ranks.world > inner.world:
             raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
         if not isinstance(inner, Carrier) or inner.in_place:
             raise ValueError(

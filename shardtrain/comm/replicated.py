@@ -31,7 +31,6 @@ from typing import Protocol
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.transport import (
-    Around,
     Flat,
     Gradient,
     Interval,
@@ -39,12 +38,13 @@ from shardtrain.comm.transport import (
     Ranks,
     Tag,
     Transport,
+    TransportWrapper,
     pack_own,
 )
 
 
 class Across(Protocol):
-    """A `Column` of ranks, one of each replica, that hold the same interval."""
+    """A `ReplicaGroup` of ranks, one of each replica, that hold the same interval."""
 
     silent: bool
 
@@ -52,7 +52,7 @@ class Across(Protocol):
         """Start turning each interval, which every rank has, into its mean over ranks, alike on all."""
 
 
-class Everyone(Ranks, Protocol):
+class AllRanks(Ranks, Protocol):
     """All ranks, and their guard: see `ProcessGroupTransport`."""
 
     def note(self, kind: str, tag: Tag) -> None: ...
@@ -62,15 +62,15 @@ class Everyone(Ranks, Protocol):
     def fence(self, what: str) -> None: ...
 
 
-class Replicated(Around):
-    """Movements ``inside`` a shard group and ``across`` the replicas, with an eye on ``everyone``."""
+class Replicated(TransportWrapper):
+    """Movements ``inside`` a shard group and ``across`` the replicas, with an eye on ``all_ranks``."""
 
     def __init__(
-        self, inside: Transport, across: Across, everyone: Everyone, speakers: Sequence[int]
+        self, inside: Transport, across: Across, all_ranks: AllRanks, primary_ranks: Sequence[int]
     ) -> None:
         super().__init__(inside)
-        self.across, self._guard = across, everyone
-        self.everyone, self.speakers = everyone, speakers
+        self.across, self._guard = across, all_ranks
+        self.all_ranks, self.primary_ranks = all_ranks, primary_ranks
         self.silent = across.silent
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -110,7 +110,7 @@ class Replicated(Around):
 # The mean over ranks that hold the same interval, one of each replica; the same bits on all of them.
 
 
-class Column:
+class ReplicaGroup:
     """The ranks of ``part``. ``silent``: as of a `Transport`."""
 
     silent = False

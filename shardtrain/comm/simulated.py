@@ -124,7 +124,7 @@ class Simulated(OneGroup):
 
 
 class SimulatedReplicas:
-    """Rank ``rank`` of the ranks that replicas have in common: everyone, or a column of them."""
+    """Rank ``rank`` of the ranks that replicas have in common: all_ranks, or a column of them."""
 
     silent = True
 
@@ -139,7 +139,7 @@ class SimulatedReplicas:
         return Pending(held.clear)
 
     def _room(self, values: torch.Tensor, wire: torch.dtype) -> list[torch.Tensor]:
-        """The memory that an average takes until it is done; see `Column.average`."""
+        """The memory that an average takes until it is done; see `ReplicaGroup.average`."""
         swaps = self._inbox and self.world == 2
         moved = [values.to(wire, copy=swaps)]
         part = moved[0] if swaps else moved[0].tensor_split(self.world)[self.rank]

@@ -3,7 +3,7 @@
 A transport moves the intervals of one shard group. What is not cut is everyone's: buffers, initial values,
 the gradient's norm. Where a model has several replicas, there are more ranks than a shard group has::
 
-    everyone       ranks 0, 1, 2, 3
+    all ranks      ranks 0, 1, 2, 3
     shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
 
 A movement is started now and finished later. Between movements, `fence` keeps writers of parameters
@@ -46,7 +46,7 @@ class Gradient(NamedTuple):
     ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`: this rank's gradient in the other
     ranks' intervals; its own interval is the transport's to use. ``own``: this rank's gradient in its own
     interval, 1-D, one tensor for each of ``pieces``, its ``layout.pieces(rank)``, of ``full``'s dtype or a
-    wider one. When the reduction is done ``own`` holds the mean over everyone, in the same tensors or in
+    wider one. When the reduction is done ``own`` holds the mean over all_ranks, in the same tensors or in
     others. ``quantised``: it may travel as int8.
     """
 
@@ -115,8 +115,8 @@ class Ranks(Protocol):
 class Transport(Protocol):
     """Moves bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
-    ``everyone``: all ranks that train the model, of one shard group or of several; errors name their numbers.
-    ``speakers``: who of everyone speaks for what all replicas hold alike, the ranks of the first shard group
+    ``all_ranks``: all ranks that train the model, of one shard group or of several; errors name their numbers.
+    ``primary_ranks``: who of everyone speaks for what all replicas hold alike, the ranks of the first shard group
     in their order. ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a
     gather copies nothing and a release can give nothing back. ``silent``: nothing comes from other ranks,
     because there are none, so what this rank lacks is not to be had. ``reserved``: bytes of this rank's
@@ -132,10 +132,10 @@ class Transport(Protocol):
     def reserved(self) -> int: ...
 
     @property
-    def everyone(self) -> Ranks: ...
+    def all_ranks(self) -> Ranks: ...
 
     @property
-    def speakers(self) -> Sequence[int]: ...
+    def primary_ranks(self) -> Sequence[int]: ...
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -190,23 +190,23 @@ class OneGroup:
     world: int
 
     @property
-    def everyone(self: Itself) -> Itself:
+    def all_ranks(self: Itself) -> Itself:
         return self
 
     @property
-    def speakers(self) -> Sequence[int]:
+    def primary_ranks(self) -> Sequence[int]:
         return range(self.world)
 
 
-class Around:
+class TransportWrapper:
     """A transport around ``inner``, which does what is not said otherwise."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
         self.in_place, self.silent = inner.in_place, inner.silent
-        self.everyone: Ranks = inner.everyone
-        self.speakers = inner.speakers
+        self.all_ranks: Ranks = inner.all_ranks
+        self.primary_ranks = inner.primary_ranks
 
     @property
     def reserved(self) -> int:

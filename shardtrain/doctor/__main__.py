@@ -16,7 +16,7 @@ from shardtrain.doctor.twin import Twins
 from shardtrain.job import launch
 from shardtrain.job.build import build
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import read_beside
 from shardtrain.job.model import uncompiled
 from shardtrain.job.schema import UserError, at_least
@@ -60,7 +60,7 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     return settings
 
 
-def findings(settings: Settings, place: Place, device: torch.device) -> Iterator[Finding]:
+def findings(settings: Settings, place: RankInfo, device: torch.device) -> Iterator[Finding]:
     """Each check's finding, on every rank. Collective."""
     # A compiler rounds, and draws random numbers, in its own way: what is examined is the sharding.
     job, config = build(uncompiled(settings.config), place.rank, place.world_size, device)
@@ -83,7 +83,7 @@ def findings(settings: Settings, place: Place, device: torch.device) -> Iterator
     yield from shared([installation.disk(run_dir, needed, kept)] if first_here else [])
 
 
-def examine(settings: Settings, place: Place, device: torch.device) -> None:
+def examine(settings: Settings, place: RankInfo, device: torch.device) -> None:
     """Print what is found; leave with code 1 if anything has failed."""
     failed = False
     for finding in findings(settings, place, device):

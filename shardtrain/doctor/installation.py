@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardtrain import comm
 from shardtrain.job import dist_env
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB, counted
 
 OLDEST_TORCH = (2, 11)
@@ -43,7 +43,7 @@ def versions() -> Finding:
     return Finding(OK, text)
 
 
-def backend(place: Place, device: torch.device) -> Finding:
+def backend(place: RankInfo, device: torch.device) -> Finding:
     """The ranks' collectives add up. Collective."""
     name = "nccl" if device.type == "cuda" else "gloo"
     there = dist.is_nccl_available() if name == "nccl" else dist.is_gloo_available()
@@ -74,7 +74,7 @@ def shared_memory() -> Finding:
     return Finding(OK, text)
 
 
-def clocks(place: Place, device: torch.device, rounds: int = 5) -> Finding:
+def clocks(place: RankInfo, device: torch.device, rounds: int = 5) -> Finding:
     """Clocks of different ranks agree. Collective: the best of a few rounds, so that no delay counts."""
     least = float("inf")
     for _ in range(rounds):
@@ -113,7 +113,7 @@ def disk(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Finding:
     return Finding(OK, f"{text}, and keeps them at {speed:.0f} MiB/s")
 
 
-def cores(place: Place, device: torch.device) -> Finding:
+def cores(place: RankInfo, device: torch.device) -> Finding:
     """Ranks of a host do not compete for its cores."""
     there = dist_env.cores()
     threads = torch.get_num_threads()

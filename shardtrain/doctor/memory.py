@@ -53,7 +53,7 @@ def checkpoint_bytes(job: Job) -> int:
     engine = engine_of(job.model)
     averages = job.ema.averages.values() if job.ema is not None else ()
     own = sum(held(job).values()) + sum(average.nbytes for average in averages)
-    saves = comm.rank() in engine.transport.speakers  # other replicas have the same
+    saves = comm.rank() in engine.transport.primary_ranks  # other replicas have the same
     return int(comm.all_reduce(torch.tensor(own * saves, device=engine.device)))
 
 

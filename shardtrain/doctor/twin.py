@@ -67,7 +67,7 @@ class Twins:
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
         engine = engine_of(job.model)
-        self.world = engine.transport.everyone.world
+        self.world = engine.transport.all_ranks.world
         whole = placed(initial_model(config), config, job.device)
         casts = PRECISIONS[config.parallel.precision] is not None
         optimizer = (

@@ -18,7 +18,7 @@ from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine.deferred_init import Initial, become, forget
 from shardtrain.engine.hooks import Engine, engine_of, is_sharded
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import Place, Segment, segments_of
+from shardtrain.engine.shard import ParamInfo, Segment, segments_of
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import UnitChoice, check_forward, parameters_of, places_by_unit, unit_modules
 from shardtrain.layout import Policy, cut_of
@@ -97,12 +97,12 @@ def shard(
     in_messages = precision.quantises or not on_cpu
     kind = "process_group" if transport == "auto" and in_messages else transport
     link = _open(kind, mesh) if isinstance(kind, str) else kind
-    if precision.quantises and link.everyone.world > 1:
+    if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
     link = _offloaded(link, module, initial) if offload else link
     control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
     lines = [f"layout {layout}", *_model_lines(places)]
-    comm.require_same(lines, "the model to shard", link.everyone, control)
+    comm.require_same(lines, "the model to shard", link.all_ranks, control)
     cut = cut_of(layout, link.world)
     segments = {
         name: segments_of(places[name], link, precision, cut, initial)
@@ -110,12 +110,12 @@ def shard(
     }
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(places)]
     _place_the_rest(module, left_alone, initial)
-    _broadcast_buffers(module, link.everyone)
+    _broadcast_buffers(module, link.all_ranks)
     Engine(module, built, reshard_after_forward, precision, left_alone, layout)
     return module
 
 
-def _largest(places: Sequence[Place]) -> int:
+def _largest(places: Sequence[ParamInfo]) -> int:
     """Elements of the largest of these parameters."""
     return max((place.parameter.numel() for place in places), default=0)
 
@@ -136,7 +136,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     engine = engine_of(module)
     schedule, before = engine.schedule, engine.schedule.reduce_gradients
-    schedule.reduce_gradients = engine.transport.everyone.world == 1  # alone there is nothing to wait for
+    schedule.reduce_gradients = engine.transport.all_ranks.world == 1  # alone there is nothing to wait for
     try:
         yield
     finally:
@@ -222,7 +222,7 @@ def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
     return comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
 
 
-def _model_lines(places: Mapping[str, list[Place]]) -> list[str]:
+def _model_lines(places: Mapping[str, list[ParamInfo]]) -> list[str]:
     """What must be the same on every rank, a line for each parameter."""
     return [
         f"{place.name} {tuple(p.shape)} {p.dtype} strides {p.stride()}{'' if p.requires_grad else ' frozen'}"
@@ -248,7 +248,7 @@ def _place_the_rest(module: nn.Module, ignored: set[nn.Parameter], initial: Init
     forget(module)
 
 
-def _broadcast_buffers(root: nn.Module, everyone: Ranks) -> None:
+def _broadcast_buffers(root: nn.Module, all_ranks: Ranks) -> None:
     for buffer in root.buffers():
         if not buffer.is_meta:
-            everyone.broadcast(buffer)
+            all_ranks.broadcast(buffer)

@@ -41,7 +41,7 @@ _FILLS = {
 
 
 @dataclass(frozen=True)
-class Window:
+class StorageView:
     """A tensor as a part of memory number ``memory``; ``offset`` and ``stride`` in elements."""
 
     memory: int
@@ -73,7 +73,9 @@ class Entry(NamedTuple):
 
     def play(self, memories: dict[int, UntypedStorage]) -> None:
         """Do it again, on ``memories``."""
-        args, kwargs = tree_map_only(Window, lambda window: window.on(memories), (self.args, self.kwargs))
+        args, kwargs = tree_map_only(
+            StorageView, lambda window: window.on(memories), (self.args, self.kwargs)
+        )
         with _default_dtype(self.default_dtype), _random(self.random, kwargs):
             result = self.operation(*args, **kwargs)
         for memory, tensor in zip(self.made, _tensors(result), strict=True):
@@ -89,7 +91,9 @@ class Tape(TorchDispatchMode):
         self._entries: list[Entry] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)  # memory → entries, in order
         self._memories = Memories()
-        self._parameters: dict[nn.Parameter, tuple[Window, int]] = {}  # with its version since it is on meta
+        self._parameters: dict[
+            nn.Parameter, tuple[StorageView, int]
+        ] = {}  # with its version since it is on meta
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,7 +126,7 @@ class Tape(TorchDispatchMode):
         self._memories.use(number)
         return number
 
-    def _use(self, tensor: Tensor, restore: bool) -> Window:
+    def _use(self, tensor: Tensor, restore: bool) -> StorageView:
         """``tensor``'s window; its memory is there, with its values if it is to be restored."""
         number = self._memories.number(tensor)
         if number is None:
@@ -130,7 +134,7 @@ class Tape(TorchDispatchMode):
         elif number in self._memories.forgotten:
             self._restore(number) if restore else self._memories.open(number)
         self._memories.use(number)
-        return Window(number, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return StorageView(number, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _filled(self, func: Any, given: list[Tensor]) -> Tensor | None:
         """The operand whose memory is overwritten as a whole without being read, if there is one."""
@@ -166,7 +170,9 @@ class Tape(TorchDispatchMode):
             number = self._memories.number(param)
             if number is None or self._memories.is_pinned(number) or type(param) is not nn.Parameter:
                 continue
-            window = Window(number, param.dtype, param.shape, param.stride(), int(param.storage_offset()))
+            window = StorageView(
+                number, param.dtype, param.shape, param.stride(), int(param.storage_offset())
+            )
             become(param, torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta"))
             self._parameters[param] = (window, param._version)
         for number in list(self._memories.forgotten):

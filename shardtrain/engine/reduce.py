@@ -184,7 +184,7 @@ class FlatGradient:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
             full.index_add_(0, self._starts, self._zeros)
-        if self._own and transport.everyone.world > transport.world:  # replicas are sent the rest, too
+        if self._own and transport.all_ranks.world > transport.world:  # replicas are sent the rest, too
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
         for index in self._missing():
             size = segment.pieces[index].numel

@@ -36,7 +36,7 @@ from shardtrain.layout import Cut, Layout, Piece
 ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
 
 
-class Place(NamedTuple):
+class ParamInfo(NamedTuple):
     """One parameter of a unit: its fully qualified name, and every (module, attribute) that holds it."""
 
     name: str
@@ -66,7 +66,7 @@ class Segment:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[ParamInfo],
         transport: Transport,
         precision: Precision,
         cut: Cut,
@@ -104,11 +104,11 @@ class Segment:
         first = self.params[0]
         full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
         if not full.is_meta:
-            everyone = self.transport.everyone
-            if everyone.rank == 0:
+            all_ranks = self.transport.all_ranks
+            if all_ranks.rank == 0:
                 for place, param, view in zip(self.places, self.params, self.views_of(full), strict=True):
                     view.copy_(initial.value(place.name, param))
-            everyone.broadcast(full)
+            all_ranks.broadcast(full)
         own = full[self.layout.interval(self.transport.rank)]
         return own if own.numel() == full.numel() else own.clone()
 
@@ -269,7 +269,7 @@ class Segment:
         """
         twin = copy.copy(self)
         twin.places = tuple(
-            Place(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.holders))
+            ParamInfo(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.holders))
             for place in self.places
         )
         twin.kept_grads = [None] * len(self.params)
@@ -283,13 +283,13 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def segments_of(
-    places: Sequence[Place], transport: Transport, precision: Precision, cut: Cut, initial: Initial
+    places: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: Initial
 ) -> list[Segment]:
     """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order.
 
     Collective, since making a segment is.
     """
-    groups: dict[tuple[object, ...], list[Place]] = {}
+    groups: dict[tuple[object, ...], list[ParamInfo]] = {}
     for place in places:
         param, holder = place.parameter, place.holder
         moves_as = precision.of_parameter(param, holder), precision.traffic(param, holder)

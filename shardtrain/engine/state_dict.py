@@ -101,7 +101,7 @@ def _whole_grads(segment: Segment, unit: Unit) -> list[torch.Tensor | None]:
     Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
     """
     has_grad = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
-    segment.transport.everyone.all_reduce(has_grad, "max")
+    segment.transport.all_ranks.all_reduce(has_grad, "max")
     if not has_grad.any():
         return [None] * len(segment.params)
     local = torch.zeros_like(segment.local)
@@ -145,14 +145,14 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     """
     engine = engine_of(module)
     require_rest(engine, "full_state_dict")
-    wanted = engine.transport.everyone.rank == 0 or not rank0_only
+    wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
     values: dict[torch.Tensor, torch.Tensor] = {}
     for unit in engine.units:
         for segment in unit.segments:
             views = segment.views_of(_whole(segment, segment.local, unit))
             if wanted:
                 values.update(zip(segment.params, (v.to("cpu", copy=True) for v in views), strict=True))
-    for buffer, value in equal_buffers(module, engine.transport.everyone):
+    for buffer, value in equal_buffers(module, engine.transport.all_ranks):
         values[buffer] = value.to("cpu", copy=True)
     if not wanted:
         return {}
@@ -178,10 +178,10 @@ def load_full_state_dict(
     """
     engine = engine_of(module)
     require_rest(engine, "load_full_state_dict")
-    everyone, device = engine.transport.everyone, engine.device
-    problems, lacking = _compare(engine, state, strict) if everyone.rank == 0 else ([], [])
+    all_ranks, device = engine.transport.all_ranks, engine.device
+    problems, lacking = _compare(engine, state, strict) if all_ranks.rank == 0 else ([], [])
     found = {"problems": problems, "missing": lacking}
-    message = comm.broadcast_text(json.dumps(found), everyone, device)
+    message = comm.broadcast_text(json.dumps(found), all_ranks, device)
     verdict = json.loads(message) if message else found  # a simulated world delivers nothing
     if verdict["problems"]:
         raise ValueError("nothing was loaded: " + "; ".join(verdict["problems"]))
@@ -192,19 +192,19 @@ def load_full_state_dict(
             _load_segment(segment, state, missing)
     for name, tensor in _uncut(engine):
         if name not in missing:
-            if everyone.rank == 0:
+            if all_ranks.rank == 0:
                 tensor.copy_(state[name])
-            everyone.broadcast(tensor)
+            all_ranks.broadcast(tensor)
 
 
 def _load_segment(segment: Segment, state: Mapping[str, torch.Tensor], missing: set[str]) -> None:
-    everyone = segment.transport.everyone
+    all_ranks = segment.transport.all_ranks
     full = segment.local.new_zeros(segment.layout.padded)
-    if everyone.rank == 0:
+    if all_ranks.rank == 0:
         for place, view in zip(segment.places, segment.views_of(full), strict=True):
             if place.name not in missing:
                 view.copy_(state[place.name])
-    everyone.broadcast(full)
+    all_ranks.broadcast(full)
     own = full[segment.layout.interval(segment.transport.rank)]
     for index, place in enumerate(segment.places):
         if place.name not in missing:
@@ -256,11 +256,11 @@ def average_buffers(module: nn.Module) -> None:
     BatchNorm's running statistics differ between ranks during training; call this before evaluation.
     One all-reduce for each floating-point dtype, one broadcast for each other.
     """
-    for buffer, value in equal_buffers(module, engine_of(module).transport.everyone):
+    for buffer, value in equal_buffers(module, engine_of(module).transport.all_ranks):
         buffer.copy_(value)
 
 
-def equal_buffers(module: nn.Module, everyone: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every buffer with the value it has in common, leaving the buffers themselves alone."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for buffer in dict.fromkeys(module.buffers()):
@@ -268,11 +268,11 @@ def equal_buffers(module: nn.Module, everyone: Ranks) -> list[tuple[torch.Tensor
     pairs = []
     for (dtype, _), buffers in groups.items():
         flat = torch.cat([buffer.detach().flatten() for buffer in buffers])
-        if dtype.is_floating_point and everyone.world > 1:
-            everyone.all_reduce(flat)
-            flat.div_(everyone.world)
+        if dtype.is_floating_point and all_ranks.world > 1:
+            all_ranks.all_reduce(flat)
+            flat.div_(all_ranks.world)
         else:
-            everyone.broadcast(flat)
+            all_ranks.broadcast(flat)
         parts = flat.split([buffer.numel() for buffer in buffers])
         pairs += [(b, part.view(b.shape)) for b, part in zip(buffers, parts, strict=True)]
     return pairs

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from torch import nn
 
-from shardtrain.engine.shard import Place
+from shardtrain.engine.shard import ParamInfo
 
 UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
@@ -35,7 +35,7 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
 
 def places_by_unit(
     root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
-) -> dict[str, list[Place]]:
+) -> dict[str, list[ParamInfo]]:
     """Each parameter under the innermost unit that holds all of its uses.
 
     A weight tied between ``enc.0`` and ``enc.1`` belongs to the unit ``enc`` if there is one, else to the
@@ -57,10 +57,10 @@ def places_by_unit(
             if (module, attribute) not in holders[param]:
                 holders[param].append((module, attribute))
             homes.setdefault(param, set()).add(home)
-    places: dict[str, list[Place]] = {name: [] for name in anchors}
+    places: dict[str, list[ParamInfo]] = {name: [] for name in anchors}
     for param, found in homes.items():
         home = _innermost(_common_ancestor(found), modules, units)
-        places[home].append(Place(names[param][0], tuple(holders[param])))
+        places[home].append(ParamInfo(names[param][0], tuple(holders[param])))
     return {name: found for name, found in places.items() if found or name == ""}
 
 

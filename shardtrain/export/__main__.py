@@ -29,7 +29,7 @@ from shardtrain.checkpoint.store import newest
 from shardtrain.engine.hooks import engine_of
 from shardtrain.job import data, launch
 from shardtrain.job.config import DATA, Data
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose, config_folder
 from shardtrain.job.model import load_weights, plain_model, write_weights
@@ -73,7 +73,7 @@ def _read(arguments: Sequence[str], speak: bool) -> Settings | None:
     return None if raw is None else checked(raw, Settings)
 
 
-def _export(settings: Settings, place: Place, device: torch.device) -> None:
+def _export(settings: Settings, place: RankInfo, device: torch.device) -> None:
     if place.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
     opened = find(Path(settings.run).expanduser(), device)

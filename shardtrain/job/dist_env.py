@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Which of how many ranks this process is, as its launcher said."""
 
     rank: int
@@ -43,7 +43,7 @@ class Place:
     local_world_size: int
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Place:
+    def from_environment(cls, environ: Mapping[str, str]) -> RankInfo:
         if "WORLD_SIZE" not in environ:
             return cls(0, 1, 0, 1)
         try:
@@ -83,7 +83,7 @@ class Place:
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
 
 
-def choose_device(wanted: str, place: Place) -> torch.device:
+def choose_device(wanted: str, place: RankInfo) -> torch.device:
     """`wanted` is auto, cpu or cuda; every rank of a host gets a GPU of its own."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -101,7 +101,7 @@ def choose_device(wanted: str, place: Place) -> torch.device:
     return device
 
 
-def cpu_threads(place: Place, environ: Mapping[str, str]) -> int:
+def cpu_threads(place: RankInfo, environ: Mapping[str, str]) -> int:
     """Threads of this rank: what OMP_NUM_THREADS says, else this host's cores over its ranks.
 
     torchrun sets OMP_NUM_THREADS to 1 when it starts several ranks and the user did not set it, so that

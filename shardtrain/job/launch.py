@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.dist_env import START_UP, Place, choose_device, cpu_threads, meet
+from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError
 from shardtrain.job.signals import INTERRUPTED, Stopped
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 class Context:
     """What a job is told beside its configuration."""
 
-    place: Place
+    place: RankInfo
     device: torch.device
     run_dir: Path
 
@@ -76,7 +76,7 @@ def run(job: Callable[[Config, Context], Result]) -> Result | None:
 @record
 def start(
     read: Callable[[Sequence[str], bool], Settings | None],
-    job: Callable[[Settings, Place, torch.device], Result],
+    job: Callable[[Settings, RankInfo, torch.device], Result],
 ) -> Result | None:
     """Runs a program with what `read(arguments, speak)` makes of the command line, if that is anything.
 
@@ -84,7 +84,7 @@ def start(
     """
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        place = Place.from_environment(os.environ)
+        place = RankInfo.from_environment(os.environ)
     except UserError as error:
         _say(error)
         sys.exit(USER_ERROR)
@@ -106,7 +106,7 @@ def start(
 
 
 @contextlib.contextmanager
-def process_group(place: Place, device: torch.device) -> Iterator[None]:
+def process_group(place: RankInfo, device: torch.device) -> Iterator[None]:
     """The default process group while the block runs, with a start-up's time; none for a single rank."""
     if place.world_size == 1:
         yield
@@ -118,7 +118,7 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
         close_process_group()
 
 
-def open_process_group(place: Place, device: torch.device, store: Store) -> None:
+def open_process_group(place: RankInfo, device: torch.device, store: Store) -> None:
     """Make the default process group of ranks that meet in ``store``, with a start-up's time."""
     if place.local_world_size == place.world_size:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
@@ -144,7 +144,7 @@ def close_process_group() -> None:
     dist.destroy_process_group()
 
 
-def run_dir(config: Config, place: Place) -> Path:
+def run_dir(config: Config, place: RankInfo) -> Path:
     """One directory for all ranks, whatever their clocks say."""
     if config.run.dir is not None:
         return Path(config.run.dir).expanduser()
@@ -159,7 +159,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _leave_with(error: UserError, place: Place) -> NoReturn:
+def _leave_with(error: UserError, place: RankInfo) -> NoReturn:
     """Ends this rank; the first that comes here speaks for all.
 
     The others wait for their launcher to end them, because the rank that ends first is taken for the cause.

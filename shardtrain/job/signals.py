@@ -1,7 +1,7 @@
 """Being asked to leave: a scheduler's SIGTERM or SIGUSR1, or Ctrl-C.
 
 While training, a signal is only noted. The ranks exchange what they have noted with every step (see
-`keeper.Keeper`) and every batch of an evaluation (`Listening`), so they stop together, wherever the signal
+`keeper.Saver`) and every batch of an evaluation (`Listening`), so they stop together, wherever the signal
 went, with the step saved.
 """
 

@@ -13,6 +13,6 @@ from shardtrain.monitor.opening import open_monitor
 from shardtrain.monitor.reporter import Monitor
 from shardtrain.monitor.tables import score_table, start_table
 from shardtrain.monitor.watch import Watch
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.window import StepMetrics
 
-__all__ = ["Monitor", "Watch", "Window", "open_monitor", "score_table", "start_table"]
+__all__ = ["Monitor", "StepMetrics", "Watch", "open_monitor", "score_table", "start_table"]

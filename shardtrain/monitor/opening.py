@@ -21,7 +21,7 @@ from shardtrain.monitor.glance import Glance
 from shardtrain.monitor.reporter import Monitor, Sink
 from shardtrain.monitor.tables import end_table
 from shardtrain.monitor.verdict import judge
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.window import StepMetrics
 from shardtrain.plan.report import plan_of
 from shardtrain.plan.simulate import Plan
 
@@ -39,7 +39,7 @@ class Ending(Sink):
 
 @contextlib.contextmanager
 def open_monitor(
-    config: Config, context: Context, job: Job, window: Window, best_acc1: float | None = None
+    config: Config, context: Context, job: Job, window: StepMetrics, best_acc1: float | None = None
 ) -> Iterator[Monitor]:
     """The run's monitor; however the block is left, files are complete afterwards.
 

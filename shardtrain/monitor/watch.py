@@ -24,7 +24,7 @@ from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.monitor import timeline
 from shardtrain.monitor.reporter import Monitor
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.window import StepMetrics
 from shardtrain.plan.live import LiveTensors
 from shardtrain.plan.memory import timeline_of
 
@@ -35,7 +35,9 @@ REQUEST, FOLDER = "profile", "timeline"
 class Watch:
     """Called after every step, on every rank."""
 
-    def __init__(self, config: Config, context: Context, job: Job, window: Window, monitor: Monitor) -> None:
+    def __init__(
+        self, config: Config, context: Context, job: Job, window: StepMetrics, monitor: Monitor
+    ) -> None:
         self._job, self._window, self._monitor = job, window, monitor
         self._title = f"{config.model.get('name', 'model')}, {counted(context.place.world_size, 'rank')}"
         self._speaks = context.place.rank == 0
@@ -186,7 +188,7 @@ class Norms:
 
     def __init__(self, job: Job, log_every: int) -> None:
         self._names, self._params = zip(*job.model.named_parameters(), strict=True)
-        self._speaks = comm.rank() in engine_of(job.model).transport.speakers
+        self._speaks = comm.rank() in engine_of(job.model).transport.primary_ranks
         self._done, self._last_step, self._log_every = job.first_step, job.steps, log_every
         self._before: list[Tensor] = []
         self.hook = job.optimizer.register_step_pre_hook(self._before_update)

@@ -53,7 +53,7 @@ class Spent:
     images: int = 0
 
 
-class Window:
+class StepMetrics:
     """Opened once; each `close` reports what happened since the one before."""
 
     def __init__(self, job: Job) -> None:

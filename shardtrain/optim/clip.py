@@ -36,11 +36,11 @@ def clip_grad_norm_(
     sharded = {param for unit in engine.units for segment in unit.segments for param in segment.params}
     cut = _power([p.grad for p in params if p in sharded], norm_type, engine.device)
     whole = _power([p.grad for p in params if p not in sharded], norm_type, engine.device)
-    everyone, speakers = engine.transport.everyone, engine.transport.speakers
-    if everyone.rank not in speakers:
+    all_ranks, primary_ranks = engine.transport.all_ranks, engine.transport.primary_ranks
+    if all_ranks.rank not in primary_ranks:
         cut.zero_()  # replicas have the same gradient, which counts once; so all get the same bits, too
     with waiting("all_reduce", "the gradient's norm", engine.device):
-        everyone.all_reduce(cut, "max" if norm_type == math.inf else "sum")
+        all_ranks.all_reduce(cut, "max" if norm_type == math.inf else "sum")
     norm = torch.maximum(cut, whole) if norm_type == math.inf else (cut + whole) ** (1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

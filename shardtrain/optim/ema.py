@@ -77,7 +77,7 @@ class Ema:
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
         """Take the buffers' averages from the `state` of ``ranks`` ranks."""
-        values = state["own" if ranks == self._engine.transport.everyone.world else "mean"]
+        values = state["own" if ranks == self._engine.transport.all_ranks.world else "mean"]
         for average, value in zip(self._buffer_averages, values, strict=True):
             average.copy_(value)
 
@@ -92,6 +92,6 @@ class Ema:
 
     def _mean(self, buffer: Tensor) -> Tensor:
         total = buffer.clone()
-        everyone = self._engine.transport.everyone
-        everyone.all_reduce(total)
-        return total.div_(everyone.world)
+        all_ranks = self._engine.transport.all_ranks
+        all_ranks.all_reduce(total)
+        return total.div_(all_ranks.world)

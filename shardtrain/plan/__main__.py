@@ -15,7 +15,7 @@ from shardtrain.job import data, launch, pictures
 from shardtrain.job.build import completed
 from shardtrain.job.config import Config, Data, require_equal_groups
 from shardtrain.job.data.batches import Arrays
-from shardtrain.job.dist_env import Place
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import read_beside
 from shardtrain.job.schema import UserError, above, at_least, plain, writing
 from shardtrain.plan import report
@@ -25,7 +25,7 @@ from shardtrain.plan.simulate import Plan, Question, simulate
 WORLDS = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
-def plan(settings: Settings, place: Place, device: torch.device) -> None:
+def plan(settings: Settings, place: RankInfo, device: torch.device) -> None:
     """Simulate, and tell."""
     if place.world_size > 1:
         raise UserError(

@@ -209,8 +209,8 @@ def plan_of(config: Config, job: Job, rank: int | None = None) -> Plan:
     in_place = transport.in_place and transport.world > 1
     on_cpu = job.device.type == "cpu"
     question = Question(
-        world_size=transport.everyone.world,
-        replicate=transport.everyone.world // transport.world,
+        world_size=transport.all_ranks.world,
+        replicate=transport.all_ranks.world // transport.world,
         micro_batch=job.share.micro_batch,
         channels=job.channels,
         in_place=in_place,

@@ -21,21 +21,21 @@ from shardtrain.job.dist_env import AFTERWARDS, START_UP
 from shardtrain.job.evaluate import Evaluation, evaluate
 from shardtrain.job.launch import Context
 from shardtrain.job.signals import Listening, StopSignals
-from shardtrain.monitor import Monitor, Watch, Window, open_monitor, score_table, start_table
+from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.plan.report import foretold
 from shardtrain.train import sweep
 from shardtrain.train.nonfinite import BadSteps
 from shardtrain.train.resume import find_start, restore, run_directory, told
-from shardtrain.train.saving import Keeper
+from shardtrain.train.saving import Saver
 
 
 def fit(
     job: Job,
     train: Train,
     monitor: Monitor,
-    window: Window,
+    window: StepMetrics,
     bad_steps: BadSteps,
-    keeper: Keeper,
+    keeper: Saver,
     watch: Watch,
 ) -> None:
     """Trains up to step `job.steps`, evaluating every `train.eval_every` epochs and at the end."""
@@ -84,7 +84,7 @@ def fit(
     keeper.finish()
 
 
-def _add_gradients(job: Job, batches: Iterator[Batch], window: Window, accumulate: int) -> None:
+def _add_gradients(job: Job, batches: Iterator[Batch], window: StepMetrics, accumulate: int) -> None:
     """Those of the next micro-batch, one of ``accumulate``."""
     with window.phase("data"):
         images, labels, _ = next(batches)
@@ -102,7 +102,7 @@ def train(config: Config, context: Context) -> float | None:
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     start = find_start(config, context)
     job, config = build(config, place.rank, place.world_size, context.device, start.step)
-    window = Window(job)
+    window = StepMetrics(job)
     past = restore(start, config, job, window)
     best = past.best
     best_acc1 = best.acc1 if best else None
@@ -122,7 +122,7 @@ def train(config: Config, context: Context) -> float | None:
                 monitor.say(foretold(config, job))
         else:
             bad_steps = BadSteps(job.model, config.train, window, monitor, job.scaler)
-            keeper = Keeper(config, job, start.store, past, window, monitor, signals)
+            keeper = Saver(config, job, start.store, past, window, monitor, signals)
             with Watch(config, context, job, window, monitor) as watch:
                 fit(job, config.train, monitor, window, bad_steps, keeper, watch)
             best = keeper.best

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.job.config import Train
-from shardtrain.monitor import Monitor, Window
+from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.optim import GradScaler
 
 
@@ -25,7 +25,7 @@ class BadSteps:
     """
 
     def __init__(
-        self, model: nn.Module, train: Train, window: Window, monitor: Monitor, scaler: GradScaler
+        self, model: nn.Module, train: Train, window: StepMetrics, monitor: Monitor, scaler: GradScaler
     ) -> None:
         self._scaler = scaler
         self._skips = train.nonfinite == "skip"

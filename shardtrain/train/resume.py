@@ -27,7 +27,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, writing
-from shardtrain.monitor import Window
+from shardtrain.monitor import StepMetrics
 from shardtrain.train.saving import Best, Past, facts_of
 
 CHECKPOINTS = "checkpoints"
@@ -63,14 +63,16 @@ def find_start(config: Config, context: Context) -> Start:
         UserError: there is nothing whole to start from, where there should be.
     """
     directory = context.run_dir / CHECKPOINTS
-    everyone, keep = comm.plain_transport(), config.checkpoint.keep
-    store = Store(directory, everyone, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous)
+    all_ranks, keep = comm.plain_transport(), config.checkpoint.keep
+    store = Store(
+        directory, all_ranks, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous
+    )
     if config.dry_run or (config.resume == "none" and (config.eval_only or not _restarted(context))):
         return Start(0, None, store, [])
     try:
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
-            found = _elsewhere(Path(config.resume).expanduser(), everyone, context.device)
+            found = _elsewhere(Path(config.resume).expanduser(), all_ranks, context.device)
     except Damaged as error:
         raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
     return Start(found.step, found.opened, store, found.damaged)
@@ -124,12 +126,12 @@ def _restarted(context: Context) -> bool:
     return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
 
 
-def _elsewhere(path: Path, everyone: Ranks, device: torch.device) -> Found:
+def _elsewhere(path: Path, all_ranks: Ranks, device: torch.device) -> Found:
     """The checkpoint ``path``, or the newest of the run ``path``."""
     if (path / NAME).exists():
-        opened = open_checkpoint(path, everyone, device)
+        opened = open_checkpoint(path, all_ranks, device)
         return Found(opened, int(opened.manifest.facts.get("step", 0)), [])
-    found = newest(path / CHECKPOINTS, everyone, device)
+    found = newest(path / CHECKPOINTS, all_ranks, device)
     if found.opened is None:
         raise UserError(
             f"resume={path}: neither a checkpoint nor a run with checkpoints; resume=none starts anew"
@@ -137,7 +139,7 @@ def _elsewhere(path: Path, everyone: Ranks, device: torch.device) -> Found:
     return found
 
 
-def restore(start: Start, config: Config, job: Job, window: Window) -> Past:
+def restore(start: Start, config: Config, job: Job, window: StepMetrics) -> Past:
     """Fill the job with what `find_start` found, and give what is known of the run until then. Collective.
 
     The command's settings count, not the saved ones: a new `optim.weight_decay` takes effect.

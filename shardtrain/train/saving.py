@@ -25,7 +25,7 @@ from shardtrain.job.data import Batch
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.schema import plain
 from shardtrain.job.signals import Listening, Stopped, StopSignals
-from shardtrain.monitor import Monitor, Window
+from shardtrain.monitor import Monitor, StepMetrics
 
 
 class Best(NamedTuple):
@@ -68,7 +68,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-class Keeper:
+class Saver:
     """Saves the run when it is time to, and ends it when it is asked to.
 
     With each step the ranks exchange two small numbers, and read what they exchanged the step before:
@@ -82,7 +82,7 @@ class Keeper:
         job: Job,
         store: Store,
         past: Past,
-        window: Window,
+        window: StepMetrics,
         monitor: Monitor,
         signals: StopSignals,
     ) -> None:

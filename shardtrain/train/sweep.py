@@ -33,7 +33,7 @@ from hydra.errors import HydraException, OverrideParseException
 from shardtrain import comm
 from shardtrain.job import launch
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.dist_env import Place, meet
+from shardtrain.job.dist_env import RankInfo, meet
 from shardtrain.job.hydra_app import compose, program_configs, split, unreadable
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -84,7 +84,7 @@ def run(program: Program) -> float | None:
     return launch.run(program)
 
 
-def run_jobs(sweep: Sweep, place: Place, device: torch.device, program: Program) -> float | None:
+def run_jobs(sweep: Sweep, place: RankInfo, device: torch.device, program: Program) -> float | None:
     """Runs the jobs in turn; the best objective. Collective.
 
     Raises:
@@ -175,7 +175,7 @@ def _keep_traceback(context: Context) -> None:
         (context.run_dir / f"traceback-{rank:05}.txt").write_text(text)
 
 
-def _telling(place: Place) -> Callable[[str], list[str]]:
+def _telling(place: RankInfo) -> Callable[[str], list[str]]:
     """Gives every rank's text for this rank's. By way of the store, for the group may be broken."""
     if place.world_size == 1:
         return lambda text: [text]
