@@ -10,8 +10,9 @@ outlive their processes).
 """
 
 from shardtrain import checkpoint, comm
-from shardtrain.engine.api import UnitInfo, describe, held_by_rank, no_sync, shard
+from shardtrain.engine.api import no_sync, shard
 from shardtrain.engine.deferred_init import deferred
+from shardtrain.engine.introspect import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.recompute import checkpoint_activations, compile_units
 from shardtrain.engine.state_dict import average_buffers, full_state_dict, load_full_state_dict, unsharded
@@ -19,6 +20,7 @@ from shardtrain.optim import GradScaler, clip_grad_norm_
 
 __all__ = [
     "GradScaler",
+    "Introspection",
     "Precision",
     "UnitInfo",
     "average_buffers",
@@ -28,9 +30,8 @@ __all__ = [
     "comm",
     "compile_units",
     "deferred",
-    "describe",
     "full_state_dict",
-    "held_by_rank",
+    "introspect",
     "load_full_state_dict",
     "no_sync",
     "shard",

@@ -51,7 +51,7 @@ def holds_its_share() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    for unit, info in zip(engine_of(model).units, shardtrain.describe(model), strict=True):
+    for unit, info in zip(engine_of(model).units, shardtrain.introspect(model).units, strict=True):
         assert info.local_bytes < info.bytes / world + ALIGN_BYTES
         params = [param for segment in unit.segments for param in segment.params]
         states = [optimizer.state[param] for param in params]
@@ -75,7 +75,7 @@ def traffic_of_a_step(reshard: bool) -> tuple[dict[str, int], dict[str, int], in
     train(model, optimizer, 2)
     with comm.meter() as meter:
         train(model, optimizer, 1, start=2)
-    infos = shardtrain.describe(model)
+    infos = shardtrain.introspect(model).units
     return (
         dict(meter.calls),
         dict(meter.bytes),
@@ -671,7 +671,7 @@ def test_automatic_units_of_torchvision_models() -> None:
     from torchvision import models
 
     def names(model: nn.Module) -> list[str]:
-        return [info.name for info in shardtrain.describe(shardtrain.shard(model))]
+        return [info.name for info in shardtrain.introspect(shardtrain.shard(model)).units]
 
     with torch.device("meta"):
         assert names(models.resnet18()) == [
@@ -698,7 +698,7 @@ def bad_arguments() -> list[str]:
         lambda: shard(OddNet(), transport="pigeon"),
         lambda: shard(OddNet(), precision=torch.bfloat16),
         lambda: already.load_state_dict(OddNet().state_dict()),
-        lambda: shardtrain.describe(OddNet()),
+        lambda: shardtrain.introspect(OddNet()).units,
         lambda: setattr(already.stem.weight, "data", torch.zeros(3)) or already(images(0)[0]),
     ]
     texts = []

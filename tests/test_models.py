@@ -194,7 +194,7 @@ def like_ddp(name: str) -> list[str]:
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # DDP, ConvNeXt
         assert ours == three_steps(replica, case)
     assert_same_parameters(model, replica, tolerance=0)
-    return [info.name for info in shardtrain.describe(model)]
+    return [info.name for info in shardtrain.introspect(model).units]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -209,7 +209,7 @@ def test_three_steps_by_messages(ranks: Ranks, name: str) -> None:
 
 def units_of(model: nn.Module) -> list[str]:
     with torch.device("meta"):
-        return [info.name for info in shardtrain.describe(shardtrain.shard(model))][1:]
+        return [info.name for info in shardtrain.introspect(shardtrain.shard(model)).units][1:]
 
 
 def test_automatic_units_are_blocks() -> None:
@@ -219,7 +219,7 @@ def test_automatic_units_are_blocks() -> None:
         return [f"{prefix}{stage}.{block}" for stage, n in enumerate(counts, 1) for block in range(n)]
 
     def largest(model: nn.Module) -> float:
-        infos = shardtrain.describe(shardtrain.shard(model))[1:]
+        infos = shardtrain.introspect(shardtrain.shard(model)).units[1:]
         return max(i.parameters for i in infos) / sum(p.numel() for p in model.parameters())
 
     with torch.device("meta"):

@@ -68,13 +68,13 @@ def allocated(step: Any) -> int:
 def measured(*arguments: str) -> dict[str, Any]:
     """The second step of a real run: memory by the tracker and by the allocator, traffic by the meter."""
     job, config = build(configure(*arguments), comm.rank(), comm.world_size(), CPU)
-    step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm, job.ema)
+    step = Step.of(job, config.train.clip_grad_norm)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     step(batches)
     present = [*sum(batches, ()), *(job.ema.held() if job.ema is not None else [])]
     engine_of(job.model).take_gathered_peak()
     with comm.meter() as traffic:
-        timeline = memory_of_step(engine_of(job.model), job.optimizer, present, lambda: step(batches))
+        timeline = memory_of_step(job.model, job.optimizer, present, lambda: step(batches))
     gathered = engine_of(job.model).take_gathered_peak().bytes
     growth = allocated(lambda: step(batches))
     params = list(job.model.parameters())
@@ -275,9 +275,7 @@ def test_kinds_are_told_apart() -> None:
     batch = torch.randn(5, 3)
     step = Step(model, lambda logits, _: logits.square().sum(), optimizer, None)
     for _ in range(2):
-        timeline = memory_of_step(
-            engine_of(model), optimizer, [batch], lambda: step([(batch, torch.zeros(5))])
-        )
+        timeline = memory_of_step(model, optimizer, [batch], lambda: step([(batch, torch.zeros(5))]))
     most = {kind: timeline.most(kind) for kind in KINDS}
     assert most["parameters"] == most["optimizer"] == most["gradients"] == 16 * 4
     assert most["gathered"] == 0

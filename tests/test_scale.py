@@ -32,7 +32,7 @@ def test_what_1024_ranks_hold_beyond_an_even_share(name: str, flat: float, rows:
     whole = sum(param.nbytes for param in model.parameters())
     by_rows = held_by_rows(model.parameters(), 1024)
     with simulated_group(1024):
-        infos = shardtrain.describe(shardtrain.shard(model))
+        infos = shardtrain.introspect(shardtrain.shard(model)).units
     held = sum(info.local_bytes for info in infos)
     assert held * 1024 / whole == pytest.approx(flat, abs=1e-3)
     assert by_rows * 1024 / whole == pytest.approx(rows, abs=1e-3)
@@ -75,7 +75,7 @@ def test_a_step_sends_what_the_layouts_say(world: int) -> None:
     with simulated_group(world):
         model = shardtrain.shard(OddNet(), units=units)
         meter = traffic(model)
-        infos = shardtrain.describe(model)
+        infos = shardtrain.introspect(model).units
     assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
     root, *blocks = [info.local_bytes * (world - 1) for info in infos]
     assert meter.bytes == {"all_gather": root + 2 * sum(blocks), "reduce_scatter": root + sum(blocks)}

@@ -61,7 +61,7 @@ def test_a_step_with_replicas_runs_in_a_simulated_world(world: int) -> None:
 def test_resnet50_wastes_less_than_one_alignment_unit_per_unit(world: int) -> None:
     with torch.device("meta"):
         model = shardtrain.shard(torchvision.models.resnet50())
-    infos = shardtrain.describe(model)
+    infos = shardtrain.introspect(model).units
     for info in infos:
         assert info.bytes / world <= info.local_bytes < info.bytes / world + ALIGN_BYTES
     assert sum(i.local_bytes for i in infos) * world < 1.01 * sum(i.bytes for i in infos)

@@ -258,5 +258,5 @@ def test_unsharded_that_cannot_open_leaves_all_as_it_was(ranks: Ranks, world: in
 
 
 def test_units_are_kept_apart_from_blocks() -> None:
-    names = [info.name for info in shardtrain.describe(shardtrain.shard(OddNet(), units=[Block]))]
+    names = [info.name for info in shardtrain.introspect(shardtrain.shard(OddNet(), units=[Block])).units]
     assert names == ["(root)", "blocks.0", "blocks.1"]

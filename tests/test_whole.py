@@ -75,9 +75,9 @@ def test_balance_of_known_models(name: str, world: int, most: float) -> None:
         model = getattr(torchvision.models, name)()
     share = sum(param.numel() for param in model.parameters()) / world
     shardtrain.shard(model, layout="whole", transport=comm.Simulated(0, world))
-    held = shardtrain.held_by_rank(model)
+    held = shardtrain.introspect(model).bytes_by_rank
     assert max(held) / (4 * share) == pytest.approx(most, abs=0.005)
-    infos = shardtrain.describe(model)
+    infos = shardtrain.introspect(model).units
     assert sum(info.local_bytes for info in infos) == held[0]
     assert all(info.local_bytes <= info.most_bytes <= info.bytes + 16 for info in infos)
 
@@ -249,7 +249,7 @@ def sent_in_a_step() -> tuple[dict[str, int], dict[str, int]]:
         with comm.meter() as meter:
             train(model, optimizer, 1)
         measured.append(dict(meter.bytes))
-        shares = shardtrain.held_by_rank(model)
+        shares = shardtrain.introspect(model).bytes_by_rank
         assert meter.bytes["reduce_scatter"] == sum(shares) - shares[rank]
     return measured[0], measured[1]
 

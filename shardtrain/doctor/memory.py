@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from shardtrain import comm
+from shardtrain import comm, introspect
 from shardtrain.doctor.installation import FAILED, OK, WARNING, Finding
-from shardtrain.engine.hooks import engine_of
 from shardtrain.job import pictures
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
@@ -27,13 +26,13 @@ MARGIN = 0.1  # between the planned peak and the measured one
 
 def check(job: Job, config: Config, out: str | None) -> list[Finding]:
     """Take two steps, the second one watched; with ``out``, draw this rank's memory there. Collective."""
-    step = Step(job.model, job.loss, job.optimizer, config.train.clip_grad_norm, job.ema)
+    step = Step.of(job, config.train.clip_grad_norm)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     present = [tensor for batch in batches for tensor in batch]
     present += job.ema.held() if job.ema is not None else []
     step(batches)
     with comm.meter() as traffic:
-        timeline = memory_of_step(engine_of(job.model), job.optimizer, present, lambda: step(batches))
+        timeline = memory_of_step(job.model, job.optimizer, present, lambda: step(batches))
     found = [_draw(timeline, Path(out))] if out is not None else []
     if comm.rank() == 0:  # plans are rank 0's
         found.append(compare(plan_of(config, job, rank=0), held(job), traffic.bytes, timeline.peak.total))
@@ -50,11 +49,11 @@ def held(job: Job) -> dict[str, int]:
 
 def checkpoint_bytes(job: Job) -> int:
     """What all ranks will save of parameters, their optimizer and their averages. Collective."""
-    engine = engine_of(job.model)
+    inside = introspect(job.model)
     averages = job.ema.averages.values() if job.ema is not None else ()
     own = sum(held(job).values()) + sum(average.nbytes for average in averages)
-    saves = comm.rank() in engine.transport.primary_ranks  # other replicas have the same
-    return int(comm.all_reduce(torch.tensor(own * saves, device=engine.device)))
+    saves = comm.rank() in inside.primary_ranks  # other replicas have the same
+    return int(comm.all_reduce(torch.tensor(own * saves, device=inside.device)))
 
 
 def compare(plan: Plan, held: Mapping[str, int], sent: Mapping[str, int], peak: int) -> Finding:

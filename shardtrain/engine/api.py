@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,22 +17,10 @@ from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine.deferred_init import Initial, become, forget
 from shardtrain.engine.hooks import Engine, engine_of, is_sharded
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import ParamInfo, Segment, segments_of
+from shardtrain.engine.shard import ParamInfo, segments_of
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import UnitChoice, check_forward, parameters_of, places_by_unit, unit_modules
 from shardtrain.layout import Policy, cut_of
-
-
-class UnitInfo(NamedTuple):
-    """One unit as `describe` reports it. ``parameters`` and ``bytes`` are the whole unit's; ``local``
-    (elements, padding included) and ``local_bytes`` this rank's, ``most_bytes`` the most of any rank."""
-
-    name: str
-    parameters: int
-    local: int
-    bytes: int
-    local_bytes: int
-    most_bytes: int
 
 
 def shard(
@@ -141,35 +128,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         schedule.reduce_gradients = before
-
-
-def describe(module: nn.Module) -> list[UnitInfo]:
-    """What each unit of a sharded module holds, root first."""
-    return [_describe_unit(unit) for unit in engine_of(module).units]
-
-
-def _describe_unit(unit: Unit) -> UnitInfo:
-    sizes = [(s.layout.numel, s.local.numel(), s.local.element_size()) for s in unit.segments]
-    return UnitInfo(
-        name=unit.name or "(root)",
-        parameters=sum(whole for whole, _, _ in sizes),
-        local=sum(local for _, local, _ in sizes),
-        bytes=sum(whole * width for whole, _, width in sizes),
-        local_bytes=sum(local * width for _, local, width in sizes),
-        most_bytes=max(_held_by_rank(unit.segments), default=0),
-    )
-
-
-def held_by_rank(module: nn.Module) -> list[int]:
-    """Bytes of the pieces that each rank holds of a sharded module, padding included."""
-    engine = engine_of(module)
-    held = _held_by_rank([segment for unit in engine.units for segment in unit.segments])
-    return held or [0] * engine.transport.world
-
-
-def _held_by_rank(segments: Sequence[Segment]) -> list[int]:
-    lengths = [[s.layout.length(r) * s.local.element_size() for r in range(s.layout.world)] for s in segments]
-    return [sum(held) for held in zip(*lengths, strict=True)]
 
 
 def _check(

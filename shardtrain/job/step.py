@@ -1,37 +1,113 @@
-"""The training program's step by itself: what a plan simulates, and a measurement takes for real."""
+"""One optimizer step, written once: the training loop, the planner, the doctor and the benchmark take it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardtrain import clip_grad_norm_, no_sync
-from shardtrain.job.build import Loss
-from shardtrain.optim.ema import Ema
+from shardtrain.job.build import Job, Loss
+from shardtrain.optim import Ema, GradScaler
+
+Phase = Callable[[str], AbstractContextManager[object]]
+Observer = Callable[[Tensor, Tensor, Tensor, Tensor], object]  # of images, loss, logits, labels
+
+
+def _untimed(_: str) -> AbstractContextManager[object]:
+    return contextlib.nullcontext()
+
+
+def accumulate(
+    model: Callable[[Tensor], Tensor],
+    loss: Loss,
+    batches: Iterator[Sequence[Any]],
+    count: int,
+    no_sync: Callable[[], AbstractContextManager[object]],
+    *,
+    scale: Callable[[Tensor], Tensor] | None = None,
+    phase: Phase = _untimed,
+    observe: Observer | None = None,
+) -> None:
+    """Add up the gradients of the mean loss over the next ``count`` micro-batches.
+
+    Args:
+        model: from images [batch, channels, height, width] to logits [batch, classes].
+        batches: gives images, labels and whatever else, which is ignored.
+        no_sync: a context in which backward reduces nothing; the last micro-batch runs outside it.
+        scale: multiplies the loss before backward, as `GradScaler.scale` does.
+        phase: called with ``data``, ``forward`` and ``backward``; each runs inside the context returned.
+        observe: called after each micro-batch.
+    """
+    for micro in range(1, count + 1):
+        with contextlib.nullcontext() if micro == count else no_sync():
+            with phase("data"):
+                images, labels, *_ = next(batches)
+            with phase("forward"):
+                logits = model(images)
+                value = loss(logits, labels)
+            with phase("backward"):
+                mean = value / count
+                (mean if scale is None else scale(mean)).backward()  # type: ignore[no-untyped-call]
+            if observe is not None:
+                observe(images, value, logits, labels)
 
 
 class Step(NamedTuple):
-    """One optimizer step over micro-batches of (images, labels)."""
+    """The training program's step: gradients of some micro-batches, clipping, and the update."""
 
     model: nn.Module  # sharded
     loss: Loss
     optimizer: torch.optim.Optimizer
     max_norm: float | None
     ema: Ema | None = None
+    scaler: GradScaler | None = None
 
-    def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for index, (images, labels) in enumerate(batches):
-            last = index == len(batches) - 1
-            with contextlib.nullcontext() if last else no_sync(self.model):
-                loss = self.loss(self.model(images), labels)
-                (loss / len(batches)).backward()
-        clip_grad_norm_(self.model, self.max_norm or math.inf)
-        self.optimizer.step()
+    @classmethod
+    def of(cls, job: Job, max_norm: float | None) -> Step:
+        """Return the step of a job that has been built."""
+        return cls(job.model, job.loss, job.optimizer, max_norm, job.ema, job.scaler)
+
+    def gradients(
+        self,
+        batches: Iterator[Sequence[Any]],
+        count: int,
+        phase: Phase = _untimed,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Reduce the gradients of ``count`` micro-batches; clip them, and return their norm before (0-dim)."""
+        scale = None if self.scaler is None else self.scaler.scale
+        accumulate(
+            self.model,
+            self.loss,
+            batches,
+            count,
+            lambda: no_sync(self.model),
+            scale=scale,
+            phase=phase,
+            observe=observe,
+        )
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        return clip_grad_norm_(self.model, self.max_norm or math.inf)  # inf measures and does not clip
+
+    def update(self, step: int | None = None) -> None:
+        """Change the parameters by their gradients, and the averages as after step number ``step``."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         if self.ema is not None:
-            self.ema.update(step=self.ema.every)
+            self.ema.update(self.ema.every if step is None else step)
+
+    def __call__(self, batches: Sequence[Sequence[Any]]) -> None:
+        """Take the whole step over ``batches``, and clear the gradients."""
+        self.gradients(iter(batches), len(batches))
+        self.update()
         self.optimizer.zero_grad()

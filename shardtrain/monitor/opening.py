@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardtrain import describe
+from shardtrain import introspect
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import memory_of, on_rank_0
@@ -109,7 +109,7 @@ def _facts(config: Config, context: Context, job: Job) -> dict[str, Any]:
         "batch_size": job.share.batch_size,
         "world_size": context.place.world_size,
         "device": context.device.type,
-        "parameters": sum(unit.parameters for unit in describe(job.model)),
+        "parameters": sum(unit.parameters for unit in introspect(job.model).units),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardtrain import describe, held_by_rank
+from shardtrain import introspect
 from shardtrain.checkpoint.content import held as held_by_everyone
 from shardtrain.engine.hooks import engine_of
 from shardtrain.job.build import Job
@@ -23,9 +23,9 @@ MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
 def start_table(config: Config, context: Context, job: Job) -> str:
     """What is about to be trained, on what, and what this rank will hold."""
     place, share, optim = context.place, job.share, config.optim
-    units = describe(job.model)
+    units = introspect(job.model).units
     parameters = sum(unit.parameters for unit in units)
-    held = held_by_rank(job.model)
+    held = introspect(job.model).bytes_by_rank
     own = max(held) / MIB
     most = "at most " if min(held) < max(held) else ""
     kept = max(_kept_by_rank(optim, job)) / MIB
@@ -110,7 +110,7 @@ def _run_dir(config: Config, context: Context) -> str:
 
 
 def _unit_table(job: Job) -> str:
-    units = describe(job.model)
+    units = introspect(job.model).units
     rows = [(unit.name, unit.parameters, unit.most_bytes / MIB) for unit in units[:MOST_UNITS]]
     rest = units[MOST_UNITS:]
     if rest:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardtrain import comm
+from shardtrain import comm, introspect
 from shardtrain.comm import trace
-from shardtrain.engine.hooks import engine_of
 from shardtrain.job import pictures
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
@@ -86,7 +85,7 @@ class Watch:
 
     def _watch_memory(self) -> None:
         present = self._job.ema.held() if self._job.ema is not None else []
-        self._live = LiveTensors(engine_of(self._job.model), self._job.optimizer, present)
+        self._live = LiveTensors(self._job.model, self._job.optimizer, present)
         self._memory_due = False
         self._open.enter_context(self._live)
 
@@ -188,7 +187,7 @@ class Norms:
 
     def __init__(self, job: Job, log_every: int) -> None:
         self._names, self._params = zip(*job.model.named_parameters(), strict=True)
-        self._speaks = comm.rank() in engine_of(job.model).transport.primary_ranks
+        self._speaks = comm.rank() in introspect(job.model).primary_ranks
         self._done, self._last_step, self._log_every = job.first_step, job.steps, log_every
         self._before: list[Tensor] = []
         self.hook = job.optimizer.register_step_pre_hook(self._before_update)

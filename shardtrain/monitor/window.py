@@ -21,9 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtrain import comm
-from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.precision import Precision
+from shardtrain import Precision, comm, introspect
 from shardtrain.job.build import Job
 from shardtrain.job.format import MIB
 from shardtrain.monitor.phases import PHASES, Phases, Slow, slowest
@@ -59,7 +57,7 @@ class StepMetrics:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.device = job.device
-        self.peak = _peak_flops(self.device, engine_of(job.model).precision)
+        self.peak = _peak_flops(self.device, introspect(job.model).precision)
         self.spent = Spent()
         self.slow: Slow | None = None  # the rank that the last report found beyond the margin
         self.wish: Callable[[], bool] = _none  # asked with each report: whether this rank wants something
@@ -216,7 +214,7 @@ def _memory(job: Job, device: torch.device) -> dict[str, float]:
         "memory/params_mib": _mib(params),
         "memory/grads_mib": _mib([param.grad for param in params if param.grad is not None]),
         "memory/optimizer_mib": _mib(optimizer_tensors(job.optimizer)),
-        "memory/gathered_peak_mib": engine_of(job.model).take_gathered_peak().bytes / MIB,
+        "memory/gathered_peak_mib": introspect(job.model).take_gathered_peak().bytes / MIB,
         "memory/peak_mib": _peak_bytes(device) / MIB,
     }
 

@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardtrain.engine.hooks import Engine
-from shardtrain.engine.unit import Unit
+from shardtrain import introspect
 
 KINDS = ("parameters", "optimizer", "gradients", "gathered", "activations", "other")
 
@@ -51,24 +50,23 @@ class Life:
 
 
 class LiveTensors(TorchDispatchMode):
-    """While it is entered: every instant of a step of ``engine``'s model, and the life of every storage."""
+    """While it is entered: every instant of a step of ``model``, and the life of every storage."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, present: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, present: Iterable[Tensor]) -> None:
         """``present``: tensors that are there before, the batch for instance."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.instants: list[Instant] = []
         self.lives: list[Life] = []
-        self._engine = engine
+        self._model = inside = introspect(model)
         self._known: dict[int, Life] = {}  # by the address of a storage that lives
         self._watches: list[weakref.ref[Any]] = []
         self._phase = ""  # the last one that the engine named
-        self.fixed = {"parameters": _shards(engine.units), "gradients": engine.transport.reserved}
-        segments = [segment for unit in engine.units for segment in unit.segments]
-        ours = {_address(tensor) for s in segments for tensor in (s.local, s.wire, s.full)}
+        self.fixed = {"parameters": inside.shard_bytes, "gradients": inside.transport.reserved}
+        ours = {_address(tensor) for tensor in inside.tensors}
         for kind, tensors in (
-            ("gradients", [p.grad for s in segments for p in s.params if p.grad is not None]),
+            ("gradients", [p.grad for p in inside.elements_by_rank if p.grad is not None]),
             ("optimizer", optimizer_tensors(optimizer)),
-            ("other", [*engine.module.buffers(), *present]),
+            ("other", [*model.buffers(), *present]),
         ):
             for tensor in tensors:
                 if _address(tensor) not in ours:
@@ -98,19 +96,18 @@ class LiveTensors(TorchDispatchMode):
         for tensor in made:
             if _address(tensor) not in there:  # a view of memory that was not seen is not new memory
                 self._see(tensor, kind)
-        transport = self._engine.transport
-        gathered = 0 if transport.in_place else self._engine.gathered.bytes
+        gathered = 0 if self._model.transport.in_place else self._model.gathered.bytes
         self.instants.append(Instant(phase, unit, gathered))
 
     def _where(self) -> tuple[str, str]:
-        phase, unit = self._engine.schedule.under_way
+        phase, unit = self._model.under_way
         if phase != "rest":
             self._phase = phase
         elif self._phase == "backward":
             phase = "update"
         else:
             phase = "forward"  # before it, or the loss after it
-        return phase, unit.title if unit is not None else "the root"
+        return phase, unit
 
     def _computes(self, phase: str) -> bool:
         """Whether the model or the loss is under way, rather than an update or the next batch."""
@@ -147,9 +144,3 @@ def _in_gradient() -> bool:
     """Whether autograd runs a parameter's own node, whose hooks lay gradients out, or has run all nodes."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     return node is None or node.name() == "torch::autograd::AccumulateGrad"
-
-
-def _shards(units: Iterable[Unit]) -> int:
-    """Bytes of shards, and of their copies in the dtype that the units compute in."""
-    segments = [segment for unit in units for segment in unit.segments]
-    return sum(s.local.nbytes + (0 if s.wire is s.local else s.wire.nbytes) for s in segments)

@@ -7,9 +7,8 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardtrain.engine.hooks import Engine
 from shardtrain.job.format import MIB
 from shardtrain.job.pictures import Picture, plot
 from shardtrain.plan.live import KINDS, LiveTensors
@@ -95,14 +94,14 @@ class MemoryTimeline(NamedTuple):
 
 
 def memory_of_step(
-    engine: Engine, optimizer: torch.optim.Optimizer, present: Sequence[Tensor], step: Callable[[], object]
+    model: nn.Module, optimizer: torch.optim.Optimizer, present: Sequence[Tensor], step: Callable[[], object]
 ) -> MemoryTimeline:
     """What ``step()`` makes this rank hold. Not the first step: its order and optimizer state are new.
 
     ``present``: tensors that are there throughout, such as the batch. It works on the CPU, on CUDA and
     without data, and slows the step down: each operation is seen in Python.
     """
-    with LiveTensors(engine, optimizer, present) as live:
+    with LiveTensors(model, optimizer, present) as live:
         step()
     return timeline_of(live)
 

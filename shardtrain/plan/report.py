@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from shardtrain.engine.hooks import engine_of
+from shardtrain import introspect
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, layout_of
 from shardtrain.job.format import MIB, aligned, counted
@@ -205,7 +205,7 @@ def _mib(size: int) -> str:
 
 def plan_of(config: Config, job: Job, rank: int | None = None) -> Plan:
     """The plan of a job that has been built: its ranks, transport and batch. ``rank``: see `Question`."""
-    transport = engine_of(job.model).transport
+    transport = introspect(job.model).transport
     in_place = transport.in_place and transport.world > 1
     on_cpu = job.device.type == "cpu"
     question = Question(

@@ -18,9 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardtrain import comm, describe, held_by_rank
-from shardtrain.engine.api import UnitInfo
-from shardtrain.engine.hooks import engine_of
+from shardtrain import UnitInfo, comm, introspect
 from shardtrain.job.build import loss_of
 from shardtrain.job.config import Config
 from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, uncompiled
@@ -81,7 +79,7 @@ def simulate(config: Config, question: Question) -> Plan:
     config = uncompiled(config)
     with _without_data():
         model, optimizer, by_rows = _sharded(config, question)
-        held = held_by_rank(model)
+        held = introspect(model).bytes_by_rank
         if question.rank is None:
             question = replace(question, rank=held.index(max(held)))
             if question.rank:
@@ -99,25 +97,25 @@ def simulate(config: Config, question: Question) -> Plan:
                 f"the model does not take images of shape {shape}: {error} "
                 "(micro_batch and data.image_size decide the shape)"
             ) from error
-        engine = engine_of(model)
-        engine.take_gathered_peak()
+        inside = introspect(model)
+        inside.take_gathered_peak()
         averages = ema.held() if ema is not None else []
         present = [tensor for batch in batches for tensor in batch] + averages
         with comm.meter() as traffic:
-            timeline = memory_of_step(engine, optimizer, present, lambda: step(batches))
+            timeline = memory_of_step(model, optimizer, present, lambda: step(batches))
         parameters = _bytes(model.parameters())
         return Plan(
             question=question,
             accumulate=config.train.accumulate,
             uneven=min(held) < max(held),
-            units=tuple(describe(model)),
+            units=tuple(inside.units),
             by_rows=by_rows,
             parameters=parameters,
             gradients=_bytes(param for param in model.parameters() if param.requires_grad),
             optimizer=_bytes(optimizer_tensors(optimizer)),
             buffers=_bytes(model.buffers()),
             averages=_bytes(averages),
-            gathered=engine.take_gathered_peak().bytes,
+            gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,
             sent=dict(traffic.bytes),
             calls=dict(traffic.calls),

@@ -9,18 +9,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator
-
-from shardtrain import clip_grad_norm_, comm, no_sync
+from shardtrain import comm
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config, Train
-from shardtrain.job.data import Batch
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
 from shardtrain.job.evaluate import Evaluation, evaluate
 from shardtrain.job.launch import Context
 from shardtrain.job.signals import Listening, StopSignals
+from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.plan.report import foretold
 from shardtrain.train import sweep
@@ -52,24 +48,17 @@ def fit(
 
     if keeper.owed:
         keeper.made_up(job.first_step, evaluated(job.first_step))
-    max_norm = train.clip_grad_norm or math.inf  # inf measures and does not clip
+    one = Step.of(job, train.clip_grad_norm)
     batches = monitor.showing(job.train)
     window.start()
     for step in range(job.first_step + 1, job.steps + 1):
         bad_steps.begin_step()
         with window.step():
-            for micro in range(1, train.accumulate + 1):
-                with contextlib.nullcontext() if micro == train.accumulate else no_sync(model):
-                    _add_gradients(job, batches, window, train.accumulate)
-            job.scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(model, max_norm)
+            norm = one.gradients(batches, train.accumulate, window.phase, window.add)
             if not bad_steps.accepts(step, norm):
                 optimizer.zero_grad()  # which leaves the update nothing to do
             keeper.before_update()
-            job.scaler.step(optimizer)
-            job.scaler.update()
-            if job.ema is not None:
-                job.ema.update(step)
+            one.update(step)
         last = step == job.steps
         monitor.step(step)
         if step % train.log_every == 0 or last:
@@ -82,18 +71,6 @@ def fit(
         if step == job.first_step + 1:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
     keeper.finish()
-
-
-def _add_gradients(job: Job, batches: Iterator[Batch], window: StepMetrics, accumulate: int) -> None:
-    """Those of the next micro-batch, one of ``accumulate``."""
-    with window.phase("data"):
-        images, labels, _ = next(batches)
-    with window.phase("forward"):
-        logits = job.model(images)
-        loss = job.loss(logits, labels)
-    with window.phase("backward"):
-        job.scaler.scale(loss / accumulate).backward()
-    window.add(images, loss, logits, labels)
 
 
 def train(config: Config, context: Context) -> float | None:
