@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from shardtrain.comm import native
 from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, intervals, staged
 from shardtrain.layout import Layout
 
@@ -197,7 +196,7 @@ class Backend:
         return self._start(self._average, values, values[0].values)
 
     def exchange(self, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor) -> Pending:
-        native.all_to_all(incoming, outgoing, sizes, self.group)
+        all_to_all(incoming, outgoing, sizes, self.group)
         return Pending()
 
     def staged(
@@ -228,9 +227,9 @@ class Backend:
 
     def _gather(self, flat: Flat) -> None:
         if flat.layout.equal:
-            native.all_gather(flat.full, flat.local, self.group)
+            all_gather(flat.full, flat.local, self.group)
         else:
-            native.all_gather_uneven(intervals(flat.full, flat.layout), flat.local, self.group)
+            all_gather_uneven(intervals(flat.full, flat.layout), flat.local, self.group)
 
     def _native(self, gradient: Gradient) -> NativeGradient:
         """Let ``full`` hold this rank's part, too, and the pieces of ``own`` be views of the mean to come."""
@@ -251,9 +250,9 @@ class Backend:
         full, layout, out, interval = gradient
         op = dist.ReduceOp.AVG if full.is_cuda else dist.ReduceOp.SUM
         if layout.equal:
-            native.reduce_scatter(out, full, self.group, op)
+            reduce_scatter(out, full, self.group, op)
         else:
-            native.reduce_scatter_uneven(out, intervals(full, layout), self.group, op)
+            reduce_scatter_uneven(out, intervals(full, layout), self.group, op)
         if not full.is_cuda:
             out.div_(self._world)
         if out is not interval:

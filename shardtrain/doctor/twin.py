@@ -288,8 +288,10 @@ class Side:
 
 # The first element in which two tensors differ, and how far apart they are.
 #
-# Floating-point numbers of one dtype are ordered like the integers that their bits spell, so their distance in
-# units in the last place (ulps) is a difference of integers. In fp32: 1.0 and the next larger number are 1 ulp
+# Floating-point numbers of one dtype are ordered like the integers that their bits spell, so their distance
+# in
+# units in the last place (ulps) is a difference of integers. In fp32: 1.0 and the next larger number are 1
+# ulp
 # apart, 1.0 and 1.001 are 8,389, 1.0 and -1.0 are 2,130,706,432.
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

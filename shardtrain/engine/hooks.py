@@ -322,7 +322,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 # Users' hooks on gradients of sharded parameters, called when there is something to see.
 #
-# Autograd would call a post-accumulate hook with a gradient that is whole, and this rank's alone. So the engine
+# Autograd would call a post-accumulate hook with a gradient that is whole, and this rank's alone. So the
+# engine
 # takes such hooks from it when a backward begins, and calls each once at the end of a backward that reduces,
 # when the parameter shows its piece with the reduced gradient, and owners may write: an optimizer may step in
 # it.

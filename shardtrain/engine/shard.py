@@ -300,7 +300,8 @@ def segments_of(
 
 # Strides: how a parameter of some shape lies in flat memory, and back.
 #
-# A piece of a parameter is 1-D, in the order of the parameter's memory, which channels_last makes another than
+# A piece of a parameter is 1-D, in the order of the parameter's memory, which channels_last makes another
+# than
 # that of its shape. So there are two forms of everything, and two functions between them::
 #
 #     flattened   1-D, in the order of the memory: what moves between ranks and into files

@@ -203,7 +203,8 @@ def _feeds(
 
 # What a training step minimises: a mean over the images of a micro-batch.
 #
-# Labels are class numbers, int64 [batch], or what `data.mixing` makes of them: soft, float32 [batch, classes].
+# Labels are class numbers, int64 [batch], or what `data.mixing` makes of them: soft, float32 [batch,
+# classes].
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes], labels → mean
 

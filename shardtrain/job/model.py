@@ -208,7 +208,8 @@ def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None
 # Building what a config names in `_target_`.
 #
 # A `_target_` is code that a file chooses, so only callables that a recipe module itself defines are called:
-# not what such a module imports, and nothing outside `shardtrain.recipes`. Its annotations say which values are
+# not what such a module imports, and nothing outside `shardtrain.recipes`. Its annotations say which values
+# are
 # right, as a dataclass's fields do for the rest of the configuration.
 
 ALLOWED = "shardtrain.recipes."

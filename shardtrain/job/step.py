@@ -80,7 +80,7 @@ class Step(NamedTuple):
         phase: Phase = _untimed,
         observe: Observer | None = None,
     ) -> Tensor:
-        """Reduce the gradients of ``count`` micro-batches; clip them, and return their norm before (0-dim)."""
+        """Reduce and clip the gradients of ``count`` micro-batches; return their norm before that, 0-dim."""
         scale = None if self.scaler is None else self.scaler.scale
         accumulate(
             self.model,

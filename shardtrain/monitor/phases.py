@@ -82,7 +82,8 @@ class Phases:
 
 # Which rank is slower than the others, and in what.
 #
-# Step times do not tell: the ranks wait for one another, so all steps take as long as the slowest rank's. What
+# Step times do not tell: the ranks wait for one another, so all steps take as long as the slowest rank's.
+# What
 # a rank does itself, without what it waits for others, does::
 #
 #     rank      data  forward  backward  optimizer    busy     of the others

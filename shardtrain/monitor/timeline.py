@@ -213,13 +213,15 @@ def _draw_span(axes: Any, span: Span, rank: int, start: float, end: float) -> No
 # How far the ranks' clocks are apart.
 #
 # Each rank notes when it enters and when it leaves a small all-reduce. Nobody leaves before everybody has
-# entered, which bounds the difference to rank 0's clock from both sides, whatever the network. Rank 0 enters at
+# entered, which bounds the difference to rank 0's clock from both sides, whatever the network. Rank 0
+# enters at
 # 100.000 and leaves at 100.003, rank 1 by its own clock enters at 7.001 and leaves at 7.002::
 #
 #     rank 1 leaves after rank 0 enters    7.002 + d >= 100.000    d >= 92.998
 #     rank 1 enters before rank 0 leaves   7.001 + d <= 100.003    d <= 93.002
 #
-# Several rounds leave the narrowest of these. Ranks of one host share a clock: where no difference is possible,
+# Several rounds leave the narrowest of these. Ranks of one host share a clock: where no difference is
+# possible,
 # there is none.
 
 ROUNDS = 10

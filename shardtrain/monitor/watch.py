@@ -174,8 +174,10 @@ class Watch:
 
 # Norms of each parameter's gradient, weight and update, over all ranks.
 #
-# A rank holds pieces, so it has squares of pieces: a parameter cut between two ranks, (3, 4 | 12), gives 25 on
-# the one and 144 on the other. One all-reduce adds up a table of three squares a parameter, and their roots are
+# A rank holds pieces, so it has squares of pieces: a parameter cut between two ranks, (3, 4 | 12), gives 25
+# on
+# the one and 144 on the other. One all-reduce adds up a table of three squares a parameter, and their roots
+# are
 # the norms: 13. Gradients are those that the optimizer is given, after clipping. Weights are copied before an
 # update only in steps that are reported.
 

@@ -191,8 +191,10 @@ class EvalFeed:
 #
 # `data.read=each` needs nothing else and spreads the work of decoding; what it costs is that every rank opens
 # files. Where storage is slow to open files or is one machine's for all (NFS), `one_per_host` asks it for as
-# many streams as there are hosts. Then one rank's workers decode for the whole host, so give it that many more
-# (`data.workers`), and each batch is copied once more, inside the host. The batches are the same, bit for bit.
+# many streams as there are hosts. Then one rank's workers decode for the whole host, so give it that many
+# more
+# (`data.workers`), and each batch is copied once more, inside the host. The batches are the same, bit for
+# bit.
 
 Loaded = tuple[Tensor, Tensor]  # images, labels
 
