@@ -127,7 +127,7 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_small_files_have_several_importers() -> None:
-    """A file below 100 lines with one importer belongs into it, or its docstring says ``own file``, and why."""
+    """A file below 100 lines with one importer belongs in it, or its docstring says ``own file``, and why."""
     graph = import_graph()
     for file in graph:
         text = file.read_text()

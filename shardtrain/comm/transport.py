@@ -118,9 +118,9 @@ class Transport(Protocol):
     ``all_ranks``: all ranks that train the model, of one shard group or of several; errors name their
     numbers. ``primary_ranks``: the ranks that speak for what all replicas hold alike, those of the first
     shard group in their order. ``in_place``: `allocate` returns a local interval that lies inside the full
-    vector, so a gather copies nothing and a release can give nothing back. ``silent``: nothing comes from other ranks,
-    because there are none, so what this rank lacks is not to be had. ``reserved``: bytes of this rank's
-    memory that are set aside for gradients under way.
+    vector, so a gather copies nothing and a release can give nothing back. ``silent``: nothing comes from
+    other ranks, because there are none, so what this rank lacks is not to be had. ``reserved``: bytes of
+    this rank's memory that are set aside for gradients under way.
     """
 
     rank: int
