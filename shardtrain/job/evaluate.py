@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardtrain import average_buffers, comm
+from shardtrain.job import tags
 from shardtrain.job.data import Batch
 from shardtrain.optim.ema import Ema
 
@@ -45,10 +46,9 @@ class Evaluation(NamedTuple):
         return (self.ema or self.scores).acc1
 
     def scalars(self) -> dict[str, float]:
-        """By TensorBoard tag."""
-        found = {f"val/{name}": value for name, value in self.scores._asdict().items()}
-        averaged = self.ema._asdict().items() if self.ema else ()
-        return found | {f"val/ema_{name}": value for name, value in averaged}
+        """Return the scores by TensorBoard tag."""
+        scalars = dict(zip(tags.VAL, self.scores, strict=True))
+        return scalars | dict(zip(tags.VAL_EMA, self.ema or (), strict=False))
 
 
 def evaluate(

@@ -19,6 +19,7 @@ import torch
 from shardtrain import comm
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store
+from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch
@@ -157,7 +158,7 @@ class Saver:
     def report(self) -> dict[str, float]:
         """Seconds that training has waited for saves since the last report, as a scalar."""
         before, self._reported_s = self._reported_s, self._store.exposed_s
-        return {"time/checkpoint_s": self._reported_s - before} if self._config.checkpoint.keep else {}
+        return {tags.CHECKPOINT_S: self._reported_s - before} if self._config.checkpoint.keep else {}
 
     def _judge(self, step: int, found: Evaluation | None) -> bool:
         """Whether ``found`` is the best so far."""

@@ -1,0 +1,71 @@
+"""Every TensorBoard tag that a run writes, also the keys of ``result.json``: each is spelled here alone.
+
+Memory is of rank 0, speed of all ranks unless the tag says per rank.
+"""
+
+from __future__ import annotations
+
+TRAIN_LOSS = "train/loss"
+TRAIN_ACC1 = "train/acc1"  # percent, as all accuracies
+GRAD_NORM = "grad_norm"  # before clipping
+
+VAL_LOSS = "val/loss"
+VAL_ACC1 = "val/acc1"
+VAL_ACC5 = "val/acc5"
+VAL_EMA_LOSS = "val/ema_loss"  # of the weights' moving average
+VAL_EMA_ACC1 = "val/ema_acc1"
+VAL_EMA_ACC5 = "val/ema_acc5"
+BEST_ACC1 = "best_val/acc1"  # in result.json only
+VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5)
+VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5)
+
+IMG_PER_S = "perf/img_per_s"
+IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"
+MFU = "perf/mfu"
+STEP_S = "time/step_s"
+CHECKPOINT_S = "time/checkpoint_s"
+EXPOSED_COMM_PCT = "time/exposed_comm_pct"
+
+PARAMS_MIB = "memory/params_mib"
+GRADS_MIB = "memory/grads_mib"
+OPTIMIZER_MIB = "memory/optimizer_mib"
+GATHERED_PEAK_MIB = "memory/gathered_peak_mib"
+PEAK_MIB = "memory/peak_mib"
+
+SLOWEST_RANK = "ranks/slowest"
+SLOWEST_EXCESS_PCT = "ranks/slowest_excess_pct"
+
+# Pictures and texts.
+SAMPLES = "samples/augmented"
+CONFUSION = "val/confusion"
+WORST_MISTAKES = "val/worst_mistakes"
+SUMMARY_LEARNING = "at_a_glance/1_is_it_learning"
+SUMMARY_SPEED = "at_a_glance/2_is_it_fast"
+SUMMARY_MEMORY = "at_a_glance/3_does_it_fit"
+TIMELINE_STEP = "timeline/step"
+TIMELINE_MEMORY = "timeline/memory"
+
+
+def lr(group: int) -> str:
+    """Return the tag of an optimizer group's learning rate."""
+    return f"lr/group{group}"
+
+
+def phase_pct(phase: str) -> str:
+    """Return the tag of a phase's share of the time: data, forward, …"""
+    return f"time/{phase}_pct"
+
+
+def sent_mib(kind: str) -> str:
+    """Return the tag of what a rank sends per step in collectives of one kind: all_gather, …"""
+    return f"comm/{kind}_mib_per_step"
+
+
+def busy_s(rank: int) -> str:
+    """Return the tag of a rank's seconds per step without waiting for others."""
+    return f"ranks/busy_s_{rank}"
+
+
+def norm(kind: str, parameter: str) -> str:
+    """Return the tag of a parameter's norm: of its gradient, weight or update."""
+    return f"norms/{kind}/{parameter}"
