@@ -102,8 +102,10 @@ class FSDP2:
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
 
     def clip(self, model: nn.Module, norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(model.parameters(), norm).full_tensor()
@@ -321,9 +323,9 @@ def batch_norm_saves(api: Api) -> None:
     model, replica = pair(api)
     step_both(model, replica)
     mean = api.full(model)["blocks.0.norm.running_mean"]
-    everyone = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mean.contiguous())
-    assert torch.equal(everyone[0], everyone[1]), "what is saved depends on the rank"
+    means = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+    dist.all_gather(means, mean.contiguous())
+    assert torch.equal(means[0], means[1]), "what is saved depends on the rank"
 
 
 def after_an_exception(where: str) -> Callable[[Api], None]:

@@ -15,7 +15,7 @@ from shardtrain.bench import settings as bench_settings
 from shardtrain.doctor import __main__ as doctor
 from shardtrain.job.config import from_hydra
 from shardtrain.job.hydra_app import compose
-from shardtrain.plan import __main__ as plan_settings
+from shardtrain.plan import __main__ as plan
 from shardtrain.train import sweep
 
 from programs import ended
@@ -57,16 +57,16 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
 
 def read(module: str, arguments: list[str]) -> object:
     """What ``module`` makes of its arguments; a mistake in them raises `UserError`."""
-    if module == "shardtrain.train.loop" and "-m" in arguments:
+    if module == "shardtrain.train" and "-m" in arguments:
         return sweep.read(arguments, speak=False)
-    if module == "shardtrain.train.loop":
+    if module == "shardtrain.train":
         raw = compose(arguments, speak=False)
         return raw and from_hydra(raw)
     return READERS[module](arguments, False)
 
 
 READERS: dict[str, Callable[[list[str], bool], object]] = {
-    "shardtrain.plan": plan_settings.read,
+    "shardtrain.plan": plan.read,
     "shardtrain.bench": lambda words, speak: bench_settings.read([w for w in words if "=" in w], speak),
     "shardtrain.doctor": doctor.read,
 }
