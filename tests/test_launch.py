@@ -86,7 +86,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert choose_device("auto", RankInfo(1, 2, 1, 2)) == torch.device("cuda", 1)
     assert chosen == [torch.device("cuda", 1)]
-    with pytest.raises(UserError, match="4 ranks on this host, but torch finds 2 GPUs; start 2 ranks a host"):
+    with pytest.raises(
+        UserError, match="4 ranks on this host, but torch finds 2 GPUs; start 2 ranks per host"
+    ):
         choose_device("cuda", RankInfo(2, 4, 2, 4))
 
 
@@ -126,9 +128,9 @@ def test_ranks_and_restarts_agree_on_what_the_first_proposed() -> None:
     shared.set_timeout(timedelta(seconds=5))
     answers = []
     for attempt, proposal in [(0, "first"), (0, "second"), (1, "after a restart")]:
-        place = RankInfo(0, 2, 0, 2)
-        place.__dict__["store"] = PrefixStore(f"attempt_{attempt}", shared)
-        answers.append(place.agree("run_name", proposal))
+        rank_info = RankInfo(0, 2, 0, 2)
+        rank_info.__dict__["store"] = PrefixStore(f"attempt_{attempt}", shared)
+        answers.append(rank_info.agree("run_name", proposal))
     assert answers == ["first"] * 3
 
 
@@ -240,10 +242,10 @@ from shardtrain.bench import host
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 
-CPU, place = torch.device("cpu"), RankInfo.from_environment(os.environ)
+CPU, rank_info = torch.device("cpu"), RankInfo.from_environment(os.environ)
 OPENED = {
-    "launch": lambda: launch.process_group(place, CPU),
-    "bench": lambda: host.process_group(place, CPU, "here"),
+    "launch": lambda: launch.process_group(rank_info, CPU),
+    "bench": lambda: host.process_group(rank_info, CPU, "here"),
 }
 
 def listens():

@@ -273,7 +273,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tiny_run(folder: str, name: str, photos: str) -> dict[str, Any]:
-    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
     source = (f"data.root={photos}",) if "imagenet" in name else ()
     if "16ep" in name:
@@ -281,7 +281,7 @@ def tiny_run(folder: str, name: str, photos: str) -> dict[str, Any]:
     if "cifar" in name:  # whose augmentation goes with the data set
         source = (f"augment={configure(f'+recipe={name}').data.name}",)
     config = configure(f"+recipe={name}", *sizes, *TINY, *source)
-    train(config, Context(place, CPU, Path(folder)))
+    train(config, Context(rank_info, CPU, Path(folder)))
     comm.barrier()
     result = json.loads((Path(folder) / "result.json").read_text())
     assert isinstance(result, dict)

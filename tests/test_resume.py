@@ -97,12 +97,12 @@ def configure(*arguments: str) -> Config:
 def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     """How the run ended on this rank."""
     sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
-    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     if "monitor.tensorboard=false" not in arguments:
         time.sleep(1 - time.time() % 1)  # it names files by the second, then by a number without zeros
     try:
         with happening(at or {}):
-            train(configure(*sizes, *arguments), Context(place, CPU, Path(folder)))
+            train(configure(*sizes, *arguments), Context(rank_info, CPU, Path(folder)))
     except (Crash, Stopped, UserError, RuntimeError) as error:
         return f"{type(error).__name__} {error}"
     finally:

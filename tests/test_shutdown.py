@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import shardtrain
-from shardtrain.launch import process_group
-from shardtrain.place import RankInfo
+from shardtrain.job.launch import process_group
+from shardtrain.job.dist_env import RankInfo
 
 
 def threads():

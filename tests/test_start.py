@@ -107,19 +107,19 @@ def test_a_single_rank_agrees_with_those_before_it(monkeypatch: pytest.MonkeyPat
     store = HashStore()
     answers = []
     for ranks, proposal in [(2, "of two"), (1, "of one")]:
-        place = RankInfo(0, ranks, 0, ranks)
-        place.__dict__["store"] = store
-        answers.append(place.agree("run_name", proposal))
+        rank_info = RankInfo(0, ranks, 0, ranks)
+        rank_info.__dict__["store"] = store
+        answers.append(rank_info.agree("run_name", proposal))
     assert answers == ["of two"] * 2
 
 
 def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    place = RankInfo(0, 1, 0, 1)
-    place.__dict__["store"] = HashStore()
+    rank_info = RankInfo(0, 1, 0, 1)
+    rank_info.__dict__["store"] = HashStore()
     config = configured("resume=none")
     for job in "01":
-        context = Context(place, CPU, tmp_path / job)
+        context = Context(rank_info, CPU, tmp_path / job)
         old = tmp_path / job / "checkpoints/step-00000004"
         old.mkdir(parents=True)
         start = find_start(config, context)
@@ -156,7 +156,7 @@ def one_rank_s_mistakes(folder: Path) -> list[str]:
         found.append(refused(data.load, replace(cifar("cifar10", folder), download=True)))
     settings = read([f"out={folder}/file"], False)
     assert settings is not None
-    return [*found, refused(Report, settings, "steps", context_in(folder).place, CPU)]
+    return [*found, refused(Report, settings, "steps", context_in(folder).rank_info, CPU)]
 
 
 def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path: Path) -> None:

@@ -52,13 +52,13 @@ def jobs(*arguments: str) -> list[str]:
 
 def run(folder: str, job: Callable[[Config, Context], float | None], *arguments: str) -> tuple[Any, str]:
     """What a sweep on the ranks that call this gives, or the error's text, and what the rank says."""
-    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
-    if place.world_size > 1:
-        place.__dict__["store"] = dist.FileStore(f"{folder}.store", place.world_size)
+    rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    if rank_info.world_size > 1:
+        rank_info.__dict__["store"] = dist.FileStore(f"{folder}.store", rank_info.world_size)
     said = io.StringIO()
     with redirect_stdout(said):
         try:
-            result: Any = sweep.run_jobs(read(*arguments, f"run.dir={folder}"), place, CPU, job)
+            result: Any = sweep.run_jobs(read(*arguments, f"run.dir={folder}"), rank_info, CPU, job)
         except (UserError, RuntimeError) as error:
             result = f"{type(error).__name__}: {error}"
     return result, said.getvalue()
@@ -127,7 +127,7 @@ def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
 
 
 def _fails_on_rank_1(config: Config, context: Context) -> float:
-    if context.place.rank == 1:
+    if context.rank_info.rank == 1:
         raise RuntimeError("a disk is gone")
     return 1.0
 

@@ -50,8 +50,8 @@ def configure(*arguments: str) -> Config:
 
 def run(folder: str, *arguments: str) -> dict[str, Any]:
     """result.json of a run on the ranks that call this."""
-    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
-    train(configure(*arguments), Context(place, CPU, Path(folder)))
+    rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    train(configure(*arguments), Context(rank_info, CPU, Path(folder)))
     comm.barrier()
     result = json.loads((Path(folder) / "result.json").read_text())
     assert isinstance(result, dict)

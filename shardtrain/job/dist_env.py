@@ -1,4 +1,4 @@
-"""Where a rank is: which of how many, on which device, with how many cores, and how the ranks first meet.
+"""Which rank a process is, on which device and with how many cores, and how the ranks first meet.
 
 All of it comes from the launcher: its environment variables, and its key-value store.
 """
@@ -22,10 +22,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardtrain import comm
+from shardtrain import device as devices
 from shardtrain.job.format import counted
 from shardtrain.job.schema import UserError
 
-# How long a rank waits for another: images are listed and fetched, models compiled; then steps are alike.
+# How long a rank waits for others. Start-up lists images and compiles models; afterwards steps are alike.
 START_UP = datetime.timedelta(minutes=10)
 AFTERWARDS = datetime.timedelta(seconds=120)
 LONGEST_PAUSE = 0.5  # seconds between two looks into the store, which all ranks share
@@ -44,15 +45,15 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> RankInfo:
+        """Read the launcher's variables; without ``WORLD_SIZE`` this process is the only rank."""
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         if "WORLD_SIZE" not in environ:
-            return cls(0, 1, 0, 1)
+            environ = {"WORLD_SIZE": "1", **alone}
+        elif environ["WORLD_SIZE"] == "1":
+            environ = {**alone, **environ}
         try:
-            world_size = int(environ["WORLD_SIZE"])
-            alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if world_size == 1 else {}
-            found = {**alone, **environ}
-            return cls(
-                int(found["RANK"]), world_size, int(found["LOCAL_RANK"]), int(found["LOCAL_WORLD_SIZE"])
-            )
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            return cls(*(int(environ[name]) for name in names))
         except (KeyError, ValueError) as error:
             raise UserError(
                 f"WORLD_SIZE={environ['WORLD_SIZE']}, so the launcher has to set RANK, LOCAL_RANK and "
@@ -66,12 +67,12 @@ class RankInfo:
         return store
 
     def first(self, key: str) -> bool:
-        """Whether this rank is the first of its attempt to ask for `key`; waits for nobody."""
+        """Return whether this rank is the first of its attempt to ask for ``key``, without waiting."""
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self.world_size == 1 or self.store.add(f"shardtrain/{key}/{attempt}", 1) == 1
 
     def agree(self, key: str, proposal: str) -> str:
-        """The value that the first rank proposed for `key`, on every rank and across restarts.
+        """Return what the first rank proposed for ``key``, the same on every rank and across restarts.
 
         A single rank agrees with those that torchrun may have started before it.
         """
@@ -83,46 +84,46 @@ class RankInfo:
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
 
 
-def choose_device(wanted: str, place: RankInfo) -> torch.device:
-    """`wanted` is auto, cpu or cuda; every rank of a host gets a GPU of its own."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
+    """Return this rank's device: ``wanted`` is auto, cpu or cuda; every rank of a host has its own GPU."""
+    count = devices.count()
+    if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not count:
         raise UserError(
             "device=cuda, but torch finds no CUDA device here; device=cpu or device=auto would run"
         )
-    if place.local_rank >= torch.cuda.device_count():
+    if rank_info.local_rank >= count:
         raise UserError(
-            f"{place.local_world_size} ranks on this host, but torch finds {torch.cuda.device_count()} GPUs; "
-            f"start {torch.cuda.device_count()} ranks a host, or use device=cpu"
+            f"{rank_info.local_world_size} ranks on this host, but torch finds {count} GPUs; "
+            f"start {count} ranks per host, or use device=cpu"
         )
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return devices.use(rank_info.local_rank)
 
 
-def cpu_threads(place: RankInfo, environ: Mapping[str, str]) -> int:
-    """Threads of this rank: what OMP_NUM_THREADS says, else this host's cores over its ranks.
+def cpu_threads(rank_info: RankInfo, environ: Mapping[str, str]) -> int:
+    """Return the threads of this rank: what OMP_NUM_THREADS says, else this host's cores over its ranks.
 
     torchrun sets OMP_NUM_THREADS to 1 when it starts several ranks and the user did not set it, so that
     value says nothing there.
     """
-    asked = environ.get("OMP_NUM_THREADS", "")
-    chosen_by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in environ and place.local_world_size > 1
+    asked, ranks = environ.get("OMP_NUM_THREADS", ""), rank_info.local_world_size
+    chosen_by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in environ and ranks > 1
     if asked.isdigit() and not chosen_by_torchrun:
         return max(1, int(asked))
-    return max(1, cores() // place.local_world_size)
+    return max(1, cores() // ranks)
 
 
 def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta = START_UP) -> Store:
-    """The part of the launcher's `store` that belongs to these ranks alone, once all of them are there.
+    """Wait for all ranks, and return the part of the launcher's ``store`` that belongs to them alone.
 
     torchrun keeps one store over its restarts (pytorch issue 135712), and its count of restarts may differ
     between hosts: what the ranks of an earlier attempt have left, their addresses too, looks like this
-    attempt's. So each rank shows a token that nobody has seen before; rank 0 answers it with the name of a
-    session, and is content when every rank has shown that name.
+    attempt's. So each rank sets a token that nobody has seen before, rank 0 answers it with the name of a
+    session, and waits until every rank has set that name.
 
-    Raises UserError when `patience` is over, naming the ranks that did not come.
+    Raises:
+        UserError: ``patience`` is over; it names the ranks that did not come.
     """
     key = "shardtrain/meeting/{}".format
     session, deadline = uuid.uuid4().hex, time.monotonic() + patience.total_seconds()
@@ -138,7 +139,7 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
                 f"rank {rank} has waited {patience.total_seconds():.0f} s at start-up for rank {names}"
             )
         if rank == 0:
-            missing = [other for other in missing if not _welcomed(store, key(other), session)]
+            missing = [other for other in missing if not _has_joined(store, key(other), session)]
         else:
             shown, _, answer = store.get(key(rank)).decode().partition(" ")
             if shown == token and answer:
@@ -150,8 +151,8 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
     return PrefixStore(f"shardtrain/{session}", store)
 
 
-def _welcomed(store: Store, key: str, session: str) -> bool:
-    """Rank 0's look at what another rank shows: whether it is the session; a token is answered."""
+def _has_joined(store: Store, key: str, session: str) -> bool:
+    """Return whether the rank of ``key`` has set the session's name; answer it if it has set a token."""
     shown = store.get(key).decode() if store.check([key]) else ""
     if shown and shown != session and " " not in shown:
         store.compare_set(key, shown, f"{shown} {session}")
@@ -159,7 +160,7 @@ def _welcomed(store: Store, key: str, session: str) -> bool:
 
 
 def together(action: Callable[[], Result]) -> Result:
-    """What it gives on this rank; a mistake that any rank finds is raised by all. Collective.
+    """Return what ``action`` gives on this rank; raise any rank's UserError on all ranks. Collective.
 
     Raised on one rank alone, it would look to the others as if that rank had died.
     """
@@ -175,56 +176,44 @@ def together(action: Callable[[], Result]) -> Result:
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
-    """Do it there, while the others wait; a mistake that it finds is raised by all. Collective."""
+    """Call ``action`` on rank 0 while the others wait; raise its UserError on all ranks. Collective."""
     together(action if comm.rank() == 0 else lambda: None)
 
 
-# What a number depends on: hardware and versions.
-
-
 def cores() -> int:
-    """Of this host, those that this process may use."""
+    """Return how many cores of this host the process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU's memory, or of this host's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str, str | int]:
-    found: dict[str, str | int] = {
+    """Return what measurements depend on, for a file of results."""
+    facts: dict[str, str | int] = {
         "cpu": _cpu_name(),
         "cores": cores(),
         "ranks": ranks,
         "ranks_per_host": ranks_per_host,
         "threads_per_rank": torch.get_num_threads(),
         "device": device.type,
-        "backend": "nccl" if device.type == "cuda" else "gloo",
-        "memory_gib": round(memory_of(torch.device("cpu")) / 2**30),
+        "backend": devices.backend_for(device),
+        "memory_gib": round(devices.total_memory(torch.device("cpu")) / 2**30),
     }
-    if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+    return facts | ({"gpu": devices.name(device)} if devices.is_accelerator(device) else {})
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python, torch, torchvision, CUDA and further ``packages``."""
-    found = {name: version(name) for name in ("torch", "torchvision", *packages)}
-    return {"python": platform.python_version(), **found, "cuda": str(torch.version.cuda)}
+    """Return the versions of Python, torch, torchvision, CUDA and further ``packages``."""
+    installed = {name: version(name) for name in ("torch", "torchvision", *packages)}
+    return {"python": platform.python_version(), **installed, "cuda": devices.runtime_version()}
 
 
 def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:
-    """One line for the table."""
-    where = f"{hardware['cpu']}, {hardware['cores']} cores"
-    if "gpu" in hardware:
-        where += f", {hardware['gpu']}"
+    """Return hardware and versions in one line."""
+    gpu = f", {hardware['gpu']}" if "gpu" in hardware else ""
     ranks = counted(int(hardware["ranks"]), "rank")
     threads = counted(int(hardware["threads_per_rank"]), "thread")
     software = f"torch {versions['torch']}, python {versions['python']}"
-    return f"{where}; {ranks} × {threads}, {hardware['backend']}; {software}"
+    machine = f"{hardware['cpu']}, {hardware['cores']} cores{gpu}"
+    return f"{machine}; {ranks} × {threads}, {hardware['backend']}; {software}"
 
 
 def _cpu_name() -> str:

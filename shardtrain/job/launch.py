@@ -1,9 +1,9 @@
 """From a shell to a running job on every rank, and back with the right exit code.
 
 The same program runs alone (`python -m`), under `torchrun`, or under any launcher that sets `RANK`,
-`WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. A mistake of the user's is
-told by one rank, whichever finds it first; the others stay silent. Exit codes: 0 done, 2 a mistake of the
-user's, 143 asked to leave and saved, 130 Ctrl-C; anything else is a failure.
+`WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. The first rank that finds a
+mistake of the user's prints it; the others stay silent. Exit codes: 0 done, 2 a mistake of the user's, 143
+asked to stop and saved, 130 Ctrl-C; anything else is a failure.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from shardtrain import device as devices
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
 from shardtrain.job.hydra_app import compose
@@ -35,7 +36,7 @@ from shardtrain.job.schema import UserError
 from shardtrain.job.signals import INTERRUPTED, Stopped
 
 USER_ERROR = 2
-PATIENCE = 10.0  # seconds that a silent rank leaves the speaking one, before it ends by itself
+PATIENCE = 10.0  # seconds that a silent rank waits for the one that prints, before it exits by itself
 
 
 class Launch(Protocol):
@@ -54,23 +55,24 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Context:
-    """What a job is told beside its configuration."""
+    """What a job is given beside its configuration."""
 
-    place: RankInfo
+    rank_info: RankInfo
     device: torch.device
     run_dir: Path
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:
-    """Runs a training `job` with what the command line asks for, and returns what it gives; see `start`."""
+    """Run a training ``job`` with what the command line asks for, and return its result; see `start`."""
 
     def read(arguments: Sequence[str], speak: bool) -> Config | None:
         raw = compose(arguments, speak=speak)
         return None if raw is None else from_hydra(raw)
 
-    return start(
-        read, lambda config, place, device: job(config, Context(place, device, run_dir(config, place)))
-    )
+    def run_job(config: Config, rank_info: RankInfo, device: torch.device) -> Result:
+        return job(config, Context(rank_info, device, run_dir(config, rank_info)))
+
+    return start(read, run_job)
 
 
 @record
@@ -78,59 +80,56 @@ def start(
     read: Callable[[Sequence[str], bool], Settings | None],
     job: Callable[[Settings, RankInfo, torch.device], Result],
 ) -> Result | None:
-    """Runs a program with what `read(arguments, speak)` makes of the command line, if that is anything.
+    """Run a program with what ``read(arguments, speak)`` makes of the command line, if that is anything.
 
-    Leaves by SystemExit unless all went well; torchrun shows what failed, in whichever program.
+    Leaves by SystemExit unless all went well. torchrun shows what failed, in whichever program.
     """
     signal.signal(signal.SIGINT, _interrupt)
+    rank_info = RankInfo(0, 1, 0, 1)  # until the environment has said otherwise
     try:
-        place = RankInfo.from_environment(os.environ)
-    except UserError as error:
-        _say(error)
-        sys.exit(USER_ERROR)
-    try:
-        config = read(sys.argv[1:], place.rank == 0)
+        rank_info = RankInfo.from_environment(os.environ)
+        config = read(sys.argv[1:], rank_info.rank == 0)
         if config is None:
             return None
-        device = choose_device(config.device, place)
-        if device.type == "cpu":
-            torch.set_num_threads(config.threads or cpu_threads(place, os.environ))
-        with process_group(place, device):
-            return job(config, place, device)
+        device = choose_device(config.device, rank_info)
+        if not devices.is_accelerator(device):
+            torch.set_num_threads(config.threads or cpu_threads(rank_info, os.environ))
+        with process_group(rank_info, device):
+            return job(config, rank_info, device)
     except UserError as error:
-        _leave_with(error, place)
+        _exit_with(error, rank_info)
     except KeyboardInterrupt as interrupt:
-        if place.rank == 0:
+        if rank_info.rank == 0:
             print("interrupted", file=sys.stderr)
         sys.exit(interrupt.exit_code if isinstance(interrupt, Stopped) else INTERRUPTED)
 
 
 @contextlib.contextmanager
-def process_group(place: RankInfo, device: torch.device) -> Iterator[None]:
-    """The default process group while the block runs, with a start-up's time; none for a single rank."""
-    if place.world_size == 1:
+def process_group(rank_info: RankInfo, device: torch.device) -> Iterator[None]:
+    """Keep the default process group open inside, with a start-up's time-out; none for a single rank."""
+    if rank_info.world_size == 1:
         yield
         return
-    open_process_group(place, device, meet(place.store, place.rank, place.world_size))
+    open_process_group(rank_info, device, meet(rank_info.store, rank_info.rank, rank_info.world_size))
     try:
         yield
     finally:
         close_process_group()
 
 
-def open_process_group(place: RankInfo, device: torch.device, store: Store) -> None:
-    """Make the default process group of ranks that meet in ``store``, with a start-up's time."""
-    if place.local_world_size == place.world_size:
+def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) -> None:
+    """Make the default process group of ranks that meet in ``store``, with a start-up's time-out."""
+    if rank_info.local_world_size == rank_info.world_size:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback is not None:  # one host: nothing of ours listens beyond it
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
+        backend=devices.backend_for(device),
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=START_UP,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if devices.is_accelerator(device) else None,
     )
 
 
@@ -144,42 +143,42 @@ def close_process_group() -> None:
     dist.destroy_process_group()
 
 
-def run_dir(config: Config, place: RankInfo) -> Path:
-    """One directory for all ranks, whatever their clocks say."""
+def run_dir(config: Config, rank_info: RankInfo) -> Path:
+    """Return one directory for all ranks, whatever their clocks say."""
     if config.run.dir is not None:
         return Path(config.run.dir).expanduser()
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     default = f"{config.data.name}-{config.model.get('name', 'model')}-{started}"
-    return Path("outputs") / place.agree("run_name", config.run.name or default)
+    return Path("outputs") / rank_info.agree("run_name", config.run.name or default)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Ctrl-C, once: a terminal and torchrun both pass it on, and the second must not disturb the clean-up."""
+    """Raise at the first Ctrl-C only: a terminal and torchrun both send it, and clean-up must go on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def _leave_with(error: UserError, place: RankInfo) -> NoReturn:
-    """Ends this rank; the first that comes here speaks for all.
+def _exit_with(error: UserError, rank_info: RankInfo) -> NoReturn:
+    """End this rank; the first rank that comes here prints the message.
 
     The others wait for their launcher to end them, because the rank that ends first is taken for the cause.
     """
     try:
-        speaks = place.first("speaker")
-    except (RuntimeError, ValueError):  # the store went with rank 0, which therefore has spoken
-        speaks = False
-    if speaks:
-        _say(error)
+        first = rank_info.first("speaker")
+    except (RuntimeError, ValueError):  # the store went with rank 0, which therefore has printed its own
+        first = False
+    if first:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        _write_error_file(f"error: {error}")
     else:
         time.sleep(PATIENCE)
     sys.exit(USER_ERROR)
 
 
-def _say(error: UserError) -> None:
-    """To the terminal, and into the file that torchrun shows as the root cause."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        report = {"message": f"error: {error}", "extraInfo": {"timestamp": str(int(time.time()))}}
+def _write_error_file(message: str) -> None:
+    """Write what torchrun shows as the root cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(error_file).write_text(json.dumps({"message": report}))
+            Path(path).write_text(json.dumps({"message": report}))

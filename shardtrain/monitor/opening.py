@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardtrain import introspect
+from shardtrain.device import total_memory
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import memory_of, on_rank_0
+from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.format import MIB, aligned
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -61,7 +62,7 @@ def open_monitor(
         raise
     finally:
         if window.spent.steps:
-            monitor.facts(judge(window.spent, config, context.place.world_size, context.device.type))
+            monitor.facts(judge(window.spent, config, context.rank_info.world_size, context.device.type))
         monitor.close(status)
 
 
@@ -69,7 +70,7 @@ def _sinks(
     config: Config, context: Context, job: Job, best_acc1: float | None, monitor: Monitor
 ) -> list[Sink]:
     """In the order in which they end: what is told then passes through ``monitor`` to those that follow."""
-    if context.place.rank > 0:
+    if context.rank_info.rank > 0:
         return []
     if config.dry_run or config.eval_only:
         return [Tables()]
@@ -81,7 +82,7 @@ def _sinks(
     sinks: list[Sink] = [Ending(result, monitor), _console(config, job), log]
     if config.monitor.tensorboard:
         board = TensorBoard(context.run_dir, config, facts, job.first_step)
-        glance = Glance(context.run_dir, monitor, job, memory_of(context.device) / MIB)
+        glance = Glance(context.run_dir, monitor, job, total_memory(context.device) / MIB)
         sinks = [glance, *sinks, board]
     if config.monitor.plan:
         sinks.insert(0, Comparison(config, job, monitor))
@@ -107,7 +108,7 @@ def _facts(config: Config, context: Context, job: Job) -> dict[str, Any]:
         "reference": None if config.reference is None else dataclasses.asdict(config.reference),
         "steps": job.steps,
         "batch_size": job.share.batch_size,
-        "world_size": context.place.world_size,
+        "world_size": context.rank_info.world_size,
         "device": context.device.type,
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
     }

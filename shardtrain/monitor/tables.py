@@ -22,7 +22,7 @@ MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
 
 def start_table(config: Config, context: Context, job: Job) -> str:
     """What is about to be trained, on what, and what this rank will hold."""
-    place, share, optim = context.place, job.share, config.optim
+    rank_info, share, optim = context.rank_info, job.share, config.optim
     units = introspect(job.model).units
     parameters = sum(unit.parameters for unit in units)
     held = introspect(job.model).bytes_by_rank
@@ -30,7 +30,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     most = "at most " if min(held) < max(held) else ""
     kept = max(_kept_by_rank(optim, job)) / MIB
     micro_batches = counted(share.accumulate, "micro-batch")
-    ranks = counted(place.world_size, "rank")
+    ranks = counted(rank_info.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     rows = [

@@ -38,8 +38,8 @@ class Watch:
         self, config: Config, context: Context, job: Job, window: StepMetrics, monitor: Monitor
     ) -> None:
         self._job, self._window, self._monitor = job, window, monitor
-        self._title = f"{config.model.get('name', 'model')}, {counted(context.place.world_size, 'rank')}"
-        self._speaks = context.place.rank == 0
+        self._title = f"{config.model.get('name', 'model')}, {counted(context.rank_info.world_size, 'rank')}"
+        self._speaks = context.rank_info.rank == 0
         self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
         self._profile_at = config.monitor.profile_at
         self._log_every = config.train.log_every

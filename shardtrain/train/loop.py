@@ -75,10 +75,10 @@ def fit(
 
 def train(config: Config, context: Context) -> float | None:
     """One run, from its configuration to its result: the best accuracy in percent, if there is one."""
-    place = context.place
+    rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     start = find_start(config, context)
-    job, config = build(config, place.rank, place.world_size, context.device, start.step)
+    job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     window = StepMetrics(job)
     past = restore(start, config, job, window)
     best = past.best
@@ -95,7 +95,7 @@ def train(config: Config, context: Context) -> float | None:
             monitor.say(score_table(found, config.reference))
             return found.acc1
         if config.dry_run:
-            if place.rank == 0:
+            if rank_info.rank == 0:
                 monitor.say(foretold(config, job))
         else:
             bad_steps = BadSteps(job.model, config.train, window, monitor, job.scaler)

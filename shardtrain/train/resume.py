@@ -120,9 +120,9 @@ def _restarted(context: Context) -> bool:
     Then it goes on from its own checkpoints, whatever its `resume` says.
     """
     before = False
-    if context.place.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+    if context.rank_info.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         token, count = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        before = context.place.agree(f"start/{context.run_dir}", token) != token or count != "0"
+        before = context.rank_info.agree(f"start/{context.run_dir}", token) != token or count != "0"
     return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
 
 

@@ -84,26 +84,26 @@ def run(program: Program) -> float | None:
     return launch.run(program)
 
 
-def run_jobs(sweep: Sweep, place: RankInfo, device: torch.device, program: Program) -> float | None:
+def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
     """Runs the jobs in turn; the best objective. Collective.
 
     Raises:
         UserError: not one of them has worked.
         RuntimeError: the ranks have left a job for different reasons.
     """
-    tell, directory = _telling(place), launch.run_dir(sweep.first, place)
+    tell, directory = _telling(rank_info), launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
     while (overrides := sweep.search.next(done)) is not None:
-        context = Context(place, device, directory / str(len(done)))
-        if place.rank == 0:
+        context = Context(rank_info, device, directory / str(len(done)))
+        if rank_info.rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
         outcome = _attempt(program, sweep, overrides, context)
         gc.collect()  # a model is a cycle, and holds its transport
         _require_same(len(done), tell(outcome.problem))
         done.append(outcome)
-        if place.rank == 0:
+        if rank_info.rank == 0:
             _note(done, directory)
-    if place.rank == 0:
+    if rank_info.rank == 0:
         print(table(done), flush=True)
     if all(outcome.problem for outcome in done):
         raise UserError(f"every job of the sweep has failed, the first with: {done[0].problem}")
@@ -167,7 +167,7 @@ def _attempt(program: Program, sweep: Sweep, overrides: list[str], context: Cont
 
 def _keep_traceback(context: Context) -> None:
     """Of the exception being handled: in the job's folder, every rank's, and on rank 0's terminal."""
-    text, rank = traceback.format_exc(), context.place.rank
+    text, rank = traceback.format_exc(), context.rank_info.rank
     if rank == 0:
         print(text, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # what the disk refuses may be the job's very failure
@@ -175,16 +175,16 @@ def _keep_traceback(context: Context) -> None:
         (context.run_dir / f"traceback-{rank:05}.txt").write_text(text)
 
 
-def _telling(place: RankInfo) -> Callable[[str], list[str]]:
+def _telling(rank_info: RankInfo) -> Callable[[str], list[str]]:
     """Gives every rank's text for this rank's. By way of the store, for the group may be broken."""
-    if place.world_size == 1:
+    if rank_info.world_size == 1:
         return lambda text: [text]
-    store = meet(place.store, place.rank, place.world_size)
-    ranks, rounds = range(place.world_size), itertools.count()
+    store = meet(rank_info.store, rank_info.rank, rank_info.world_size)
+    ranks, rounds = range(rank_info.world_size), itertools.count()
 
     def tell(text: str) -> list[str]:
         key = f"told/{next(rounds)}/{{}}".format
-        store.set(key(place.rank), text)
+        store.set(key(rank_info.rank), text)
         return [store.get(key(rank)).decode() for rank in ranks]
 
     return tell
