@@ -22,6 +22,7 @@ from shardtrain import Precision, comm
 from shardtrain.checkpoint.saving import Snapshot
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Tag, native
 from shardtrain.comm.meter import waiting
+from shardtrain.comm.movement import GATHER
 from shardtrain.layout import Policy, even
 
 from small import Block, OddNet, assert_at_rest, images, sgd
@@ -176,7 +177,7 @@ def test_nccl_movements_run_on_a_stream_of_their_own(tmp_path: Path) -> None:
 @one_gpu
 def test_the_meter_times_what_the_stream_waits_for() -> None:
     device = torch.device("cuda")
-    with comm.meter() as meter, waiting("all_gather", "unit", device):
+    with comm.meter() as meter, waiting(GATHER, "unit", device):
         torch.cuda._sleep(20_000_000)  # cycles; at least 5 ms
     assert meter.exposed()[comm.Wait("all_gather", "unit")] > 0.005
     assert sum(meter.exposed().values()) < 1

@@ -24,6 +24,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native
 from shardtrain.comm.guard import Paths
+from shardtrain.comm.movement import ENTER, GATHER, LEAVE
 from shardtrain.comm.reports import Line
 from shardtrain.comm.signals import Peer, Signals
 from shardtrain.engine.hooks import engine_of
@@ -206,9 +207,9 @@ def strays_without_tags(at_step: int) -> str:
 
         def steps(first: int, last: int, number: int) -> None:
             for _ in range(first, last):
-                transport.fence("entering")
+                transport.fence(ENTER)
                 transport.gather(Tag(number, "first"), [flat]).wait()
-                transport.fence("leaving")
+                transport.fence(LEAVE)
 
         steps(1, at_step, 256)
         with pytest.raises(comm.Diverged) as caught:
@@ -231,12 +232,12 @@ def strays_in_backward() -> str:
         transport.broadcast(torch.zeros(1))  # as a model's initial values are
         layout = even([6], transport.world, 1)
         flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
-        transport.fence("entering")
+        transport.fence(ENTER)
         transport.gather(Tag(256, "forward"), [flat]).wait()
-        transport.fence("leaving")
+        transport.fence(LEAVE)
         transport.gather(Tag(512 if is_last() else 256, "backward"), [flat]).wait()
         with pytest.raises(comm.Diverged) as caught:
-            transport.fence("leaving")
+            transport.fence(LEAVE)
         return str(caught.value)
     finally:
         native.has_gloo = native_has_gloo
@@ -249,7 +250,7 @@ def test_a_backward_is_told_by_the_step_of_its_forward(on_ranks: Ranks) -> None:
 
 def post_without_end(signals: Signals) -> None:
     while True:
-        signals.post("gathering", 256, "layer")
+        signals.post(GATHER, 256, "layer")
 
 
 def test_a_rank_that_reads_nothing_is_waited_for_no_longer_than_others(
@@ -278,13 +279,13 @@ def linked(world: int) -> list[Signals]:
 @pytest.mark.parametrize("late", ["waits", "posts"])
 def test_a_rank_that_is_late_to_look_names_who_ended_first(late: str) -> None:
     first, left, last = linked(3)
-    waited = last.post("entering", 0, "the model") if late == "waits" else None
+    waited = last.post(ENTER, 0, "the model") if late == "waits" else None
     first.close()
     with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: "):
-        left.wait(left.post("entering", 0, "the model"))
+        left.wait(left.post(ENTER, 0, "the model"))
     left.close()
     with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: rank 2 was at "):
-        last.wait(waited) if waited is not None else last.post("entering", 0, "the model")
+        last.wait(waited) if waited is not None else last.post(ENTER, 0, "the model")
     last.close()
 
 
@@ -294,12 +295,12 @@ def test_a_rank_that_has_lost_another_is_not_waited_for(heard: str) -> None:
     first, left, last = linked(3)
     first.close()
     with pytest.raises(comm.PeerLost):
-        left.post("entering", 0, "the model")
+        left.post(ENTER, 0, "the model")
     last.peers = [peer for peer in last.peers if peer.rank == 1]  # rank 0's end has not come to its notice
     if heard == "before":
         assert not last.is_done(0)  # a look at what has come
     with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: rank 2 was at "):
-        last.wait(last.post("entering", 0, "the model"))
+        last.wait(last.post(ENTER, 0, "the model"))
     for signals in (left, last):
         signals.close()
 

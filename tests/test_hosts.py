@@ -17,6 +17,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain import checkpoint, comm
+from shardtrain.comm.movement import ENTER, LEAVE
 from shardtrain.comm.transport import Flat, Gradient, Tag
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
@@ -80,7 +81,7 @@ def moves_exactly(of_ranks: list[int]) -> None:
     layout = even([5, 9], 4, 2)
     like = torch.empty(0)
     full, local = transport.allocate(layout, like, torch.float32)
-    transport.fence("entering")
+    transport.fence(ENTER)
     local.fill_(transport.rank + 0.5)
     transport.gather(Tag(1, "the unit"), [Flat(full, local, layout)]).wait()
     wanted = torch.cat([torch.full((layout.length(rank),), rank + 0.5) for rank in range(4)])
@@ -101,7 +102,7 @@ def moves_exactly(of_ranks: list[int]) -> None:
     mean = ((first + second) / 2)[layout.interval(transport.rank)]
     for piece, found in zip(pieces, taken.own, strict=True):
         assert torch.equal(found, mean[piece.offset : piece.offset + piece.numel])
-    transport.fence("leaving")
+    transport.fence(LEAVE)
 
 
 @pytest.mark.parametrize("of_ranks", [BLOCKS, INTERLEAVED])

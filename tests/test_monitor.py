@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from shardtrain.comm.meter import count
+from shardtrain.comm.movement import GATHER
 from shardtrain.engine.precision import Precision
 from shardtrain.job.build import build
 from shardtrain.job.config import Config, from_hydra
@@ -263,7 +264,7 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
 def step_of(window: StepMetrics, *images: torch.Tensor) -> None:
     """A step over micro-batches of ``images``, which moves a MiB."""
     with window.step():
-        count("all_gather", [MIB])
+        count(GATHER, [MIB])
         for batch in images:
             labels = torch.zeros(len(batch), dtype=torch.int64)
             window.add(batch, torch.tensor(1.0), torch.eye(2)[labels], labels)

@@ -19,7 +19,7 @@ from shardtrain.engine.hooks import engine_of
 from shardtrain.job.build import build
 from shardtrain.job.config import from_hydra
 from shardtrain.job.hydra_app import compose
-from shardtrain.monitor.window import Window
+from shardtrain.monitor.window import StepMetrics
 from shardtrain.optim import Ema
 
 from small import Block, OddNet, assert_at_rest, assert_same_parameters, images, sgd, shard, train
@@ -128,7 +128,7 @@ def test_a_run_adds_up_where_units_compute() -> None:
     assert raw is not None
     job, _ = build(from_hydra(raw), 0, 1, CPU)
     elsewhere = torch.device("meta")
-    window = Window(job._replace(device=elsewhere))
+    window = StepMetrics(job._replace(device=elsewhere))
     with elsewhere:
         images, labels = torch.zeros(3, 1, 32, 32), torch.zeros(3, dtype=torch.int64)
         window.add(images, torch.zeros(()), torch.zeros(3, 10), labels)

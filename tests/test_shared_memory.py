@@ -15,6 +15,7 @@ from torch import nn
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Gradient, Tag
+from shardtrain.comm.movement import ENTER, LEAVE
 from shardtrain.comm.shared_memory import Arena
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
@@ -98,7 +99,7 @@ def a_unit_of_two_segments(of_ranks: list[int]) -> None:
     layouts = [even([size], transport.world, 4) for size in (1024, 640)]
     for layout in layouts:
         transport.allocate(layout, torch.zeros(0), torch.float32)
-    transport.fence("entering")
+    transport.fence(ENTER)
     waiting = [transport.gradient(layouts[0], torch.zeros(0)) for _ in range(2)]
     for movement in range(3):
         gradients = []
@@ -111,7 +112,7 @@ def a_unit_of_two_segments(of_ranks: list[int]) -> None:
             assert torch.all(gradient.own[0] == movement + (transport.world - 1) / 2)
     for gradient in waiting:
         transport.discard(gradient)
-    transport.fence("leaving")
+    transport.fence(LEAVE)
 
 
 @pytest.mark.parametrize("of_ranks", [[0, 0], [0, 0, 1, 1]])

@@ -18,6 +18,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
+from shardtrain.comm.movement import GATHER
 from shardtrain.comm.trace import Span
 from shardtrain.job.config import from_hydra
 from shardtrain.job.dist_env import RankInfo
@@ -188,7 +189,7 @@ def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_pa
 def test_a_meter_that_is_open_for_long_stays_small() -> None:
     with comm.meter() as meter:
         for _ in range(500):
-            with waiting("all_gather", "the unit", CPU):
+            with waiting(GATHER, "the unit", CPU):
                 pass
     assert list(meter.exposed()) == [comm.Wait("all_gather", "the unit")]
     assert len(meter._seconds) + len(meter._on_device) == 1

@@ -19,6 +19,7 @@ from shardtrain.bench.interleave import Progress, Runner, Spread, Track, attempt
 from shardtrain.bench.report import Report, quartiles
 from shardtrain.bench.settings import Settings
 from shardtrain.comm import Flat, Gradient, Tag, Transport
+from shardtrain.comm.movement import ENTER, LEAVE
 from shardtrain.job.format import MIB, aligned
 from shardtrain.layout import Layout, even
 
@@ -76,9 +77,9 @@ def _gather(transport: Transport, layout: Layout, device: torch.device) -> Conte
         full.untyped_storage().resize_(layout.padded * full.element_size())
 
     def run() -> None:
-        transport.fence("entering")
+        transport.fence(ENTER)
         transport.gather(Tag(0, "bench"), [Flat(full, local, layout)]).wait()
-        transport.fence("leaving")
+        transport.fence(LEAVE)
 
     def check() -> bool:
         local.fill_(transport.rank + 1)

@@ -25,21 +25,9 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import native
+from shardtrain.comm.movement import ENTER, MOVEMENTS, Movement
 from shardtrain.comm.transport import Tag
 
-KINDS = (
-    "done",  # not a movement: "I have read what your movement at this position offered"
-    "gathering",
-    "reducing",
-    "entering",
-    "leaving",
-    "sharing",
-    "copying",
-    "broadcasting",
-    "all-reducing",
-    "averaging",
-    "mourning",  # not a movement: "the rank of this value has ended, so I am leaving, too"
-)
 MESSAGE = struct.Struct("<iiqqq64s")  # kind, number, step, value, position, name
 GRACE_S = 2.0  # a rank on another path is known: so long for the remaining ranks to say where they are
 
@@ -52,8 +40,8 @@ class Diverged(RuntimeError):
     """Another rank takes another path through the model."""
 
 
-class Movement(NamedTuple):
-    """One movement of one rank; ``value`` is whatever the other ranks need to know about it."""
+class Entry(NamedTuple):
+    """One movement of one rank in its `Log`; ``value`` is whatever the other ranks need to know about it."""
 
     kind: int
     number: int
@@ -62,16 +50,14 @@ class Movement(NamedTuple):
     name: bytes
 
     @classmethod
-    def of(cls, kind: str, number: int, step: int, value: int, name: str) -> Movement:
+    def of(cls, kind: Movement, number: int, step: int, value: int, name: str) -> Entry:
         text = name.encode()
-        return cls(
-            KINDS.index(kind), number % (1 << 31), step, value, text if len(text) <= 64 else text[-64:]
-        )
+        return cls(kind.number, number % (1 << 31), step, value, text if len(text) <= 64 else text[-64:])
 
     @property
     def words(self) -> str:
         """``gathering layer1``"""
-        return f"{KINDS[self.kind]} {self.name.decode(errors='replace').rstrip(chr(0))}"
+        return f"{MOVEMENTS[self.kind].doing} {self.name.decode(errors='replace').rstrip(chr(0))}"
 
     def packed(self, position: int) -> bytes:
         return MESSAGE.pack(self.kind, self.number, self.step, self.value, position, self.name)
@@ -81,7 +67,7 @@ class Log:
     """The movements of one rank, from the first that is still of interest on."""
 
     def __init__(self) -> None:
-        self._movements: deque[Movement] = deque()
+        self._movements: deque[Entry] = deque()
         self.first = 0  # position of _movements[0]
 
     @property
@@ -89,10 +75,10 @@ class Log:
         """The position of the next movement."""
         return self.first + len(self._movements)
 
-    def append(self, movement: Movement) -> None:
+    def append(self, movement: Entry) -> None:
         self._movements.append(movement)
 
-    def at(self, position: int) -> Movement | None:
+    def at(self, position: int) -> Entry | None:
         index = position - self.first
         return self._movements[index] if 0 <= index < len(self._movements) else None
 
@@ -116,9 +102,9 @@ class Paths:
         """Start-up is given time: ranks read data and build models at speeds of their own."""
         return 120.0 if self.step > 1 else 600.0
 
-    def make(self, kind: str, number: int, name: str, value: int = 0) -> tuple[int, bytes]:
+    def make(self, kind: Movement, number: int, name: str, value: int = 0) -> tuple[int, bytes]:
         """Note this rank's next movement; its position, and the message that tells the others of it."""
-        movement = Movement.of(kind, number, self.step, value, name)
+        movement = Entry.of(kind, number, self.step, value, name)
         position = self.own.end
         self.own.append(movement)
         return position, movement.packed(position)
@@ -189,12 +175,12 @@ def _camps(marks: Mapping[int, object]) -> list[list[int]]:
     return list(camps.values())
 
 
-def _mark(movement: Movement) -> tuple[int, int, int]:
+def _mark(movement: Entry) -> tuple[int, int, int]:
     """What must be the same on every rank."""
     return movement.kind, movement.number, movement.step
 
 
-def _told(movement: Movement, precisely: bool) -> str:
+def _told(movement: Entry, precisely: bool) -> str:
     return (
         f"{movement.words} (number {movement.number}, step {movement.step})" if precisely else movement.words
     )
@@ -228,17 +214,17 @@ class Digests:
         self._digest = 0
         self._made = 0  # movements since the last check
 
-    def add(self, kind: str, tag: Tag) -> None:
-        self._digest = (self._digest * _BASE + tag.number * len(KINDS) + KINDS.index(kind)) % _PRIME
+    def add(self, kind: Movement, tag: Tag) -> None:
+        self._digest = (self._digest * _BASE + tag.number * len(MOVEMENTS) + kind.number) % _PRIME
         self._made += 1
 
-    def fence(self, what: str) -> None:
-        """A forward begins (``entering``), or a forward or backward is over (``leaving``): perhaps check.
+    def fence(self, what: Movement) -> None:
+        """A forward begins (``ENTER``), or a forward or backward is over (``LEAVE``): perhaps check.
 
         Raises:
             Diverged: the ranks have not made the same movements.
         """
-        if what == "entering":
+        if what is ENTER:
             self._step += 1
             if not self._made:
                 self._since = self._step

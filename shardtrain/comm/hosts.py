@@ -26,6 +26,7 @@ import torch
 
 from shardtrain.comm.guard import PeerLost
 from shardtrain.comm.meter import count
+from shardtrain.comm.movement import GATHER, REDUCE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.shared_memory import HostMemory, Offer, SharedMemoryTransport
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, pack_own, sent_by
@@ -44,7 +45,7 @@ class HostsTransport(SharedMemoryTransport):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """The host's means are made at once, so that messages travel while the next unit computes."""
-        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
+        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
         sets = []
         with self.inner.telling():
             for turn in self.memory.turns(tag, gradients):
@@ -60,14 +61,14 @@ class HostsTransport(SharedMemoryTransport):
         means.insert(self._column.index(self.rank), pack_own(gradient, self.rank))
         return means
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         self.inner.fence(what)
         with self.inner.telling():
             super().fence(what)
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         signals = self.memory.signals
-        position = signals.post("gathering", tag.number, tag.name)
+        position = signals.post(GATHER, tag.number, tag.name)
         pairs = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
         moving = self._between.send_to_all(tag, pairs)
 
@@ -79,7 +80,7 @@ class HostsTransport(SharedMemoryTransport):
 
         return Pending(finish)
 
-    def _meet(self, kind: str, number: int, name: str) -> None:
+    def _meet(self, kind: Movement, number: int, name: str) -> None:
         """All hosts meet, in ``inner``."""
 
     def _await(self, moving: Pending) -> None:

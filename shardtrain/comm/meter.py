@@ -19,13 +19,12 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from shardtrain.comm import trace
+from shardtrain.comm.movement import Movement
 from shardtrain.comm.trace import Moment, moment, seconds
-
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class Wait(NamedTuple):
-    """What was waited for: a kind of ``KINDS``, or ``fence``; and the unit's name."""
+    """What was waited for: a `Movement`, as it is counted, and the unit's name."""
 
     kind: str
     unit: str
@@ -34,8 +33,8 @@ class Wait(NamedTuple):
 class Meter:
     """This rank's traffic while the meter is open.
 
-    ``calls[kind]``, ``bytes[kind]``: movements and bytes sent, for the kinds in ``KINDS``. ``during``: what
-    its owner is doing; waits are filed under it.
+    ``calls[kind]``, ``bytes[kind]``: movements and bytes sent, for kinds such as ``"all_gather"``: see
+    `Movement.counted`. ``during``: what its owner is doing; waits are filed under it.
     """
 
     def __init__(self) -> None:
@@ -93,19 +92,19 @@ def meter() -> Iterator[Meter]:
         _open.remove(current)
 
 
-def count(kind: str, sent: Iterable[int]) -> None:
-    """Add one movement of ``kind`` in which this rank sends ``sent`` bytes, added up if anyone counts."""
+def count(movement: Movement, sent: Iterable[int]) -> None:
+    """Add one ``movement`` in which this rank sends ``sent`` bytes, added up if anyone counts."""
     if not _open:
         return
     total = sum(sent)
     for current in _open:
-        current.calls[kind] += 1
-        current.bytes[kind] += total
+        current.calls[movement.counted] += 1
+        current.bytes[movement.counted] += total
 
 
-def waiting(kind: str, unit: str, device: torch.device) -> AbstractContextManager[None]:
-    """Count the block as waiting on ``device`` for a movement of ``kind`` of ``unit``."""
-    return _Timed(kind, unit, device) if _open or trace.is_open() else _UNTIMED
+def waiting(movement: Movement, unit: str, device: torch.device) -> AbstractContextManager[None]:
+    """Count the block as waiting on ``device`` for a movement of ``unit``, and end its span after it."""
+    return _Timed(movement, unit, device) if _open or trace.is_open() else _UNTIMED
 
 
 _UNTIMED = nullcontext()
@@ -114,8 +113,8 @@ _UNTIMED = nullcontext()
 class _Timed(AbstractContextManager[None]):
     """Counts the time in it, unless that ends in an error. A step has dozens, so it is no generator."""
 
-    def __init__(self, kind: str, unit: str, device: torch.device) -> None:
-        self._kind, self._unit, self._device = kind, unit, device
+    def __init__(self, movement: Movement, unit: str, device: torch.device) -> None:
+        self._movement, self._unit, self._device = movement, unit, device
 
     def __enter__(self) -> None:
         self._start = moment(self._device)
@@ -125,5 +124,7 @@ class _Timed(AbstractContextManager[None]):
             return
         end = moment(self._device)
         for current in _open:
-            current.add_wait(Wait(self._kind, self._unit), self._start, end)
-        trace.note("wait", f"{self._kind} of {self._unit}", self._start, end)
+            current.add_wait(Wait(self._movement.counted, self._unit), self._start, end)
+        trace.note("wait", f"{self._movement.counted} of {self._unit}", self._start, end)
+        if self._movement.traced:
+            trace.end(self._movement.traced, self._unit)

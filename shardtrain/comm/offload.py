@@ -23,6 +23,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shardtrain.comm.movement import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Ranks, Tag, Transport, TransportWrapper
 from shardtrain.layout import Layout
 
@@ -110,11 +111,11 @@ class Offloaded(TransportWrapper):
 
         return Pending(finish)
 
-    def fence(self, what: str) -> None:
-        """``leaving``: gradients have come to the host, or no upload reads it any more."""
+    def fence(self, what: Movement) -> None:
+        """At ``LEAVE``: gradients have come to the host, or no upload reads it any more."""
         super().fence(what)
         backward_follows = torch.is_grad_enabled() and not self._arriving
-        if what == "leaving" and not backward_follows and self._last is not None:
+        if what is LEAVE and not backward_follows and self._last is not None:
             self._last.synchronize()
             self._arriving = False
 

@@ -29,6 +29,7 @@ from shardtrain.comm.messages import (
     start_reduce_scatter,
 )
 from shardtrain.comm.meter import count
+from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, ENTER, GATHER, REDUCE, Movement
 from shardtrain.comm.native import Backend, Streams, living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, intervals, pack_own, sent_by
@@ -88,23 +89,23 @@ class ProcessGroupTransport(OneGroup):
     def discard(self, gradient: torch.Tensor) -> None:
         pass
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         """Nothing here is shared, so nobody waits; steps are counted."""
-        if self._reports is not None and what == "entering":
+        if self._reports is not None and what is ENTER:
             self._reports.enter()
         self._digests.fence(what)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        count("all_gather", (flat.local.nbytes * (self.world - 1) for flat in flats))
+        count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
         if self.by_messages([flat.full for flat in flats]):
             return self.send_to_all(tag, [(flat.local, intervals(flat.full, flat.layout)) for flat in flats])
-        return self.backend_for("gathering", tag).gather(flats)
+        return self.backend_for(GATHER, tag).gather(flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
+        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
         if self.by_messages([gradient.full for gradient in gradients]):
             return self.combine(tag, [self._parts(gradient) for gradient in gradients])
-        return self.backend_for("reducing", tag).reduce(gradients)
+        return self.backend_for(REDUCE, tag).reduce(gradients)
 
     def exchange(
         self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
@@ -112,11 +113,11 @@ class ProcessGroupTransport(OneGroup):
         if self.by_messages([outgoing, incoming]):
             parts, into = outgoing.split([*sizes]), incoming.chunk(self.world)
             return self._watched(
-                "reducing",
+                REDUCE,
                 tag,
                 lambda position: start_exchange(self._mailbox, _tag_of(position, tag, 0), parts, into),
             )
-        return self.backend_for("reducing", tag).exchange(outgoing, sizes, incoming)
+        return self.backend_for(REDUCE, tag).exchange(outgoing, sizes, incoming)
 
     def staged(
         self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
@@ -124,16 +125,16 @@ class ProcessGroupTransport(OneGroup):
         return self._backend.staged(device, start, finish)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        count("broadcast", [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
-        with self._met("broadcasting", tensor):
+        count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
+        with self._met(BROADCAST, tensor):
             dist.broadcast(tensor, group=self.group, group_src=src)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count("all_reduce", [2 * tensor.nbytes * (self.world - 1) // self.world])
-        with self._met("all-reducing", tensor):
+        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+        with self._met(ALL_REDUCE, tensor):
             dist.all_reduce(tensor, _OPS[op], group=self.group)
 
-    def note(self, kind: str, tag: Tag) -> None:
+    def note(self, kind: Movement, tag: Tag) -> None:
         """Let the guard know of a movement that is made by other means."""
         if self._reports is not None:
             self._reports.post(kind, tag)
@@ -144,7 +145,7 @@ class ProcessGroupTransport(OneGroup):
         """In here this rank moves by means that may find others gone or astray: everyone is told of that."""
         return contextlib.nullcontext() if self._reports is None else self._reports.telling()
 
-    def backend_for(self, kind: str, tag: Tag) -> Backend:
+    def backend_for(self, kind: Movement, tag: Tag) -> Backend:
         """The backend's own collectives, for a movement that the guard then knows of."""
         self._digests.add(kind, tag)
         return self._backend
@@ -153,7 +154,7 @@ class ProcessGroupTransport(OneGroup):
         self,
         tag: Tag,
         pairs: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
-        kind: str = "gathering",
+        kind: Movement = GATHER,
     ) -> Pending:
         """By messages: start sending each ``local`` to every rank and filling ``places`` from all ranks'.
 
@@ -170,7 +171,7 @@ class ProcessGroupTransport(OneGroup):
 
         return self._watched(kind, tag, start)
 
-    def combine(self, tag: Tag, sets: Sequence[list[torch.Tensor]], kind: str = "reducing") -> Pending:
+    def combine(self, tag: Tag, sets: Sequence[list[torch.Tensor]], kind: Movement = REDUCE) -> Pending:
         """By messages: start sending ``parts[r]`` to rank r, and making this rank's own the mean over ranks.
 
         ``sets``: of each movement the ``parts``, one for each rank. ``kind``: what the guard calls it.
@@ -188,7 +189,7 @@ class ProcessGroupTransport(OneGroup):
 
         return self._watched(kind, tag, start)
 
-    def _watched(self, kind: str, tag: Tag, start: Callable[[int], Pending]) -> Pending:
+    def _watched(self, kind: Movement, tag: Tag, start: Callable[[int], Pending]) -> Pending:
         """A movement made of messages, started at a position, with an eye on where the other ranks are."""
         if self._reports is None:
             return start(0)
@@ -198,7 +199,7 @@ class ProcessGroupTransport(OneGroup):
         return self._reports.watch(position, moving)
 
     @contextmanager
-    def _met(self, kind: str, tensor: torch.Tensor) -> Iterator[None]:
+    def _met(self, kind: Movement, tensor: torch.Tensor) -> Iterator[None]:
         """In here the backend's own collective runs, which does not ask whether all ranks mean the same one.
 
         So they meet first, by messages that only those who do can exchange.
@@ -210,7 +211,7 @@ class ProcessGroupTransport(OneGroup):
             yield
             return
         position = self._reports.post(kind, tag)
-        meeting, token = meeting_tag(position, kind, tensor.nbytes), torch.zeros(self.world, 1)
+        meeting, token = meeting_tag(position, kind.doing, tensor.nbytes), torch.zeros(self.world, 1)
         with self._reports.waiting(position):
             parts = [token[self.rank]] * self.world
             start_exchange(self._mailbox, lambda _: meeting, parts, list(token)).wait()

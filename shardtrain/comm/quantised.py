@@ -33,6 +33,7 @@ from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.meter import count
+from shardtrain.comm.movement import REDUCE
 from shardtrain.comm.transport import (
     Carrier,
     Flat,
@@ -190,7 +191,7 @@ class Quantised(TransportWrapper):
         if not any(gradient.quantised for gradient in gradients):
             return self.inner.reduce(tag, gradients)
         packed = self._packed(gradients)
-        count("reduce_scatter", [sum(packed.sizes) - packed.sizes[self.rank]])
+        count(REDUCE, [sum(packed.sizes) - packed.sizes[self.rank]])
         going = gradients[0].full.new_empty(sum(packed.sizes), dtype=torch.uint8)
         coming = going.new_empty(self.world * packed.sizes[self.rank])
         means = [pack_own(gradient, self.rank) for gradient in gradients]

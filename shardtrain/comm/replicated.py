@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from shardtrain.comm.meter import count
+from shardtrain.comm.movement import AVERAGE, GATHER, REDUCE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.transport import (
     Flat,
@@ -55,11 +56,11 @@ class Across(Protocol):
 class AllRanks(Ranks, Protocol):
     """All ranks, and their guard: see `ProcessGroupTransport`."""
 
-    def note(self, kind: str, tag: Tag) -> None: ...
+    def note(self, kind: Movement, tag: Tag) -> None: ...
 
     def telling(self) -> AbstractContextManager[None]: ...
 
-    def fence(self, what: str) -> None: ...
+    def fence(self, what: Movement) -> None: ...
 
 
 class Replicated(TransportWrapper):
@@ -75,13 +76,13 @@ class Replicated(TransportWrapper):
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if self.in_place:
-            self._guard.note("gathering", tag)
+            self._guard.note(GATHER, tag)
         with self._guard.telling():
             return self.inner.gather(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         if self.in_place:
-            self._guard.note("reducing", tag)
+            self._guard.note(REDUCE, tag)
             with self._guard.telling():
                 self.inner.reduce(tag, gradients).wait()
             return self._average(tag, gradients)
@@ -95,7 +96,7 @@ class Replicated(TransportWrapper):
 
         return Pending(finish)
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         self._guard.fence(what)
         if self.in_place and self.world > 1:
             self._guard.note(what, Tag(0, "the model"))
@@ -121,9 +122,9 @@ class ReplicaGroup:
     def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
         """Start turning each interval, which every rank has, into its mean over ranks, alike on all."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
-        count("all_reduce", (2 * size * (self.part.world - 1) // self.part.world for size in sizes))
+        count(AVERAGE, (2 * size * (self.part.world - 1) // self.part.world for size in sizes))
         if not self.part.by_messages([values for values, _ in intervals]):
-            return self.part.backend_for("averaging", tag).average(intervals)
+            return self.part.backend_for(AVERAGE, tag).average(intervals)
         return self._swap(tag, intervals) if self.part.world == 2 else self._in_two_stages(tag, intervals)
 
     def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
@@ -134,7 +135,7 @@ class ReplicaGroup:
             if wire != values.dtype:
                 values.copy_(sent)  # so that both ranks add the same numbers
             sets.append([values, sent] if self.part.rank == 0 else [sent, values])
-        return self.part.combine(tag, sets, "averaging")
+        return self.part.combine(tag, sets, AVERAGE)
 
     def _in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
         """Each rank makes the mean of its part of every interval, and sends it to the others."""
@@ -143,13 +144,13 @@ class ReplicaGroup:
         parts = [list(each.tensor_split(world)) for each in moved]
         own = [values.tensor_split(world)[rank] for values, _ in intervals]
         sets = [[*each[:rank], mine, *each[rank + 1 :]] for each, mine in zip(parts, own, strict=True)]
-        halfway = self.part.combine(tag, sets, "averaging")
+        halfway = self.part.combine(tag, sets, AVERAGE)
 
         def finish() -> None:
             halfway.wait()
             for each, mine in zip(parts, own, strict=True):
                 each[rank].copy_(mine)
-            self.part.send_to_all(tag, [(each[rank], each) for each in parts], "averaging").wait()
+            self.part.send_to_all(tag, [(each[rank], each) for each in parts], AVERAGE).wait()
             for (values, _), all_parts in zip(intervals, moved, strict=True):
                 values.copy_(all_parts)
 

@@ -32,8 +32,9 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import GRACE_S, MESSAGE, Diverged, Movement, Paths, PeerLost
+from shardtrain.comm.guard import GRACE_S, MESSAGE, Diverged, Entry, Paths, PeerLost
 from shardtrain.comm.messages import report_tag
+from shardtrain.comm.movement import Movement
 from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
@@ -71,7 +72,7 @@ class Reports:
         """A step begins."""
         self.paths.step += 1
 
-    def post(self, kind: str, tag: Tag) -> int:
+    def post(self, kind: Movement, tag: Tag) -> int:
         """Note this rank's next movement; its position."""
         with self._news:
             position, _ = self.paths.make(kind, tag.number, tag.name)
@@ -180,7 +181,7 @@ class Reports:
             log.forget_before(log.end)
             log.first = first
             for kind, number, step, value, _, name in MESSAGE.iter_unpack(body):
-                log.append(Movement(kind, number, step, value, name))
+                log.append(Entry(kind, number, step, value, name))
             if lost >= 0 and self._failure is None:
                 self._fail(self.paths.lost([lost], self.paths.own.end - 1), lost)
             self._news.notify_all()

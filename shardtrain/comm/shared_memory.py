@@ -24,6 +24,7 @@ from torch.distributed import ReduceOp
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.messages import segment_number
 from shardtrain.comm.meter import count
+from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, SHARE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, is_in_place, sent_by
@@ -59,13 +60,13 @@ class SharedMemoryTransport(OneGroup):
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if not is_in_place(flats):
-            self._meet("copying", tag.number, tag.name)
+            self._meet(COPY, tag.number, tag.name)
             return self.inner.gather(tag, flats)
-        count("all_gather", (flat.local.nbytes * (self.world - 1) for flat in flats))
+        count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
         return self._gather_in_place(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
+        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
         first, *later = self.memory.turns(tag, gradients)
         offers = self.memory.offer(first)
 
@@ -80,22 +81,22 @@ class SharedMemoryTransport(OneGroup):
         for (_, gradient), offer in zip(turn, offers, strict=True):
             self.memory.average(offer, gradient, gradient.layout.interval(self.rank))
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         self.memory.fence(what)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        self._meet("broadcasting", tensor.nbytes, f"{tensor.nbytes} bytes")
+        self._meet(BROADCAST, tensor.nbytes, f"{tensor.nbytes} bytes")
         self.inner.broadcast(tensor, src)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        self._meet("all-reducing", tensor.nbytes, f"{tensor.nbytes} bytes")
+        self._meet(ALL_REDUCE, tensor.nbytes, f"{tensor.nbytes} bytes")
         self.inner.all_reduce(tensor, op)
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        self.memory.signals.post("gathering", tag.number, tag.name)
+        self.memory.signals.post(GATHER, tag.number, tag.name)
         return Pending()
 
-    def _meet(self, kind: str, number: int, name: str) -> None:
+    def _meet(self, kind: Movement, number: int, name: str) -> None:
         """Return when every rank means to make the same movement, which the group itself does not ask."""
         signals = self.memory.signals
         signals.wait(signals.post(kind, number, name))
@@ -210,9 +211,9 @@ class HostMemory:
         if offset is not None:
             arena.give_back(offset)
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         """Return when every rank of the host is at the same fence."""
-        if what == "entering":
+        if what is ENTER:
             self.signals.paths.step += 1
             self._open_arenas()  # all ranks come here alike; not all of them ask for a unit's first gradient
         self.signals.wait(self.signals.post(what, 0, "the model"))
@@ -237,7 +238,7 @@ class HostMemory:
         """Let the other ranks read each ``full``. What this rank offered before, it has averaged."""
         offsets = [self._in_arena(gradient.full) for _, gradient in turn]
         return [
-            Offer(self.signals.post("reducing", tag.number, tag.name, offset), offset)
+            Offer(self.signals.post(REDUCE, tag.number, tag.name, offset), offset)
             for (tag, _), offset in zip(turn, offsets, strict=True)
         ]
 
@@ -301,7 +302,7 @@ class HostMemory:
 
     def _share(self, size: int, owner: int) -> torch.Tensor:
         """``size`` bytes that ``owner`` makes and every rank of the host maps; uint8."""
-        position = self.signals.post("sharing", size, f"{size} bytes", owner)
+        position = self.signals.post(SHARE, size, f"{size} bytes", owner)
         self.signals.wait(position)  # nobody waits for memory that the owner does not mean to give
         if self.signals.rank == owner:
             handle = os.memfd_create("shardtrain")

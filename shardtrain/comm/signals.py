@@ -20,9 +20,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shardtrain.comm.guard import GRACE_S, KINDS, MESSAGE, Movement, Paths, PeerLost
+from shardtrain.comm.guard import GRACE_S, MESSAGE, Entry, Paths, PeerLost
+from shardtrain.comm.movement import GATHER, Movement
 
-_DONE, _MOURNING = KINDS.index("done"), KINDS.index("mourning")
+# What a message says where it tells of no movement, which have the numbers from 0 on.
+_DONE = -1  # "I have read what your movement at this position offered"
+_MOURNING = -2  # "the rank of this value has ended, so I am leaving, too"
 
 
 class Peer:
@@ -52,7 +55,7 @@ class Peer:
             elif kind == _MOURNING:
                 self.cause = value
             else:
-                paths.theirs[self.rank].append(Movement(kind, number, step, value, name))
+                paths.theirs[self.rank].append(Entry(kind, number, step, value, name))
         self._bytes = self._bytes[whole:]
         return bool(data)
 
@@ -71,20 +74,20 @@ class Signals:
         # A forked data loader must not keep a dead rank's sockets open.
         os.register_at_fork(after_in_child=lambda: (alive := this()) and alive.close())
 
-    def post(self, kind: str, number: int, name: str, value: int = 0) -> int:
+    def post(self, kind: Movement, number: int, name: str, value: int = 0) -> int:
         """Tell every peer of this rank's next movement; return its position.
 
         Every movement but a gather is to be waited for.
         """
         position, message = self.paths.make(kind, number, name, value)
-        if kind != "gathering":
+        if kind is not GATHER:
             self._awaited.add(position)
         self._send(message, position)
         return position
 
     def done(self, position: int) -> None:
         """Tell every peer that this rank has read what their movement at ``position`` offered."""
-        self._send(Movement.of("done", 0, 0, 0, "").packed(position), position)
+        self._send(Entry(_DONE, 0, 0, 0, b"").packed(position), position)
 
     def wait(self, position: int) -> dict[int, int]:
         """Return when every peer has come to ``position``: the value that each rank offered there.
@@ -132,7 +135,7 @@ class Signals:
             raise self._lost([peer], position)
         return handles[0]
 
-    def _at(self, peer: Peer, position: int) -> Movement | None:
+    def _at(self, peer: Peer, position: int) -> Entry | None:
         return self.paths.theirs[peer.rank].at(position)
 
     def _send(self, message: bytes, position: int) -> None:
@@ -173,7 +176,7 @@ class Signals:
     def _lost(self, ended: Sequence[Peer], position: int) -> PeerLost:
         """What to raise when ``ended`` have: it names who was first, and so does this rank to the others."""
         causes = sorted({peer.cause for peer in ended})
-        word = Movement.of("mourning", 0, 0, causes[0], "").packed(position)
+        word = Entry(_MOURNING, 0, 0, causes[0], b"").packed(position)
         for peer in self.peers:
             with suppress(OSError):
                 peer.link.send(word)

@@ -14,6 +14,7 @@ import torch
 
 from shardtrain.comm.messages import chunks, open_inbox
 from shardtrain.comm.meter import count
+from shardtrain.comm.movement import ALL_REDUCE, AVERAGE, GATHER, REDUCE, Movement
 from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.transport import (
     Alone,
@@ -79,11 +80,11 @@ class Simulated(OneGroup):
         pass
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        count("all_gather", (flat.local.nbytes * (self.world - 1) for flat in flats))
+        count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
         return Pending()
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count("reduce_scatter", (sent_by(gradient, self.rank) for gradient in gradients))
+        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
         held = [room for gradient in gradients for room in self._room(gradient)]
         sizes = [gradient.full.nbytes for gradient in gradients if self._is_in_arena(gradient.full)]
         self._unread.append(sum(sizes))
@@ -113,14 +114,14 @@ class Simulated(OneGroup):
         spans = chunks(interval.numel(), gradient.full.element_size())
         return [interval, *([open_inbox(gradient.full, self.world, spans)] if self._inbox else [])]
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         self._unread.clear()
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         pass
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count("all_reduce", [2 * tensor.nbytes * (self.world - 1) // self.world])
+        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
 
 
 class SimulatedReplicas:
@@ -134,7 +135,7 @@ class SimulatedReplicas:
 
     def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
-        count("all_reduce", (2 * size * (self.world - 1) // self.world for size in sizes))
+        count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         held = [room for interval in intervals for room in self._room(*interval)]
         return Pending(held.clear)
 
@@ -146,20 +147,20 @@ class SimulatedReplicas:
         spans = chunks(part.numel(), part.element_size())
         return [*moved, *([open_inbox(part, self.world, spans)] if self._inbox else [])]
 
-    def note(self, kind: str, tag: Tag) -> None:
+    def note(self, kind: Movement, tag: Tag) -> None:
         pass
 
     def telling(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         pass
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         pass
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count("all_reduce", [2 * tensor.nbytes * (self.world - 1) // self.world])
+        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
 
 
 def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:

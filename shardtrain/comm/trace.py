@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import torch
 
+from shardtrain.comm.movement import GATHER, REDUCE
+
 Moment = float | torch.cuda.Event
 
 # forward, backward: a unit computes. gather, reduce: from asking for a movement to having its result.
 # wait: nothing else is done meanwhile. phase: what the program says it is doing.
-KINDS = ("step", "phase", "forward", "backward", "gather", "reduce", "wait")
+KINDS = ("step", "phase", "forward", "backward", GATHER.traced, REDUCE.traced, "wait")
 
 
 class Span(NamedTuple):

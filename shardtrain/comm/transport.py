@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from shardtrain.comm.movement import Movement
 from shardtrain.layout import Layout, Piece
 
 
@@ -158,8 +159,8 @@ class Transport(Protocol):
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Start turning each ``own`` into the mean over everyone; each ``full`` is then the transport's."""
 
-    def fence(self, what: str) -> None:
-        """Return when every rank is ``entering`` the model, before parameters are read, or ``leaving`` it."""
+    def fence(self, what: Movement) -> None:
+        """Return when every rank is there: at ``ENTER``, before parameters are read, or at ``LEAVE``."""
 
 
 @runtime_checkable
@@ -223,7 +224,7 @@ class TransportWrapper:
     def discard(self, gradient: torch.Tensor) -> None:
         self.inner.discard(gradient)
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         self.inner.fence(what)
 
 
@@ -254,7 +255,7 @@ class Alone(OneGroup):
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         return Pending()
 
-    def fence(self, what: str) -> None:
+    def fence(self, what: Movement) -> None:
         pass
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:

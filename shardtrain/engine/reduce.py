@@ -31,6 +31,7 @@ from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
+from shardtrain.comm.movement import REDUCE
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.engine.shard import Segment, in_memory_order
 from shardtrain.engine.unit import Unit
@@ -266,7 +267,7 @@ class Reduction:
 
     def launch(self) -> None:
         """Start reducing what has been collected."""
-        trace.begin("reduce", self.unit.title)
+        trace.begin(REDUCE.traced, self.unit.title)
         for flat in self.gradients:
             if flat.expected:
                 filled, unsure = sorted(flat.filled), flat.unsure()  # before `take`, which forgets them
@@ -277,9 +278,8 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for the movement."""
-        with waiting("reduce_scatter", self.unit.title, self.unit.device):
+        with waiting(REDUCE, self.unit.title, self.unit.device):
             self._moving.wait()
-        trace.end("reduce", self.unit.title)
         self._means += self._under_way
         self._sent, self._under_way = [], []
 

@@ -31,6 +31,7 @@ from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
+from shardtrain.comm.movement import ENTER, LEAVE, Movement
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
 
@@ -112,8 +113,8 @@ class Schedule:
             return "forward", next((unit for unit in reversed(self.units) if self._depth[unit]), None)
         return "rest", None
 
-    def _fence(self, what: str) -> None:
-        with waiting("fence", "the model", self.root.device):
+    def _fence(self, what: Movement) -> None:
+        with waiting(what, "the model", self.root.device):
             self.root.transport.fence(what)
 
     # forward
@@ -133,7 +134,7 @@ class Schedule:
             self._depth[unit] = 0
             unit.release()
             unit.cast()
-        self._fence("entering")
+        self._fence(ENTER)
         self._forward_order.begin()
         self._left.clear()
         self._in_forward = True
@@ -147,7 +148,7 @@ class Schedule:
             if unit.state is State.GATHERING:
                 unit.release()
         if not failed:  # an exception is to be heard at once, not after the others
-            self._fence("leaving")
+            self._fence(LEAVE)
 
     def before_forward(self, unit: Unit) -> None:
         """One of ``unit``'s modules is entered: its parameters must be whole."""
@@ -157,7 +158,7 @@ class Schedule:
         if not (self._in_forward or self._backward):
             unit.release()  # called by itself: gathered before some update, perhaps
             unit.cast()
-            self._fence("entering")
+            self._fence(ENTER)
         unit.open_full()
         if self._in_forward and not self._backward:
             self._prefetch(self._forward_order.next_after(unit))
@@ -175,7 +176,7 @@ class Schedule:
         if self._depth[unit] or self._backward or unit.pinned:
             return
         if not (self._in_forward or failed):
-            self._fence("leaving")
+            self._fence(LEAVE)
         if not backward_will_tell:
             return
         if torch.is_grad_enabled() and not failed and (unit is self.root or not self.reshard_after_forward):
@@ -294,7 +295,7 @@ class Schedule:
             self._owed.update(backward.entered)
         launched = dict.fromkeys(backward.launched)
         self._rest()
-        self._fence("leaving")
+        self._fence(LEAVE)
         given = [param for unit in launched for param in self._reductions[unit].give()]
         for unit in self._owed:
             self._reductions[unit].show_waiting()

@@ -12,6 +12,7 @@ from torch import nn
 from shardtrain.comm import trace
 from shardtrain.comm.messages import unit_number
 from shardtrain.comm.meter import waiting
+from shardtrain.comm.movement import GATHER
 from shardtrain.comm.transport import Pending, Tag, Transport
 from shardtrain.engine.shard import Segment
 
@@ -112,7 +113,7 @@ class Unit:
     def launch(self) -> None:
         """Start gathering the unit. Nothing may be read from its full vector before ``finish``."""
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
-        trace.begin("gather", self.title)
+        trace.begin(GATHER.traced, self.title)
         self.account.add(int(bool(self.segments)), self.full_bytes)
         for segment in self.segments:
             segment.hold_full()
@@ -123,9 +124,8 @@ class Unit:
     def finish(self) -> None:
         """Return once the unit's full vector is valid."""
         assert self.state is State.GATHERING, f"{self.name}: {self.state}"
-        with waiting("all_gather", self.title, self.device):
+        with waiting(GATHER, self.title, self.device):
             self.moving.wait()
-        trace.end("gather", self.title)
         self.state = State.GATHERED
 
     def open_full(self) -> None:

@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardtrain import comm
 from shardtrain.comm.meter import waiting
+from shardtrain.comm.movement import ALL_REDUCE
 from shardtrain.engine.hooks import engine_of
 
 
@@ -39,7 +40,7 @@ def clip_grad_norm_(
     all_ranks, primary_ranks = engine.transport.all_ranks, engine.transport.primary_ranks
     if all_ranks.rank not in primary_ranks:
         cut.zero_()  # replicas have the same gradient, which counts once; so all get the same bits, too
-    with waiting("all_reduce", "the gradient's norm", engine.device):
+    with waiting(ALL_REDUCE, "the gradient's norm", engine.device):
         all_ranks.all_reduce(cut, "max" if norm_type == math.inf else "sum")
     norm = torch.maximum(cut, whole) if norm_type == math.inf else (cut + whole) ** (1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardtrain.comm import native
 from shardtrain.comm.arithmetic import check_op, merge, op_name
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.movement import ALL_TO_ALL, GATHER, REDUCE, Movement
 from shardtrain.comm.public.agreement import Claim, by_size
 from shardtrain.comm.transport import Pending
 
@@ -28,7 +29,7 @@ class Call(NamedTuple):
     needs room; ``natively(group=..., async_op=...)`` calls the backend's own.
     """
 
-    kind: str
+    movement: Movement
     claim: Claim
     by_messages: Callable[[int], Pending]
     natively: Callable[..., dist.Work | None]
@@ -48,7 +49,7 @@ def gather(output: torch.Tensor, input: torch.Tensor, mailbox: Mailbox) -> Call:
     signature = ("all_gather", read.dtype, list(local.shape), local.device.type)
     text = partial(_text, "all_gather_into_tensor of {}", [local])
     return Call(
-        "all_gather",
+        GATHER,
         Claim(signature, [read.nbytes] * world, [read.nbytes] * world, text, _by_messages(mailbox, local)),
         lambda _: start_exchange(mailbox, by_size, [read] * world, _rows(write, world)),
         partial(native.all_gather, write, read),
@@ -71,7 +72,7 @@ def reduce_tensor(output: torch.Tensor, input: torch.Tensor, op: Op, mailbox: Ma
     text = partial(_text, f"reduce_scatter_tensor ({op_name(op)}) of {{}}", [full])
     signature = ("reduce_scatter", op_name(op), read.dtype, list(full.shape), full.device.type)
     return Call(
-        "reduce_scatter",
+        REDUCE,
         Claim(signature, [write.nbytes] * world, [write.nbytes] * world, text, _by_messages(mailbox, full)),
         lambda window: start_reduce_scatter(mailbox, by_size, parts, write, partial(merge, op=op), window),
         partial(native.reduce_scatter, write, read, op=op),
@@ -92,7 +93,7 @@ def reduce_list(output: torch.Tensor, input_list: list[torch.Tensor], op: Op, ma
         )
     shapes = [list(part.shape) for part in parts]
     return Call(
-        "reduce_scatter",
+        REDUCE,
         Claim(
             ("reduce_scatter", op_name(op), write.dtype, shapes, local.device.type),
             [read.nbytes for read in reads],
@@ -160,7 +161,7 @@ def _to_all(
             f"found room for {writes[mailbox.rank].numel()}"
         )
     return Call(
-        "all_to_all",
+        ALL_TO_ALL,
         Claim(
             ("all_to_all", own.dtype, own.device.type),
             [read.nbytes for read in reads],

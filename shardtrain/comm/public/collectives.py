@@ -142,7 +142,7 @@ def _run(
     moving = Pending()
     if call is not None and claim.posted:
         moving = call.by_messages(_EVERYTHING if async_op else WINDOW)
-        count(call.kind, [_sent(claim, mailbox.rank)])
+        count(call.movement, [_sent(claim, mailbox.rank)])
 
     def finish() -> None:
         try:
@@ -153,7 +153,7 @@ def _run(
 
     if call is not None and not claim.posted:
         finish()
-        count(call.kind, [_sent(claim, mailbox.rank)])
+        count(call.movement, [_sent(claim, mailbox.rank)])
         return call.natively(group=mailbox.group, async_op=async_op)
     if async_op:
         return Background(finish)
