@@ -29,6 +29,7 @@ ELSEWHERE = {
     'pip install -e ".[dev]"': ".ci/run",
     "bash .ci/check": ".ci/run",
     "python -m pytest": ".ci/run",
+    "python -m pytest --long": ".ci/run",
     "python -m pytest tests/test_layout.py": ".ci/run",
     "tensorboard --logdir outputs": "tests/test_board.py",
     "sbatch --nodes 4 configs/slurm/train.sbatch +recipe=resnet50_imagenet_v1 data.root=/data/imagenet": (
