@@ -25,7 +25,7 @@ from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native
 from shardtrain.comm.guard import Paths
 from shardtrain.comm.movement import ENTER, GATHER, LEAVE
-from shardtrain.comm.reports import Line
+from shardtrain.comm.reports import Ring
 from shardtrain.comm.signals import Peer, Signals
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
@@ -109,7 +109,7 @@ def leaves_early() -> str:
     if dist.get_rank() == 1:
         transport = engine_of(model).transport
         if isinstance(transport, comm.SharedMemoryTransport):
-            transport.memory.signals.close()  # what the kernel does at exit
+            transport.signals.close()  # what the kernel does at exit
         return ""
     started = time.monotonic()
     with pytest.raises(comm.PeerLost) as caught:
@@ -257,10 +257,10 @@ def test_a_rank_that_reads_nothing_is_waited_for_no_longer_than_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Paths, "timeout_s", 0.1)
-    ends = [end for _ in range(2) for end in socket.socketpair()]
-    with ends[0] as link, ends[1], ends[2] as handles, ends[3]:
+    link, other_end = socket.socketpair()
+    with link, other_end:
         link.setblocking(False)
-        signals = Signals(0, [Peer(1, link, handles)])
+        signals = Signals(0, [Peer(1, link)])
         with pytest.raises(comm.PeerLost, match=r"^rank 0 waited 0 s for rank 1 at step 0, gathering layer"):
             post_without_end(signals)
 
@@ -269,10 +269,9 @@ def linked(world: int) -> list[Signals]:
     """The signals of ``world`` ranks, all in this process."""
     peers: dict[int, list[Peer]] = {rank: [] for rank in range(world)}
     for one, other in itertools.combinations(range(world), 2):
-        links, handles = socket.socketpair(), socket.socketpair()
-        for rank, peer, link, handle in zip((one, other), (other, one), links, handles, strict=True):
+        for rank, peer, link in zip((one, other), (other, one), socket.socketpair(), strict=True):
             link.setblocking(False)
-            peers[rank].append(Peer(peer, link, handle))
+            peers[rank].append(Peer(peer, link))
     return [Signals(rank, peers[rank]) for rank in range(world)]
 
 
@@ -317,7 +316,7 @@ class Sending:
 
 
 class Connections:
-    """A group as `Line` sees it, whose connections are closed by whoever waits for a receive."""
+    """A group as `Ring` sees it, whose connections are closed by whoever waits for a receive."""
 
     def __init__(self) -> None:
         self.closed_by: list[str] = []
@@ -339,7 +338,7 @@ class Connections:
 def test_connections_stay_open_until_the_last_report_is_out() -> None:
     """Two threads close them: the one that fails first, and another that comes while a report goes out."""
     group = Connections()
-    line = Line(group, [1], 0, size=16)  # type: ignore[arg-type]
+    line = Ring(group, [1], 0, size=16)  # type: ignore[arg-type]
     line.send(b"report")
     threads = [threading.Thread(target=line.close, name=name) for name in ("first", "second")]
     threads[0].start()
@@ -355,8 +354,8 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
 
 def test_tags_of_different_kinds_never_meet() -> None:
     last_unit = messages.segment_number(messages.unit_number(4095, 1), 127)
-    movements = {messages.movement_tag(position, n) for position in range(200) for n in (0, last_unit)}
-    meetings = {messages.meeting_tag(position, "broadcasting", 28) for position in range(200)}
+    movements = {messages.collective_tag(position, n) for position in range(200) for n in (0, last_unit)}
+    meetings = {messages.handshake_tag(position, "broadcasting", 28) for position in range(200)}
     reports = {messages.report_tag(number) + pulse for number in (0, (1 << 24) - 1) for pulse in (0, 1)}
     sizes = {messages.size_tag(size) for size in (0, 1, 1 << 29, 1 << 40)}
     bounds = [

@@ -1,7 +1,7 @@
 """Ranks of several hosts: shared memory inside a host, messages between hosts.
 
 Each host holds one copy of every full vector, shared by its ranks. Ranks at the same place on their hosts
-form a column, and only they exchange messages. Two hosts of two ranks, intervals ``[a b c d]``::
+form a *column*, and only they exchange messages. Two hosts of two ranks, intervals ``[a b c d]``::
 
     host 0   rank 0  owns a        column 0: ranks 0 and 2, intervals a and c
              rank 1  owns b        column 1: ranks 1 and 3, intervals b and d
@@ -9,7 +9,7 @@ form a column, and only they exchange messages. Two hosts of two ranks, interval
              rank 3  owns d
 
     gather   rank 0 sends a to rank 2, which receives it into host 1's vector, and so on; the vector is
-             whole when every rank of the host has received its column
+             complete when every rank of the host has received from its column
     reduce   rank 0 averages a and c over its host's gradients, sends c to rank 2, and averages its own a
              with what rank 2 sends
 
@@ -28,65 +28,63 @@ from shardtrain.comm.guard import PeerLost
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import GATHER, REDUCE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.shared_memory import HostMemory, Offer, SharedMemoryTransport
+from shardtrain.comm.shared_memory import Offer, SharedMemoryTransport
+from shardtrain.comm.signals import Signals
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, pack_own, sent_by
 
 
 class HostsTransport(SharedMemoryTransport):
-    """Movements between the ranks of hosts that have equally many; ``inner`` is guarded."""
+    """Collectives between the ranks of hosts that have equally many; ``inner`` is guarded."""
 
     def __init__(
-        self, inner: ProcessGroupTransport, memory: HostMemory, hosts: Sequence[Sequence[int]]
+        self, inner: ProcessGroupTransport, signals: Signals, hosts: Sequence[Sequence[int]]
     ) -> None:
-        super().__init__(inner, memory)
-        place = memory.ranks.index(self.rank)
+        super().__init__(inner, signals)
+        place = self.host.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
         self._between = inner.part(self._column)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        """The host's means are made at once, so that messages travel while the next unit computes."""
+        """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
-        sets = []
-        with self.inner.telling():
-            for turn in self.memory.turns(tag, gradients):
-                for (_, gradient), offer in zip(turn, self.memory.offer(turn), strict=True):
-                    sets.append(self._host_means(offer, gradient))
+        with self.inner.sharing():
+            turns = self._offered(tag, gradients)
+            sets = [self._host_means(offer, gradient) for turn in turns for offer, gradient in turn]
         moving = self._between.combine(tag, sets)
-        return Pending(lambda: self._await(moving))
+        return Pending(lambda: self._wait_for(moving))
 
     def _host_means(self, offer: Offer, gradient: Gradient) -> list[torch.Tensor]:
-        """The host's means of the column's intervals, in its order."""
+        """Return the host's means of the column's intervals, in its order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
-        means = self.memory.average(offer, gradient, gradient.layout.interval(self.rank), others)
+        means = self._average(offer, gradient, others)
         means.insert(self._column.index(self.rank), pack_own(gradient, self.rank))
         return means
 
     def fence(self, what: Movement) -> None:
         self.inner.fence(what)
-        with self.inner.telling():
+        with self.inner.sharing():
             super().fence(what)
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        signals = self.memory.signals
-        position = signals.post(GATHER, tag.number, tag.name)
+        position = self.signals.post(GATHER, tag.number, tag.name)
         pairs = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
         moving = self._between.send_to_all(tag, pairs)
 
         def finish() -> None:
-            self._await(moving)
-            with self.inner.telling():
-                signals.done(position)
-                signals.wait_done(position)
+            self._wait_for(moving)
+            with self.inner.sharing():
+                self.signals.done(position)
+                self.signals.wait_done(position)
 
         return Pending(finish)
 
     def _meet(self, kind: Movement, number: int, name: str) -> None:
         """All hosts meet, in ``inner``."""
 
-    def _await(self, moving: Pending) -> None:
-        """Wait for messages. If another host is gone, perhaps because this one strayed: that comes first."""
+    def _wait_for(self, moving: Pending) -> None:
+        """Wait for messages. If another host is gone, perhaps because this one diverged: that comes first."""
         try:
             moving.wait()
         except PeerLost:
-            self.memory.signals.compare_now()
+            self.signals.compare()
             raise

@@ -1,10 +1,10 @@
-"""Movements built from point-to-point messages: the algorithms for gloo, once for the engine and the public.
+"""Collectives built from point-to-point messages: the algorithms for gloo, and the tags of all messages.
 
 Gloo's own reduce-scatter is an all-reduce per rank, and its all-gather goes round a ring. Sending every
 interval straight to the rank that needs it takes about half the time at tens of megabytes. Two ranks,
 intervals ``[a b]``::
 
-    exchange         rank 0 sends its b-bound part to rank 1, rank 1 its a-bound part to rank 0
+    exchange         rank 0 sends rank 1 its part, and rank 1 sends rank 0 its part
                      (a gather: the same part to everyone; an all-to-all: another part to each)
     reduce-scatter   rank 0 sends its values of b, rank 1 its values of a; each merges what came with
                      its own: rank 0 gets a = a0 + a1, rank 1 gets b = b0 + b1
@@ -52,25 +52,24 @@ class Mailbox(NamedTuple):
     members: Sequence[int] | None = None
 
     def peers(self) -> list[int]:
-        """The other ranks, nearest first, so that not all ranks turn to the same one at once."""
+        """Return the other ranks, nearest first, so that not all ranks turn to the same one at once."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def receive(self, into: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Start filling ``into`` (1-D) with what ``peer`` sends, one message per chunk."""
         # The group's own methods: `dist.irecv` around them takes as long again, twice per peer and call.
-        assert self.group is not None, "there are no peers without a process group"
-        peer = peer if self.members is None else self.members[peer]
-        return [
-            self.group.recv([into[span]], peer, tag) for span in chunks(into.numel(), into.element_size())
-        ]
+        group, peer = self._to(peer)
+        return [group.recv([into[span]], peer, tag) for span in chunks(into.numel(), into.element_size())]
 
     def send(self, part: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
+        group, peer = self._to(peer)
+        return [group.send([part[span]], peer, tag) for span in chunks(part.numel(), part.element_size())]
+
+    def _to(self, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """Return the group, and the rank of ``peer`` in it."""
         assert self.group is not None, "there are no peers without a process group"
-        peer = peer if self.members is None else self.members[peer]
-        return [
-            self.group.send([part[span]], peer, tag) for span in chunks(part.numel(), part.element_size())
-        ]
+        return self.group, peer if self.members is None else self.members[peer]
 
 
 def start_exchange(
@@ -105,7 +104,7 @@ def start_reduce_scatter(
     ``parts``: ``world`` contiguous 1-D tensors, on every rank of the same sizes and, but for
     ``parts[rank]``, which may be wider, of one dtype. ``out``: 1-D, as many elements as ``parts[rank]``,
     or that itself; ``merge`` decides about its dtype. ``window``: chunks per peer that have room in the
-    inbox. Beyond it receives are posted while finishing, so until then no other movement between these
+    inbox. Beyond it receives are posted while finishing, so until then no other collective between these
     ranks may use the same tag.
     """
     own, sent = parts[mailbox.rank], parts[mailbox.rank - 1]
@@ -138,7 +137,7 @@ def start_reduce_scatter(
 
 
 def open_inbox(like: torch.Tensor, world: int, spans: Sequence[slice], window: int = WINDOW) -> torch.Tensor:
-    """Room for ``window`` of the chunks ``spans`` from each rank, [slot, rank, element], ``like``'s dtype."""
+    """Return room for ``window`` chunks per rank, of ``like``'s dtype: [slot, rank, element]."""
     return like.new_empty((min(window, len(spans)), world, spans[0].stop if spans else 0))
 
 
@@ -148,30 +147,29 @@ def chunks(elements: int, element_size: int) -> list[slice]:
     return [slice(start, min(start + length, elements)) for start in range(0, elements, length)]
 
 
-def wait_all(works: Sequence[dist.Work]) -> None:
+def wait_all(works: Sequence[dist.Work | Pending]) -> None:
     for work in works:
         work.wait()
 
 
-# All tags that messages on a model's group have, in one table: messages of equal tags are of one kind.
-#
-# A message meets one of the same tag from the same rank, the first sent the first received::
+# Tags of all messages on a model's group. A message meets one of the same tag from the same rank, the first
+# sent the first received::
 #
 #     from        to          what
 #     0           2**20 - 1   nothing of ours: users' own messages on the same group
-#     2**20       2**26 - 1   movements of the engine: 2**20 numbers at each of 63 positions, round and round
-#     2**26       2**27 - 1   ranks meeting before one of the backend's own collectives
+#     2**20       2**26 - 1   the engine's collectives: 2**20 numbers at each of 63 positions, in turn
+#     2**26       2**27 - 1   ranks that handshake before one of the backend's own collectives
 #     2**27       2**28 - 1   reports, two tags for each transport: a report, and the pulse beside it
-#     2**28                   the row in which a rank tells what public collective it means
+#     2**28                   the row in which a rank says which public collective it means
 #     2**28 + 1               its text, where the ranks do not mean the same
 #     2**29       2**30 - 1   payloads of public collectives, by their sizes
 #
-# A movement's number says which unit and which of its two movements, and leaves room for its segments. After
-# 4,096 units numbers come again, which does no harm: two gathers and a reduction are under way at most.
+# A collective's number says which unit and which of its two collectives, and leaves room for its segments.
+# After 4,096 units numbers come again, which does no harm: two gathers and a reduction are under way at most.
 
 _NUMBERS = 1 << 20
-_MEETINGS = 1 << 26
-_POSITIONS = _MEETINGS // _NUMBERS - 1
+_HANDSHAKES = 1 << 26
+_POSITIONS = _HANDSHAKES // _NUMBERS - 1
 _REPORTS = 1 << 27
 ROW = 1 << 28
 TEXT = ROW + 1
@@ -182,32 +180,32 @@ _SEGMENTS = 128
 
 
 def unit_number(unit: int, movement: int) -> int:
-    """The number of a unit's gather (0) or reduction (1)."""
+    """Return the number of a unit's gather (0) or reduction (1)."""
     return (2 * unit + movement) * _SEGMENTS
 
 
 def segment_number(number: int, segment: int) -> int:
-    """The number of one segment's part of the movement ``number``."""
+    """Return the number of one segment's part of the collective ``number``."""
     assert segment < _SEGMENTS, f"a unit has at most {_SEGMENTS} segments"
     return number + segment
 
 
-def movement_tag(position: int, number: int) -> int:
-    """The movement ``number`` that a rank makes at ``position``; ranks on different paths do not meet."""
+def collective_tag(position: int, number: int) -> int:
+    """Return the tag of the collective ``number`` that a rank makes at ``position``."""
     return (1 + position % _POSITIONS) * _NUMBERS + number % _NUMBERS
 
 
-def meeting_tag(position: int, kind: str, number: int) -> int:
-    """Ranks that make ``kind`` of movement ``number`` at ``position``, and mean the backend's own."""
-    return _MEETINGS + zlib.crc32(f"{position} {kind} {number}".encode()) % (_REPORTS - _MEETINGS)
+def handshake_tag(position: int, kind: str, number: int) -> int:
+    """Return the tag of the handshake before the backend's own ``kind`` of collective at ``position``."""
+    return _HANDSHAKES + zlib.crc32(f"{position} {kind} {number}".encode()) % (_REPORTS - _HANDSHAKES)
 
 
 def report_tag(number: int) -> int:
-    """Reports of the transport ``number``, below 2**24; the next tag is its pulse's."""
+    """Return the tag of reports of the transport ``number``, below 2**24. The next tag is its pulse's."""
     assert 0 <= number < 1 << 24
     return _REPORTS + 2 * number
 
 
 def size_tag(size: int) -> int:
-    """A payload of so many bytes: messages of different sizes never meet, whatever their ranks believe."""
+    """Return the tag of a payload of so many bytes, so that messages of different sizes never meet."""
     return _SIZES + size % _PRIME

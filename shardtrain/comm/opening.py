@@ -29,9 +29,9 @@ import torch.distributed as dist
 from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
-from shardtrain.comm.reports import open_reports
-from shardtrain.comm.shared_memory import HostMemory, SharedMemoryTransport
-from shardtrain.comm.signals import connect
+from shardtrain.comm.reports import Reports
+from shardtrain.comm.shared_memory import SharedMemoryTransport
+from shardtrain.comm.signals import Signals, connect
 from shardtrain.comm.transport import Alone, Transport
 
 
@@ -73,23 +73,23 @@ def open_replicated(
     plain = ProcessGroupTransport(world)
     own = next(ranks for ranks in groups if plain.rank in ranks)
     column = [ranks[own.index(plain.rank)] for ranks in groups]
-    memory = _where_possible(kind, plain, lambda: _share_in_groups(plain, groups)) if len(own) > 1 else None
-    all_ranks = _guarded(plain, memory)
+    signals = _where_possible(kind, plain, lambda: _share_in_groups(plain, groups)) if len(own) > 1 else None
+    all_ranks = _guarded(plain, signals)
     row = all_ranks.part(own, inside)
-    shards: Transport = SharedMemoryTransport(row, memory) if memory is not None else row
+    shards: Transport = SharedMemoryTransport(row, signals) if signals is not None else row
     shards = Alone() if len(own) == 1 else shards
     return Replicated(shards, ReplicaGroup(all_ranks.part(column, across)), all_ranks, groups[0])
 
 
-def _guarded(inner: ProcessGroupTransport, memory: HostMemory | None) -> ProcessGroupTransport:
+def _guarded(inner: ProcessGroupTransport, signals: Signals | None) -> ProcessGroupTransport:
     """``inner``'s group with a guard over its messages. Collective; without gloo there are no messages.
 
-    ``memory``: what this rank shares with some of the others besides.
+    ``signals``: by which this rank waits for some of the others besides.
     """
     if not inner.has_gloo:
         return inner
-    hang_up = memory.signals.hang_up if memory is not None else lambda: None
-    return ProcessGroupTransport(inner.group, open_reports(inner.group, inner.peers(), hang_up))
+    abort = signals.abort if signals is not None else lambda: None
+    return ProcessGroupTransport(inner.group, Reports(inner.group, inner.peers(), abort))
 
 
 Shared = TypeVar("Shared")
@@ -123,22 +123,22 @@ def _open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport:
     """
     hosts = _hosts(inner)
     own = next(ranks for ranks in hosts if inner.rank in ranks)
-    memory = _share_memory(inner, own)
+    signals = _connect(inner, own)
     if len(hosts) == 1:
-        return SharedMemoryTransport(inner, memory)
-    return HostsTransport(_guarded(inner, memory), memory, hosts)
+        return SharedMemoryTransport(inner, signals)
+    return HostsTransport(_guarded(inner, signals), signals, hosts)
 
 
-def _share_in_groups(plain: ProcessGroupTransport, groups: Sequence[Sequence[int]]) -> HostMemory:
+def _share_in_groups(plain: ProcessGroupTransport, groups: Sequence[Sequence[int]]) -> Signals:
     hosts = _host_numbers(plain)
     for ranks in groups:
         if len({hosts[rank] for rank in ranks}) > 1:
             raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
-    return _share_memory(plain, next(ranks for ranks in groups if plain.rank in ranks))
+    return _connect(plain, next(ranks for ranks in groups if plain.rank in ranks))
 
 
-def _share_memory(inner: ProcessGroupTransport, own: Sequence[int]) -> HostMemory:
-    """Memory between the ranks ``own``, this one among them, of one host. Collective over ``inner``.
+def _connect(inner: ProcessGroupTransport, own: Sequence[int]) -> Signals:
+    """Connect the ranks ``own``, this one among them, of one host. Collective over ``inner``.
 
     Raises:
         ValueError: they cannot, with the reason, on every rank.
@@ -157,7 +157,7 @@ def _share_memory(inner: ProcessGroupTransport, own: Sequence[int]) -> HostMemor
     inner.all_reduce(failed, "max")
     if failed.item() or signals is None:
         raise ValueError(problem or "another rank cannot share memory")
-    return HostMemory(signals)
+    return signals
 
 
 def _hosts(inner: ProcessGroupTransport) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """The process-group transport: NCCL's own collectives, and on gloo point-to-point messages.
 
 Gloo's own collectives take about twice as long as messages sent straight to the rank that needs them:
-``messages.py`` tells how that goes, and ``reports.py`` watches over it. ``natively.py`` has the backend's
-own, over which ``digests.py`` watches.
+``messages.py`` has these, and ``reports.py`` guards them. ``native.py`` has the backend's own collectives,
+which `Digests` guards.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,12 @@ from shardtrain.comm.guard import Digests
 from shardtrain.comm.messages import (
     Mailbox,
     TagOf,
-    meeting_tag,
-    movement_tag,
+    collective_tag,
+    handshake_tag,
     segment_number,
     start_exchange,
     start_reduce_scatter,
+    wait_all,
 )
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, ENTER, GATHER, REDUCE, Movement
@@ -39,7 +41,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class ProcessGroupTransport(OneGroup):
-    """Movements between the ranks of ``group``, or a `part` of it."""
+    """Collectives between the ranks of ``group``, or a `part` of it."""
 
     in_place = False
     silent = False
@@ -56,9 +58,9 @@ class ProcessGroupTransport(OneGroup):
         self._backend = Backend(group, Streams())
 
     def part(self, members: Sequence[int], backend: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
-        """Movements between some ranks of the group, this one among them, under the group's guard.
+        """Return a transport between some ranks of the group, this one among them, under the group's guard.
 
-        All ranks of the group make these movements alike, each within a part. Messages need no group of
+        All ranks of the group make its collectives alike, each within a part. Messages need no group of
         ``members``' own, the backend's collectives need ``backend``.
         """
         part = copy.copy(self)
@@ -90,7 +92,7 @@ class ProcessGroupTransport(OneGroup):
         pass
 
     def fence(self, what: Movement) -> None:
-        """Nothing here is shared, so nobody waits; steps are counted."""
+        """Count steps. No rank waits, because nothing is shared."""
         if self._reports is not None and what is ENTER:
             self._reports.enter()
         self._digests.fence(what)
@@ -113,9 +115,7 @@ class ProcessGroupTransport(OneGroup):
         if self.by_messages([outgoing, incoming]):
             parts, into = outgoing.split([*sizes]), incoming.chunk(self.world)
             return self._watched(
-                REDUCE,
-                tag,
-                lambda position: start_exchange(self._mailbox, _tag_of(position, tag, 0), parts, into),
+                REDUCE, tag, [partial(start_exchange, self._mailbox, outgoing=parts, incoming=into)]
             )
         return self.backend_for(REDUCE, tag).exchange(outgoing, sizes, incoming)
 
@@ -126,29 +126,33 @@ class ProcessGroupTransport(OneGroup):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
-        with self._met(BROADCAST, tensor):
+        with self._handshake(BROADCAST, tensor):
             dist.broadcast(tensor, group=self.group, group_src=src)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-        with self._met(ALL_REDUCE, tensor):
+        with self._handshake(ALL_REDUCE, tensor):
             dist.all_reduce(tensor, _OPS[op], group=self.group)
 
     def note(self, kind: Movement, tag: Tag) -> None:
-        """Let the guard know of a movement that is made by other means."""
+        """Let the guard know of a collective that is made by other means."""
         if self._reports is not None:
             self._reports.post(kind, tag)
         else:
             self._digests.add(kind, tag)
 
-    def telling(self) -> AbstractContextManager[None]:
-        """In here this rank moves by means that may find others gone or astray: everyone is told of that."""
-        return contextlib.nullcontext() if self._reports is None else self._reports.telling()
+    def sharing(self) -> AbstractContextManager[None]:
+        """Inside, this rank waits for others by other means than messages; all ranks hear of its errors."""
+        return contextlib.nullcontext() if self._reports is None else self._reports.sharing()
 
     def backend_for(self, kind: Movement, tag: Tag) -> Backend:
-        """The backend's own collectives, for a movement that the guard then knows of."""
+        """Return the backend's own collectives, for a collective that the guard then knows of."""
         self._digests.add(kind, tag)
         return self._backend
+
+    def by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``fulls`` move by messages, not by the backend's own collectives."""
+        return self.has_gloo and all(full.device.type == "cpu" for full in fulls)
 
     def send_to_all(
         self,
@@ -156,41 +160,35 @@ class ProcessGroupTransport(OneGroup):
         pairs: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
         kind: Movement = GATHER,
     ) -> Pending:
-        """By messages: start sending each ``local`` to every rank and filling ``places`` from all ranks'.
+        """By messages: start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
-        ``pairs``: of ``local`` and ``places``, one for each rank. ``kind``: what the guard calls it.
+        ``pairs``: of ``local`` and ``parts``, one for each rank. ``kind``: what the guard calls it.
         """
-        mailbox = self._mailbox
-
-        def start(position: int) -> Pending:
-            moving = [
-                start_exchange(mailbox, _tag_of(position, tag, index), [local] * len(places), places)
-                for index, (local, places) in enumerate(pairs)
-            ]
-            return _all(moving)
-
-        return self._watched(kind, tag, start)
+        starts = [
+            partial(start_exchange, self._mailbox, outgoing=[local] * len(parts), incoming=parts)
+            for local, parts in pairs
+        ]
+        return self._watched(kind, tag, starts)
 
     def combine(self, tag: Tag, sets: Sequence[list[torch.Tensor]], kind: Movement = REDUCE) -> Pending:
         """By messages: start sending ``parts[r]`` to rank r, and making this rank's own the mean over ranks.
 
-        ``sets``: of each movement the ``parts``, one for each rank. ``kind``: what the guard calls it.
+        ``sets``: of each segment the ``parts``, one for each rank. ``kind``: what the guard calls it.
         """
-        mailbox = self._mailbox
+        mean = partial(merge, op=dist.ReduceOp.AVG)
+        starts = [
+            partial(start_reduce_scatter, self._mailbox, parts=parts, out=parts[self.rank], merge=mean)
+            for parts in sets
+        ]
+        return self._watched(kind, tag, starts)
+
+    def _watched(self, kind: Movement, tag: Tag, starts: Sequence[Callable[[TagOf], Pending]]) -> Pending:
+        """Start the messages of every segment, each under a tag of its own, and guard them."""
 
         def start(position: int) -> Pending:
-            moving = [
-                start_reduce_scatter(
-                    mailbox, _tag_of(position, tag, index), parts, parts[mailbox.rank], _mean
-                )
-                for index, parts in enumerate(sets)
-            ]
-            return _all(moving)
+            moving = [each(_tag_of(position, tag, index)) for index, each in enumerate(starts)]
+            return Pending(lambda: wait_all(moving))
 
-        return self._watched(kind, tag, start)
-
-    def _watched(self, kind: Movement, tag: Tag, start: Callable[[int], Pending]) -> Pending:
-        """A movement made of messages, started at a position, with an eye on where the other ranks are."""
         if self._reports is None:
             return start(0)
         position = self._reports.post(kind, tag)
@@ -199,10 +197,10 @@ class ProcessGroupTransport(OneGroup):
         return self._reports.watch(position, moving)
 
     @contextmanager
-    def _met(self, kind: Movement, tensor: torch.Tensor) -> Iterator[None]:
-        """In here the backend's own collective runs, which does not ask whether all ranks mean the same one.
+    def _handshake(self, kind: Movement, tensor: torch.Tensor) -> Iterator[None]:
+        """Inside, all ranks call the same collective of the backend.
 
-        So they meet first, by messages that only those who do can exchange.
+        Gloo does not check that. So all ranks exchange messages first, whose tags only meet where it is so.
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
         tag = Tag(tensor.nbytes, f"{tensor.nbytes} bytes")
@@ -211,14 +209,11 @@ class ProcessGroupTransport(OneGroup):
             yield
             return
         position = self._reports.post(kind, tag)
-        meeting, token = meeting_tag(position, kind.doing, tensor.nbytes), torch.zeros(self.world, 1)
+        handshake, token = handshake_tag(position, kind.doing, tensor.nbytes), torch.zeros(self.world, 1)
         with self._reports.waiting(position):
             parts = [token[self.rank]] * self.world
-            start_exchange(self._mailbox, lambda _: meeting, parts, list(token)).wait()
+            start_exchange(self._mailbox, lambda _: handshake, parts, list(token)).wait()
             yield
-
-    def by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
-        return self.has_gloo and all(full.device.type == "cpu" for full in fulls)
 
     def _parts(self, gradient: Gradient) -> list[torch.Tensor]:
         parts = intervals(gradient.full, gradient.layout)
@@ -227,17 +222,5 @@ class ProcessGroupTransport(OneGroup):
 
 
 def _tag_of(position: int, tag: Tag, segment: int) -> TagOf:
-    number = movement_tag(position, segment_number(tag.number, segment))
+    number = collective_tag(position, segment_number(tag.number, segment))
     return lambda _: number
-
-
-def _mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    merge(parts, out, dist.ReduceOp.AVG)
-
-
-def _all(moving: Sequence[Pending]) -> Pending:
-    def finish() -> None:
-        for pending in moving:
-            pending.wait()
-
-    return Pending(finish)

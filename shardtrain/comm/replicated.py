@@ -1,8 +1,8 @@
-"""Several shard groups, each with a whole copy of the model: replicas that are trained as one.
+"""Hybrid sharding (HSDP): several shard groups, each with a whole copy of the model, train as one.
 
 A rank exchanges parameters inside its shard group only. Gradients are averaged there first, so that each rank
-has the mean of its own interval; then ranks with the same interval, a column, average that. Two replicas of
-two ranks, intervals ``[a b]``::
+has the mean of its own interval. Then the ranks with the same interval, a *replica group*, average that. Two
+replicas of two ranks, intervals ``[a b]``::
 
     replica 0    rank 0  owns a    rank 1  owns b
     replica 1    rank 2  owns a    rank 3  owns b
@@ -10,16 +10,16 @@ two ranks, intervals ``[a b]``::
     gather   ranks 0 and 1 by themselves, ranks 2 and 3 by themselves
     reduce   rank 0: (a0 + a1) / 2, rank 2: (a2 + a3) / 2; then both the mean of the two, to the same bits
 
-Shard groups are equally large, so a mean of means is the mean over everyone. Of K bytes in all, a rank of S
-in a group sends (S-1)/S * K inside it as ever, and of its interval, K/S, 2 (R-1)/R across R replicas.
+Shard groups are equally large, so a mean of means is the mean over all ranks. Of K bytes in all, a rank of S
+in a group sends (S-1)/S * K inside it, and of its interval, K/S, 2 (R-1)/R across R replicas.
 
-Where a group shares memory, means are made inside it at once and messages across travel while the next unit
-computes; on CUDA both stages follow one another on the communication stream. Between processes that exchange
-messages inside the group, too, the second stage is not hidden: it begins when the first is asked for.
+Where a group shares memory, it averages at once, and messages across travel while the next unit computes. On
+an accelerator both stages follow one another on the communication stream. Where ranks exchange messages
+inside the group, too, the second stage is not hidden: it begins when the first is waited for.
 
-On gloo there is one guard for everyone: all ranks make the same movements, whichever group they are in.
+On gloo there is one guard for all ranks: they make the same collectives, whichever group they are in.
 
-The scheme is hybrid sharding (Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2).
+After Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from shardtrain import device
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import AVERAGE, GATHER, REDUCE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
@@ -41,11 +42,12 @@ from shardtrain.comm.transport import (
     Transport,
     TransportWrapper,
     pack_own,
+    staged,
 )
 
 
 class Across(Protocol):
-    """A `ReplicaGroup` of ranks, one of each replica, that hold the same interval."""
+    """A `ReplicaGroup`, or what simulates one."""
 
     silent: bool
 
@@ -58,13 +60,13 @@ class AllRanks(Ranks, Protocol):
 
     def note(self, kind: Movement, tag: Tag) -> None: ...
 
-    def telling(self) -> AbstractContextManager[None]: ...
+    def sharing(self) -> AbstractContextManager[None]: ...
 
     def fence(self, what: Movement) -> None: ...
 
 
 class Replicated(TransportWrapper):
-    """Movements ``inside`` a shard group and ``across`` the replicas, with an eye on ``all_ranks``."""
+    """Collectives ``inside`` a shard group and ``across`` the replicas, under the guard of ``all_ranks``."""
 
     def __init__(
         self, inside: Transport, across: Across, all_ranks: AllRanks, primary_ranks: Sequence[int]
@@ -77,30 +79,25 @@ class Replicated(TransportWrapper):
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if self.in_place:
             self._guard.note(GATHER, tag)
-        with self._guard.telling():
+        with self._guard.sharing():
             return self.inner.gather(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         if self.in_place:
             self._guard.note(REDUCE, tag)
-            with self._guard.telling():
+            with self._guard.sharing():
                 self.inner.reduce(tag, gradients).wait()
             return self._average(tag, gradients)
         moving = self.inner.reduce(tag, gradients)
-        if gradients[0].full.device.type == "cuda":
+        if device.on_accelerator(gradients[0].full):
             return self._average(tag, gradients)  # behind it in the same stream
-
-        def finish() -> None:
-            moving.wait()
-            self._average(tag, gradients).wait()
-
-        return Pending(finish)
+        return staged(lambda: moving, lambda: self._average(tag, gradients).wait())
 
     def fence(self, what: Movement) -> None:
         self._guard.fence(what)
         if self.in_place and self.world > 1:
             self._guard.note(what, Tag(0, "the model"))
-            with self._guard.telling():
+            with self._guard.sharing():
                 self.inner.fence(what)
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
@@ -108,11 +105,8 @@ class Replicated(TransportWrapper):
         return self.across.average(tag, intervals)
 
 
-# The mean over ranks that hold the same interval, one of each replica; the same bits on all of them.
-
-
 class ReplicaGroup:
-    """The ranks of ``part``. ``silent``: as of a `Transport`."""
+    """The ranks of ``part``, one of each replica, which hold the same interval."""
 
     silent = False
 
@@ -128,7 +122,7 @@ class ReplicaGroup:
         return self._swap(tag, intervals) if self.part.world == 2 else self._in_two_stages(tag, intervals)
 
     def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Two ranks send each other everything, which is as many bytes as halves twice, and one wait less."""
+        """Let two ranks send each other everything: as many bytes as halves twice, and one wait less."""
         sets = []
         for values, wire in intervals:
             sent = values.to(wire, copy=True)
@@ -138,20 +132,18 @@ class ReplicaGroup:
         return self.part.combine(tag, sets, AVERAGE)
 
     def _in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Each rank makes the mean of its part of every interval, and sends it to the others."""
+        """Let each rank average its part of every interval, and send it to the others."""
         rank, world = self.part.rank, self.part.world
         moved = [values.to(wire) for values, wire in intervals]
         parts = [list(each.tensor_split(world)) for each in moved]
         own = [values.tensor_split(world)[rank] for values, _ in intervals]
         sets = [[*each[:rank], mine, *each[rank + 1 :]] for each, mine in zip(parts, own, strict=True)]
-        halfway = self.part.combine(tag, sets, AVERAGE)
 
         def finish() -> None:
-            halfway.wait()
             for each, mine in zip(parts, own, strict=True):
                 each[rank].copy_(mine)
             self.part.send_to_all(tag, [(each[rank], each) for each in parts], AVERAGE).wait()
             for (values, _), all_parts in zip(intervals, moved, strict=True):
                 values.copy_(all_parts)
 
-        return Pending(finish)
+        return staged(lambda: self.part.combine(tag, sets, AVERAGE), finish)

@@ -1,19 +1,20 @@
-"""The guard over gloo: ranks that wait too long tell each other where they are, and compare.
+"""The guard over gloo: ranks that wait too long report where they are, and compare.
 
-A movement's messages carry its number and position in their tag, so those of different movements never
-meet: ranks on different paths wait for each other. Nothing more is needed while all goes well. Once a rank
-has waited ``STALL_S`` seconds it reports its latest movements, round a ring of all ranks. Ranks on another
-path are waiting too and report theirs, and all of them see where the paths part::
+The tag of a message holds its collective's number and position, so messages of different collectives never
+meet: ranks on different paths wait for each other. Nothing more is needed while all goes well. A rank that
+has waited for ``STALL_S`` seconds reports its latest collectives, round a ring of all ranks. Ranks on another
+path wait too and report theirs, and all ranks see where the paths part::
 
     rank 0   ... 7 gathering layer1   8 gathering layer2   waits    reports 0 to 8
-    rank 1   ... 7 gathering layer2                        waits    reports 0 to 7: the paths part at 7
+    rank 1   ... 7 gathering layer2                        waits    reports 0 to 7: they differ at 7
 
-A rank that is merely slow reports nothing and is waited for, until the time-out. Announcing every movement
-by a message of its own instead, and waiting for the announcements, took 3 to 7 % of a ResNet-18's step.
+A rank that is merely slow reports nothing, and the others wait for it until the time-out. Announcing every
+collective by a message of its own instead, and waiting for the announcements, took 3 to 7 % of a ResNet-18's
+step.
 
-A rank that fails closes its connections before it says so: payloads under way could otherwise arrive in
-memory that the failing step has given back. Where ranks wait for one another by other means as well, as
-those of a host do in `telling`, it hangs up there, too.
+A rank that fails closes its connections before it raises: payloads under way could otherwise arrive in memory
+that the failing step has given back. Where ranks also wait for one another by other means, as those of a host
+do in `Reports.sharing`, it ends that waiting, too.
 """
 
 from __future__ import annotations
@@ -32,78 +33,83 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import GRACE_S, MESSAGE, Diverged, Entry, Paths, PeerLost
+from shardtrain.comm.guard import GRACE_S, MESSAGE, Diverged, Paths, PeerLost, unpack
 from shardtrain.comm.messages import report_tag
 from shardtrain.comm.movement import Movement
 from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
-_TICK_S = 0.2
-_KEPT = 64  # movements in a report: as far as replicas may be apart, which meet in backward only
-_HEAD = struct.Struct("<iiii")  # who reports, who is lost (-1: nobody), first movement's position, how many
-_SIZE = _HEAD.size + _KEPT * MESSAGE.size
+_CHECK_S = 0.2  # from one look at the clock to the next
+_KEPT = 64  # collectives in a report: as far as replicas may be apart, which meet in backward only
+_HEAD = struct.Struct(
+    "<iii"
+)  # the rank that reports, the rank that it has lost (-1: none), how many collectives
+_REPORT_BYTES = _HEAD.size + _KEPT * MESSAGE.size
+_FOREVER, _A_MOMENT = datetime.timedelta(days=300), datetime.timedelta(milliseconds=20)
 
 
 class Reports:
-    """What this rank is waiting for, and what the others have said that they are waiting for."""
+    """What this rank waits for, and what the others have reported. Collective when created."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, peers: list[int], tag: int, hang_up: Callable[[], None]
-    ) -> None:
-        """``hang_up``: callable; ends this rank's waiting, and that for it, by other means than messages."""
+    def __init__(self, group: dist.ProcessGroup, peers: list[int], abort: Callable[[], object]) -> None:
+        """``abort``: callable; ends all waiting, of this rank and for it, that is not for messages."""
+        number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
+        dist.broadcast(number, group=group, group_src=0)
         self.paths = Paths(group.rank(), peers)
-        self._line = Line(group, peers, tag, _SIZE)
-        self._news = threading.Condition()  # guards what follows, and all logs
-        self._waits_at: tuple[int, float] | None = None  # position, since when
-        self._told: tuple[int, float] | None = None  # the wait that has been reported
-        self._parted_at: float | None = None  # when it became known that the paths part
+        self._ring = Ring(group, peers, report_tag(int(number.item())), _REPORT_BYTES)
+        self._changed = threading.Condition()  # guards what follows, and `paths`
+        self._waiting: tuple[int, float] | None = None  # position, since when
+        self._reported: tuple[int, float] | None = None  # the wait that has been reported
+        self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
-        self._hang_up, self._is_elsewhere = hang_up, False
+        self._abort, self._is_sharing = abort, False
         stop, this = threading.Event(), weakref.ref(self)
         threads = [
-            threading.Thread(target=_listen, args=(self._line, this), name="shardtrain-reports", daemon=True),
-            threading.Thread(target=_tick, args=(stop, this), name="shardtrain-watch", daemon=True),
+            threading.Thread(
+                target=_receive, args=(self._ring, this), name="shardtrain-reports", daemon=True
+            ),
+            threading.Thread(target=_check, args=(stop, this), name="shardtrain-watch", daemon=True),
         ]
         for thread in threads:
             thread.start()
-        weakref.finalize(group, _end, stop, self._line, threads)
+        weakref.finalize(group, _end, stop, self._ring, threads)
 
     def enter(self) -> None:
-        """A step begins."""
+        """Count a step that begins."""
         self.paths.step += 1
 
     def post(self, kind: Movement, tag: Tag) -> int:
-        """Note this rank's next movement; its position."""
-        with self._news:
-            position, _ = self.paths.make(kind, tag.number, tag.name)
-            self.paths.own.forget_before(position + 1 - _KEPT)
-            self._judge()
-            if self._parted_at is not None:
-                self._news.wait_for(lambda: self._failure is not None, 2 * GRACE_S)
+        """Add this rank's next collective. Return its position."""
+        with self._changed:
+            position, _ = self.paths.add(kind, tag.number, tag.name)
+            self.paths.own.pop(position - _KEPT, None)
+            self._compare()
+            if self._diverged_at is not None:
+                self._changed.wait_for(lambda: self._failure is not None, 2 * GRACE_S)
         self._raise_failure()
         return position
 
     @contextmanager
     def waiting(self, position: int) -> Iterator[None]:
-        """Messages of the movement at ``position`` are waited for in here.
+        """Inside, this rank waits for messages of the collective at ``position``.
 
         Raises:
-            Diverged: a peer made another movement there, or near it.
+            Diverged: a peer made another collective there, or near it.
             PeerLost: a peer has ended, or the time-out has passed.
         """
-        with self._news:
-            self._waits_at = position, time.monotonic()
+        with self._changed:
+            self._waiting = position, time.monotonic()
         self._raise_failure()
         try:
             yield
         except RuntimeError as error:
-            self._explain(position, error)
+            self._raise_cause(position, error)
             raise
         finally:
-            self._waits_at = None
+            self._waiting = None
 
     def watch(self, position: int, moving: Pending) -> Pending:
-        """``moving``, waited for with an eye on the others."""
+        """Return ``moving``, such that waiting for it is `waiting`."""
 
         def finish() -> None:
             if self._failure is not None and isinstance(sys.exc_info()[1], Diverged | PeerLost):
@@ -114,155 +120,141 @@ class Reports:
         return Pending(finish)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """What goes wrong in here was found by other means than messages: let everyone look where all are."""
-        self._is_elsewhere = True
+    def sharing(self) -> Iterator[None]:
+        """Inside, this rank waits for others by other means than messages; all ranks hear of its errors."""
+        self._is_sharing = True
         try:
             self._raise_failure()
             yield
         except (Diverged, PeerLost) as error:
-            self._explain(self.paths.own.end - 1, error)
+            self._raise_cause(self.paths.end - 1, error)
             raise
         finally:
-            self._is_elsewhere = False
+            self._is_sharing = False
 
-    def _explain(self, position: int, error: RuntimeError) -> None:
-        """Raise what a broken connection means; return if ``error`` is something else."""
-        with self._news:
-            self._tell()
+    def _raise_cause(self, position: int, error: RuntimeError) -> None:
+        """Raise what a broken connection means. Return if ``error`` is something else."""
+        with self._changed:
+            self._report()
             # Whoever is gone, its right neighbour knows, and tells the others.
-            self._news.wait_for(lambda: self._failure is not None or self._left_ended(), GRACE_S + 1)
-            if self._failure is None and isinstance(error, Diverged):
+            self._changed.wait_for(lambda: self._failure is not None or self._left_ended(), GRACE_S + 1)
+            if self._failure is not None:
+                pass
+            elif isinstance(error, Diverged):
                 self._fail(error)
-            if self._failure is None and self._left_ended():
-                self._fail(self.paths.lost([self._line.left], position), self._line.left)
-            if self._failure is None and (gone := self._line.ended()):
+            elif self._left_ended():
+                self._fail(self.paths.lost([self._ring.left], position), self._ring.left)
+            elif gone := self._ring.ended():
                 self._fail(self.paths.lost(gone, position), gone[0])
-            if self._failure is None and is_time_out(error):
+            elif is_time_out(error):
                 self._fail(self.paths.silent(self._missing(position), position))
         self._raise_failure(error)
 
     def _left_ended(self) -> bool:
-        """The left neighbour is gone, and not because the paths part."""
-        return self._line.left_is_gone and self._parted_at is None
+        """Return whether the left neighbour is gone, and not because ranks differ."""
+        return self._ring.left_is_gone and self._diverged_at is None
 
     def _raise_failure(self, cause: RuntimeError | None = None) -> None:
         if self._failure is not None:
-            self._hang_up()
-            self._line.close()
+            self._abort()
+            self._ring.close()
             raise type(self._failure)(str(self._failure)) from cause
 
-    # What the threads do.
+    # The threads call the next three.
 
-    def look(self) -> None:
-        """If this rank has been waiting for long, tell the others where; after too long, give up."""
-        with self._news:
-            self._judge()
-            if self._waits_at is None or self._failure is not None:
+    def check(self) -> None:
+        """Report where this rank is once it has waited for long. Fail once it has waited for too long."""
+        with self._changed:
+            self._compare()
+            if self._waiting is None or self._failure is not None:
                 return
-            position, since = self._waits_at
+            position, since = self._waiting
             waited = time.monotonic() - since
-            if waited > STALL_S and self._told != self._waits_at:
-                self._told = self._waits_at
-                self._tell()
+            if waited > STALL_S and self._reported != self._waiting:
+                self._reported = self._waiting
+                self._report()
             if waited > self.paths.timeout_s:
                 self._fail(self.paths.silent(self._missing(position), position))
 
-    def hear(self, report: bytes) -> None:
-        """Take in what a peer says."""
-        peer, lost, first, count = _HEAD.unpack_from(report)
+    def receive(self, report: bytes) -> None:
+        """Pass a peer's report on, and compare its collectives with this rank's."""
+        peer, lost, count = _HEAD.unpack_from(report)
         if peer == self.paths.rank:
             return
-        if peer != self._line.right:
-            self._line.send(report)
-        body = report[_HEAD.size : _HEAD.size + count * MESSAGE.size]
-        with self._news:
-            log = self.paths.theirs[peer]
-            log.forget_before(log.end)
-            log.first = first
-            for kind, number, step, value, _, name in MESSAGE.iter_unpack(body):
-                log.append(Entry(kind, number, step, value, name))
+        if peer != self._ring.right:
+            self._ring.send(report)
+        with self._changed:
+            self.paths.theirs[peer] = dict(unpack(report[_HEAD.size : _HEAD.size + count * MESSAGE.size]))
             if lost >= 0 and self._failure is None:
-                self._fail(self.paths.lost([lost], self.paths.own.end - 1), lost)
-            self._news.notify_all()
-            self._judge()
+                self._fail(self.paths.lost([lost], self.paths.end - 1), lost)
+            self._changed.notify_all()
+            self._compare()
 
-    def notice(self) -> None:
-        """The left neighbour is gone: a rank that asks who it was may go on."""
-        with self._news:
-            self._news.notify_all()
+    def wake(self) -> None:
+        """The left neighbour is gone: let a rank that waits to hear who ended go on."""
+        with self._changed:
+            self._changed.notify_all()
 
-    def _judge(self) -> None:
-        """Fail if the paths part, once all have said where they are or have had the time to."""
+    def _compare(self) -> None:
+        """Fail if ranks differ, once all have said where they are or have had the time to."""
         position = self.paths.difference()
         if position is None or self._failure is not None:
             return
         now = time.monotonic()
-        if self._parted_at is None:
-            self._parted_at = now
-            self._tell()
-        if not self._missing(position) or now - self._parted_at > GRACE_S:
+        if self._diverged_at is None:
+            self._diverged_at = now
+            self._report()
+        if not self._missing(position) or now - self._diverged_at > GRACE_S:
             self._fail(self.paths.diverged(position))
 
     def _missing(self, position: int) -> list[int]:
-        return sorted(rank for rank, log in self.paths.theirs.items() if log.at(position) is None)
+        return sorted(rank for rank, log in self.paths.theirs.items() if position not in log)
 
     def _fail(self, failure: RuntimeError, lost: int = -1) -> None:
-        """From now on, raise ``failure``; let a rank that waits find its connections closed."""
+        """From now on raise ``failure``. End this rank's waiting, so that it does."""
         self._failure = failure
-        self._tell(lost)
-        self._news.notify_all()
-        if self._is_elsewhere:
-            self._hang_up()
-        if self._waits_at is not None:
-            self._line.close()
+        self._report(lost)
+        self._changed.notify_all()
+        if self._is_sharing:
+            self._abort()
+        if self._waiting is not None:
+            self._ring.close()
 
-    def _tell(self, lost: int = -1) -> None:
+    def _report(self, lost: int = -1) -> None:
         own = self.paths.own
-        movements = [own.at(position) for position in range(own.first, own.end)]
-        body = b"".join(m.packed(own.first + index) for index, m in enumerate(movements) if m)
-        self._line.send(_HEAD.pack(self.paths.rank, lost, own.first, len(movements)) + body)
+        body = b"".join(entry.packed(position) for position, entry in own.items())
+        self._ring.send(_HEAD.pack(self.paths.rank, lost, len(own)) + body)
 
 
-def open_reports(group: dist.ProcessGroup, peers: list[int], hang_up: Callable[[], None]) -> Reports:
-    """Reports between this rank and ``peers``, under a tag of their own. Collective over ``group``."""
-    number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
-    dist.broadcast(number, group=group, group_src=0)
-    return Reports(group, peers, report_tag(int(number.item())), hang_up)
-
-
-def _listen(line: Line, to_reports: weakref.ref[Reports]) -> None:
-    while (report := line.receive()) and (reports := to_reports()) is not None:
-        reports.hear(report)
+def _receive(ring: Ring, to_reports: weakref.ref[Reports]) -> None:
+    while (report := ring.receive()) and (reports := to_reports()) is not None:
+        reports.receive(report)
         del reports
     if (reports := to_reports()) is not None:
-        reports.notice()
+        reports.wake()
 
 
-def _tick(stop: threading.Event, to_reports: weakref.ref[Reports]) -> None:
-    while not stop.wait(_TICK_S) and (reports := to_reports()) is not None:
-        reports.look()
+def _check(stop: threading.Event, to_reports: weakref.ref[Reports]) -> None:
+    while not stop.wait(_CHECK_S) and (reports := to_reports()) is not None:
+        reports.check()
         del reports
 
 
-def _end(stop: threading.Event, line: Line, threads: list[threading.Thread]) -> None:
+def _end(stop: threading.Event, ring: Ring, threads: list[threading.Thread]) -> None:
     """The group is no more, or the interpreter ends."""
     stop.set()
-    line.hang_up()
+    ring.abort()
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(GRACE_S)
 
 
-# The gloo side of `reports.py`: reports go round a ring of all ranks, and connections tell who is gone.
-#
-# A receive that waits at every peer for a message that never comes, its *pulse*, ends only with that peer.
+class Ring:
+    """This rank's place in a ring of all ranks, round which reports go; its connections say who has ended.
 
-_FOREVER, _A_MOMENT = datetime.timedelta(days=300), datetime.timedelta(milliseconds=20)
-
-
-class Line:
-    """This rank's place in the ring, and its connections to all peers."""
+    A receive is posted at every peer for a message that never comes, the *pulse*: only that peer's end
+    completes it, with an error.
+    """
 
     def __init__(self, group: dist.ProcessGroup, peers: list[int], tag: int, size: int) -> None:
         """``size``: of a report, in bytes. ``tag``: of reports; the next one is the pulse's."""
@@ -281,13 +273,13 @@ class Line:
             self._expect(torch.empty(size, dtype=torch.uint8))
 
     def receive(self) -> bytes:
-        """The next report from the left; empty when there will be none."""
+        """Return the next report from the left; empty once there will be none."""
         try:
             memory, arriving = self._arriving.popleft()
             arriving.wait(_FOREVER)
             report = bytes(memory.tolist())
             self._expect(memory)
-        except (RuntimeError, IndexError):  # the connection is closed, or we have hung up
+        except (RuntimeError, IndexError):  # the connection is closed, or this rank has given up
             self.left_is_gone = True
             return b""
         return report
@@ -298,7 +290,7 @@ class Line:
             self._arriving.append((memory, group.recv([memory], self.left, self._tag)))
 
     def send(self, report: bytes) -> None:
-        """Send to the right; whoever is gone is told nothing."""
+        """Send to the right, unless that rank is gone."""
         group = self._group()
         data = torch.frombuffer(bytearray(report.ljust(self._size, b"\0")), dtype=torch.uint8)
         if group is not None:
@@ -306,7 +298,7 @@ class Line:
                 self._sent.append((data, group.send([data], self.right, self._tag)))
 
     def ended(self) -> list[int]:
-        """The peers whose connections are gone. Asking closes the others."""
+        """Return the peers whose connections are gone. This closes the others: gloo does at a time-out."""
         return [peer for peer in self._pulses if not self._is_alive(peer)]
 
     def _is_alive(self, peer: int) -> bool:
@@ -317,9 +309,9 @@ class Line:
         return True
 
     def close(self) -> None:
-        """Let the last report go out, then close all connections; gloo does that at a time-out.
+        """Let the last report go out, then close all connections.
 
-        A thread that comes while another is about it waits, too, or it would cut that report off.
+        A second thread that closes waits, too, or it would cut that report off.
         """
         with self._closing:
             deadline = time.monotonic() + GRACE_S
@@ -329,7 +321,7 @@ class Line:
                     self._sent.popleft()[1].wait(datetime.timedelta(seconds=left))
             self.ended()
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """Close all connections, which ends `receive`; hold nothing more that keeps gloo's threads alive."""
         self.ended()
         self._sent.clear()
@@ -338,6 +330,6 @@ class Line:
 
 
 def is_time_out(error: RuntimeError) -> bool:
-    """Ours, or that of another connection, upon which gloo closes them all."""
+    """Return whether a wait timed out: this one, or another, upon which gloo ends them all."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
