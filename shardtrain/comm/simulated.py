@@ -62,7 +62,7 @@ class Simulated(OneGroup):
         return full, local if self.in_place else torch.empty_like(local)
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        """Over shared memory: from the arena while there is room, as `SharedMemoryTransport.gradient` does."""
+        """Over shared memory: from the arena while there is room, as `SharedMemoryTransport` does."""
         size = layout.padded * like.element_size()
         used = self._collecting + sum(self._unread)
         if not self.in_place or used + size > 2 * self._largest:
