@@ -32,7 +32,7 @@ from shardtrain.monitor.console import Bar, Lines, LogFile, ResultFile, Tables
 from shardtrain.monitor.opening import Comparison
 from shardtrain.monitor.reporter import Sink
 from shardtrain.monitor.window import StepMetrics, _peak_flops
-from shardtrain.plan.live import optimizer_tensors
+from shardtrain.plan.memory import optimizer_tensors
 
 CPU = torch.device("cpu")
 SCALARS = {

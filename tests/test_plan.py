@@ -24,9 +24,8 @@ from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 from shardtrain.job.step import Step
 from shardtrain.monitor.opening import STATE, TRAFFIC, compare
-from shardtrain.plan.__main__ import MOST, Settings, largest_batch, plan, read
-from shardtrain.plan.live import KINDS
-from shardtrain.plan.memory import MemoryTimeline, Point, memory_of_step
+from shardtrain.plan.__main__ import MOST_IMAGES, PlanSettings, largest_batch, plan, read
+from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.train.loop import train
@@ -39,7 +38,7 @@ TINY = ["model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2", 
 FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size=16"]
 
 
-def settings(*arguments: str) -> Settings:
+def settings(*arguments: str) -> PlanSettings:
     found = read([*FAKE, *arguments], speak=False)
     assert found is not None
     return found
@@ -86,7 +85,9 @@ def measured(*arguments: str) -> dict[str, Any]:
         "sent": dict(traffic.bytes),
         "calls": dict(traffic.calls),
         "peak": timeline.peak.total,
-        "allocated": growth + timeline.points[0].total - timeline.points[0].bytes[KINDS.index("gathered")],
+        "allocated": growth
+        + timeline.points[0].total
+        - timeline.points[0].bytes[list(MEMORY_KINDS).index("gathered")],
     }
 
 
@@ -177,7 +178,7 @@ def test_the_batch_is_a_whole_one() -> None:
     assert settings("micro_batch=5", "world_size=64").question.micro_batch == 5
 
 
-@pytest.mark.parametrize(("memory", "images"), [(0, 0), (109, 0), (110, 1), (999, 89), (10**9, MOST)])
+@pytest.mark.parametrize(("memory", "images"), [(0, 0), (109, 0), (110, 1), (999, 89), (10**9, MOST_IMAGES)])
 def test_the_largest_batch_is_found_in_few_questions(memory: int, images: int) -> None:
     asked = []
 
@@ -186,7 +187,7 @@ def test_the_largest_batch_is_found_in_few_questions(memory: int, images: int) -
         return 100 + 10 * count + count % 3 // 2
 
     assert largest_batch(peak_of, memory, start=8) == images
-    assert len(asked) < 12 or images == MOST
+    assert len(asked) < 12 or images == MOST_IMAGES
 
 
 def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,9 +258,9 @@ def test_without_the_data_set() -> None:
 
 def test_words_name_the_peak() -> None:
     points = [
-        Point("forward", "a", (8 * MIB, 16 * MIB, 0, 0, MIB, 0)),
-        Point("backward", "b.1", (8 * MIB, 16 * MIB, 4 * MIB, 0, 2 * MIB, 100)),
-        Point("update", "the root", (8 * MIB, 16 * MIB, 4 * MIB, 0, 0, 0)),
+        MemoryPoint("forward", "a", (8 * MIB, 16 * MIB, 0, 0, MIB, 0)),
+        MemoryPoint("backward", "b.1", (8 * MIB, 16 * MIB, 4 * MIB, 0, 2 * MIB, 100)),
+        MemoryPoint("update", "the root", (8 * MIB, 16 * MIB, 4 * MIB, 0, 0, 0)),
     ]
     assert MemoryTimeline(tuple(points)).words() == (
         "The peak of 30.0 MiB, in backward of b.1, consists of 16.0 MiB optimizer, 8.0 MiB parameters, "
@@ -276,7 +277,7 @@ def test_kinds_are_told_apart() -> None:
     step = Step(model, lambda logits, _: logits.square().sum(), optimizer, None)
     for _ in range(2):
         timeline = memory_of_step(model, optimizer, [batch], lambda: step([(batch, torch.zeros(5))]))
-    most = {kind: timeline.most(kind) for kind in KINDS}
+    most = {kind: timeline.most(kind) for kind in MEMORY_KINDS}
     assert most["parameters"] == most["optimizer"] == most["gradients"] == 16 * 4
     assert most["gathered"] == 0
     assert most["activations"] >= 5 * 4 * 4
@@ -305,9 +306,9 @@ def planned_as(rank: int, *arguments: str) -> Plan:
 
 def run(folder: str, *arguments: str) -> str:
     """What the log says of a training run on the ranks that call this."""
-    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
     quick = ["train.max_steps=2", "data.val_images=4", "monitor.tensorboard=false", "checkpoint.keep=0"]
-    train(configure("model=squeezenet1_1", *quick, *arguments), Context(place, CPU, Path(folder)))
+    train(configure("model=squeezenet1_1", *quick, *arguments), Context(rank_info, CPU, Path(folder)))
     comm.barrier()
     log = Path(folder) / "log.txt"
     return log.read_text() if log.exists() else ""

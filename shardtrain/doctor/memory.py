@@ -16,10 +16,8 @@ from shardtrain.job.config import Config
 from shardtrain.job.format import MIB
 from shardtrain.job.schema import writing
 from shardtrain.job.step import Step
-from shardtrain.plan.live import optimizer_tensors
-from shardtrain.plan.memory import MemoryTimeline, memory_of_step
-from shardtrain.plan.report import plan_of
-from shardtrain.plan.simulate import Plan
+from shardtrain.plan.memory import MemoryTimeline, memory_of_step, optimizer_tensors
+from shardtrain.plan.simulate import Plan, plan_of
 
 MARGIN = 0.1  # between the planned peak and the measured one
 

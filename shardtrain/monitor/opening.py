@@ -23,8 +23,7 @@ from shardtrain.monitor.reporter import Monitor, Sink
 from shardtrain.monitor.tables import end_table
 from shardtrain.monitor.verdict import judge
 from shardtrain.monitor.window import StepMetrics
-from shardtrain.plan.report import plan_of
-from shardtrain.plan.simulate import Plan
+from shardtrain.plan.simulate import Plan, plan_of
 
 
 class Ending(Sink):

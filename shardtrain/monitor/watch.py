@@ -24,8 +24,7 @@ from shardtrain.job.launch import Context
 from shardtrain.monitor import timeline
 from shardtrain.monitor.reporter import Monitor
 from shardtrain.monitor.window import StepMetrics
-from shardtrain.plan.live import LiveTensors
-from shardtrain.plan.memory import timeline_of
+from shardtrain.plan.memory import LiveTensors
 
 TRACED = 3  # steps
 REQUEST, FOLDER = "profile", "timeline"
@@ -93,7 +92,7 @@ class Watch:
         """Collective: the ranks' peaks; the picture and the words are rank 0's."""
         self._open.close()
         self._live = None
-        seen = timeline_of(live)
+        seen = live.timeline()
         peaks = torch.zeros(comm.world_size(), dtype=torch.float64, device=self._window.device)
         peaks[comm.rank()] = seen.peak.total / MIB
         comm.all_reduce(peaks)

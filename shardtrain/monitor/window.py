@@ -25,7 +25,7 @@ from shardtrain import Precision, comm, introspect
 from shardtrain.job.build import Job
 from shardtrain.job.format import MIB
 from shardtrain.monitor.phases import PHASES, Phases, Slow, slowest
-from shardtrain.plan.live import optimizer_tensors
+from shardtrain.plan.memory import optimizer_tensors
 
 MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
 

@@ -1,27 +1,54 @@
-"""Memory over one step as numbers, words and a picture."""
+"""The memory of one step: which storages of tensors live when, by what they hold; as numbers and a picture.
+
+Every operation passes through a dispatch mode, so every tensor that it makes is seen, and a storage that
+dies says so. That works alike on tensors with data and without (torch's ``FakeTensorMode``), which is why
+a plan and a measurement can be compared. Memory that a kernel takes for itself and gives back, and what an
+allocator keeps for later, is not a tensor's and is not counted.
+
+The engine names its own memory: shards, full vectors, buffers for gradients. The rest is told apart by the
+time at which it was made::
+
+    forward                                  activations
+    backward, in a parameter's own node      gradients: what arrives, is laid end to end, and is reduced
+    backward, elsewhere                      activations, their gradients among them
+    before forward, update                   other, beside the batch and buffers
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from shardtrain import introspect
 from shardtrain.job.format import MIB
 from shardtrain.job.pictures import Picture, plot
-from shardtrain.plan.live import KINDS, LiveTensors
 
-COLORS = ("tab:blue", "tab:cyan", "tab:purple", "tab:orange", "tab:green", "0.7")  # of KINDS
+# What a tensor can hold, and its colour in pictures.
+MEMORY_KINDS = {
+    "parameters": "tab:blue",
+    "optimizer": "tab:cyan",
+    "gradients": "tab:purple",
+    "gathered": "tab:orange",
+    "activations": "tab:green",
+    "other": "0.7",
+}
 MOST_NAMES = 60  # units that have room along the axis
-LONGEST = 20  # characters of a unit's name there; its end is shown
+LONGEST_NAME = 20  # characters of a unit's name there; of a longer one the end is shown
 
 
-class Point(NamedTuple):
-    """After one operation of the step. ``bytes``: of each of KINDS."""
+class MemoryPoint(NamedTuple):
+    """The memory of one rank after one operation of the step. ``bytes``: of each of MEMORY_KINDS."""
 
-    phase: str
+    phase: str  # forward | backward | update
     unit: str
     bytes: tuple[int, ...]
 
@@ -31,43 +58,37 @@ class Point(NamedTuple):
 
 
 class MemoryTimeline(NamedTuple):
-    """What one rank held over one step, operation by operation."""
+    """The memory of one rank over one step, operation by operation."""
 
-    points: tuple[Point, ...]
+    points: tuple[MemoryPoint, ...]
 
     @property
-    def peak(self) -> Point:
+    def peak(self) -> MemoryPoint:
         return max(self.points, key=lambda point: point.total)
 
     def most(self, kind: str) -> int:
-        """The most bytes of ``kind`` at any point."""
-        index = KINDS.index(kind)
+        """Return the most bytes of ``kind`` at any point."""
+        index = list(MEMORY_KINDS).index(kind)
         return max(point.bytes[index] for point in self.points)
 
     def words(self) -> str:
-        """``The peak of 93.1 MiB, in backward of layer4.1, consists of 42.6 MiB parameters, …``"""
+        """Say ``The peak of 93.1 MiB, in backward of layer4.1, consists of 42.6 MiB parameters, …``."""
         peak = self.peak
-        parts = sorted(zip(peak.bytes, KINDS, strict=True), reverse=True)
+        parts = sorted(zip(peak.bytes, MEMORY_KINDS, strict=True), reverse=True)
         held = [f"{size / MIB:.1f} MiB {kind}" for size, kind in parts if size >= MIB / 20]
         listed = f"{', '.join(held[:-1])} and {held[-1]}" if len(held) > 1 else held[0]
         where = peak.phase if peak.phase == "update" else f"{peak.phase} of {peak.unit}"
         return f"The peak of {peak.total / MIB:.1f} MiB, in {where}, consists of {listed}."
 
-    def stretches(self) -> list[tuple[str, str, int]]:
-        """Phase, unit and first point of each run of points in one unit."""
-        found = []
-        for (phase, unit), run in groupby(enumerate(self.points), key=lambda item: item[1][:2]):
-            found.append((phase, unit, next(run)[0]))
-        return found
-
     def picture(self) -> Picture | str:
-        """Stacked areas over the step, the units along the axis; or why there is no picture."""
+        """Draw stacked areas over the step with the units along the axis; or say why there is no picture."""
         return plot(self._draw, inches=(11, 5))
 
     def _draw(self, figure: Any) -> None:
         axes = figure.subplots()
-        rows = [[point.bytes[index] / MIB for point in self.points] for index in range(len(KINDS))]
-        axes.stackplot(range(len(self.points)), rows, labels=KINDS, colors=COLORS, linewidth=0)
+        rows = [[size / MIB for size in sizes] for sizes in zip(*(p.bytes for p in self.points), strict=True)]
+        colors = list(MEMORY_KINDS.values())
+        axes.stackplot(range(len(self.points)), rows, labels=MEMORY_KINDS, colors=colors, linewidth=0)
         self._mark_units(axes)
         at = self.points.index(self.peak)
         top = self.peak.total / MIB
@@ -79,51 +100,153 @@ class MemoryTimeline(NamedTuple):
         figure.suptitle(self.words(), fontsize=9, wrap=True)
 
     def _mark_units(self, axes: Any) -> None:
-        phases = [
-            (phase, next(run)[2]) for phase, run in groupby(self.stretches(), key=lambda found: found[0])
-        ]
-        for phase, first in phases:
+        for phase, run in groupby(enumerate(self.points), key=lambda item: item[1].phase):
+            first = next(run)[0]
             axes.axvline(first, color="0.3", linewidth=0.8)
             axes.text(first, 1.01, phase, fontsize=8, transform=axes.get_xaxis_transform())
-        named: list[tuple[str, int]] = []
-        for _, unit, first in self.stretches():
-            if not named or first - named[-1][1] >= len(self.points) / MOST_NAMES:
-                named.append((unit if len(unit) <= LONGEST else f"…{unit[1 - LONGEST :]}", first))
-        axes.set_xticks([first for _, first in named])
-        axes.set_xticklabels([unit for unit, _ in named], rotation=90, fontsize=7)
+        named: dict[int, str] = {}  # by the first point of each run of points in one unit
+        for (_, unit), run in groupby(enumerate(self.points), key=lambda item: item[1][:2]):
+            first = next(run)[0]
+            if not named or first - max(named) >= len(self.points) / MOST_NAMES:
+                named[first] = unit if len(unit) <= LONGEST_NAME else f"…{unit[1 - LONGEST_NAME :]}"
+        axes.set_xticks(list(named), list(named.values()), rotation=90, fontsize=7)
+
+
+class Instant(NamedTuple):
+    """After one operation: where in the step it was, and the bytes that the engine had gathered."""
+
+    phase: str  # forward | backward | update
+    unit: str
+    gathered: int
+
+
+@dataclass(eq=False)
+class Life:
+    """One storage: its size, what it holds, and the instants between which it lived."""
+
+    size: int
+    kind: str
+    born: int
+    died: int = sys.maxsize
+
+
+class LiveTensors(TorchDispatchMode):
+    """While entered, records every instant of a step of ``model`` and the life of every storage."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, present: Iterable[Tensor]) -> None:
+        """``present``: tensors that are there before, the batch for instance."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._instants: list[Instant] = []
+        self._lives: list[Life] = []
+        self._model = inside = introspect(model)
+        self._known: dict[int, Life] = {}  # by the address of a storage that lives
+        self._watches: list[weakref.ref[Any]] = []
+        self._phase = ""  # the last one that the engine named
+        self._fixed = {"parameters": inside.shard_bytes, "gradients": inside.transport.reserved}
+        ours = {_address(tensor) for tensor in inside.tensors}
+        for kind, tensors in (
+            ("gradients", [p.grad for p in inside.elements_by_rank if p.grad is not None]),
+            ("optimizer", optimizer_tensors(optimizer)),
+            ("other", [*model.buffers(), *present]),
+        ):
+            for tensor in tensors:
+                if _address(tensor) not in ours:
+                    self._see(tensor, kind)
+
+    def timeline(self) -> MemoryTimeline:
+        """Return what was seen while this was entered."""
+        count = len(self._instants)
+        changes = {kind: [self._fixed.get(kind, 0)] + [0] * count for kind in MEMORY_KINDS}
+        for life in self._lives:
+            changes[life.kind][min(life.born, count)] += life.size
+            changes[life.kind][min(life.died, count)] -= life.size
+        rows = {kind: list(accumulate(row[:count])) for kind, row in changes.items()}
+        rows["gathered"] = [instant.gathered for instant in self._instants]
+        columns = zip(self._instants, *rows.values(), strict=True)
+        return MemoryTimeline(tuple(MemoryPoint(at.phase, at.unit, tuple(row)) for at, *row in columns))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)  # a question about a tensor, which only fake ones are asked here
+        given = _addresses((args, kwargs))
+        result = func(*args, **kwargs)
+        self._note(given.keys(), _addresses(result))
+        return result
+
+    def _note(self, given: Set[int], made: dict[int, Tensor]) -> None:
+        phase, unit = self._where()
+        kind = "activations" if phase != "update" and self._phase else "other"
+        if phase == "backward" and _in_gradient():
+            kind = "gradients"
+            for address in given & self._known.keys():
+                life = self._known[address]
+                life.kind = kind if life.kind == "activations" else life.kind
+        for address in made.keys() - given:  # a view of memory that was not seen is not new memory
+            self._see(made[address], kind)
+        gathered = 0 if self._model.transport.in_place else self._model.gathered.bytes
+        self._instants.append(Instant(phase, unit, gathered))
+
+    def _where(self) -> tuple[str, str]:
+        """Return the phase and the unit; outside the model's passes the update follows a backward."""
+        phase, unit = self._model.under_way
+        if phase != "rest":
+            self._phase = phase
+        else:
+            phase = (
+                "update" if self._phase == "backward" else "forward"
+            )  # the batch before it, the loss after
+        return phase, unit
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._known or not storage.nbytes():
+            return
+        life = Life(storage.nbytes(), kind, len(self._instants))
+        self._lives.append(life)
+        self._known[address] = life
+
+        def ended(_: object) -> None:
+            life.died = len(self._instants)
+            if self._known.get(address) is life:
+                del self._known[address]
+
+        self._watches.append(weakref.ref(storage, ended))
 
 
 def memory_of_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, present: Sequence[Tensor], step: Callable[[], object]
+    model: nn.Module, optimizer: torch.optim.Optimizer, present: Iterable[Tensor], step: Callable[[], object]
 ) -> MemoryTimeline:
-    """What ``step()`` makes this rank hold. Not the first step: its order and optimizer state are new.
+    """Run ``step()`` and return what it made this rank hold.
 
-    ``present``: tensors that are there throughout, such as the batch. It works on the CPU, on CUDA and
-    without data, and slows the step down: each operation is seen in Python.
+    It works on every device and without data, and slows the step down: each operation is seen in Python.
+
+    Args:
+        present: tensors that are there throughout, such as the batch.
+        step: not the first one, whose order of units and optimizer state are new.
     """
-    with LiveTensors(model, optimizer, present) as live:
+    live = LiveTensors(model, optimizer, present)
+    with live:
         step()
-    return timeline_of(live)
+    return live.timeline()
 
 
-def timeline_of(live: LiveTensors) -> MemoryTimeline:
-    """What has been seen while ``live`` was entered."""
-    return MemoryTimeline(tuple(_points(live)))
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return every tensor that ``optimizer`` keeps."""
+    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
 
 
-def _points(live: LiveTensors) -> Iterator[Point]:
-    count = len(live.instants)
-    totals = []
-    for kind in KINDS:
-        changes = [0] * (count + 1)
-        for life in live.lives:
-            if life.kind == kind:
-                changes[min(life.born, count)] += life.size
-                changes[min(count if life.died is None else life.died, count)] -= life.size
-        fixed = live.fixed.get(kind, 0)
-        totals.append([fixed + now for now in accumulate(changes[:-1])])
-    gathered = KINDS.index("gathered")
-    for index, instant in enumerate(live.instants):
-        held = [row[index] for row in totals]
-        held[gathered] += instant.gathered
-        yield Point(instant.phase, instant.unit, tuple(held))
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _addresses(tree: object) -> dict[int, Tensor]:
+    """Return the tensors in ``tree``, one for each storage."""
+    return {_address(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+
+
+def _in_gradient() -> bool:
+    """Return whether autograd runs a parameter's own node, whose hooks move gradients, or ran all nodes."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return node is None or node.name() == "torch::autograd::AccumulateGrad"

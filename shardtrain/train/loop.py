@@ -18,7 +18,8 @@ from shardtrain.job.launch import Context
 from shardtrain.job.signals import Listening, StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor, score_table, start_table
-from shardtrain.plan.report import foretold
+from shardtrain.plan.report import rank_table
+from shardtrain.plan.simulate import plan_of
 from shardtrain.train import sweep
 from shardtrain.train.nonfinite import BadSteps
 from shardtrain.train.resume import find_start, restore, run_directory, told
@@ -96,7 +97,7 @@ def train(config: Config, context: Context) -> float | None:
             return found.acc1
         if config.dry_run:
             if rank_info.rank == 0:
-                monitor.say(foretold(config, job))
+                monitor.say("\n" + rank_table(plan_of(config, job)))
         else:
             bad_steps = BadSteps(job.model, config.train, window, monitor, job.scaler)
             keeper = Saver(config, job, start.store, past, window, monitor, signals)
