@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 
 import shardtrain
-from shardtrain.job import hydra_app as compose_module
-from shardtrain.job.config import AdamW, Config, Digits, Grow, Sgd, from_hydra, layout_of, require_equal_parts
+from shardtrain.job import hydra_app
+from shardtrain.job.config import (
+    AdamWConfig,
+    Config,
+    Digits,
+    Grow,
+    SgdConfig,
+    from_hydra,
+    layout_of,
+    require_equal_parts,
+)
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, plain
 
@@ -26,7 +35,7 @@ def configure(*arguments: str) -> Config:
 def test_recipe_gives_a_frozen_typed_config() -> None:
     config = configure("+recipe=resnet", "seed=3", "train.max_steps=7")
     assert isinstance(config.data, Digits)
-    assert isinstance(config.optim, Sgd)
+    assert isinstance(config.optim, SgdConfig)
     assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.05)
     with pytest.raises(FrozenInstanceError):
         config.seed = 4  # type: ignore[misc]
@@ -34,7 +43,7 @@ def test_recipe_gives_a_frozen_typed_config() -> None:
 
 def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     config = configure("optim=adamw", "optim.lr=1", "data=fake", "model=vgg11", "train.clip_grad_norm=1")
-    assert isinstance(config.optim, AdamW)
+    assert isinstance(config.optim, AdamWConfig)
     assert config.optim.lr == 1.0
     assert isinstance(config.optim.lr, float)
     assert config.optim.betas == (0.9, 0.999)
@@ -120,6 +129,7 @@ def test_growing_images_are_written_as_they_were_given() -> None:
         ("data.repeats=0", r"data.repeats=0: expected at least 1"),
         ("data.grow={epochs:3}", r"data.grow.from is missing"),
         ("data.grow={form:4,epochs:3}", r"unknown key data.grow.form; did you mean from\?"),
+        ("data=imagefolder data.crop_area=2", r"data.crop_area=2.0: expected at most 1"),
         ("data.grow=3", r"data.grow=3: expected a group of keys"),
         ("train.epochs=null", r"train.epochs=null: expected a whole number"),
         ("train.max_steps=0", r"train.max_steps=0: expected at least 1"),
@@ -202,13 +212,13 @@ def test_composing_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch,
         if setting is not None:
             monkeypatch.setenv("HYDRA_FULL_ERROR", setting)
         configure("+recipe=resnet")
-        assert compose_module.os.environ.get("HYDRA_FULL_ERROR") == setting
+        assert hydra_app.os.environ.get("HYDRA_FULL_ERROR") == setting
     assert sys.argv == argv
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shardtrain, "__path__", list(shardtrain.__path__))
-    monkeypatch.setattr(compose_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hydra_app.importlib.util, "find_spec", lambda name: None)
     assert configure("+recipe=resnet").seed == 0
-    assert str(Path(compose_module.__file__).parents[1]) in shardtrain.__path__
+    assert str(Path(hydra_app.__file__).parents[1]) in shardtrain.__path__

@@ -7,7 +7,6 @@ import importlib.resources
 import pickle
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from shardtrain.job.data.sampler import (
     copies_apart,
     epoch_order,
     generator,
-    side_in,
     uniform_draws,
 )
 from shardtrain.job.schema import UserError
@@ -147,8 +145,6 @@ def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
         data.load(folders(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"data.resize=8: expected at least data.image_size=12"):
         data.load(folders(tmp_path, resize=8))
-    with pytest.raises(UserError, match=r"data.crop_area=2: expected at most 1"):
-        data.load(folders(tmp_path, crop_area=2))
     with pytest.raises(UserError, match=r"data.resize=16: expected at least data.eval_size=20"):
         data.load(folders(tmp_path, eval_size=20))
 
@@ -252,26 +248,27 @@ def _one_image(root: Path) -> Path:
 
 
 def test_training_images_grow() -> None:
+    def sides(grow: Grow | None, full: int, epochs: int) -> list[int]:
+        config = replace(DIGITS, grow=grow, image_size=full)
+        return [config.side_in(epoch) for epoch in range(epochs)]
+
     grow = Grow(from_=128, epochs=6, after=2)
-    assert [side_in(epoch, grow, 224) for epoch in range(8)] == [128, 128, 128, 160, 192, 192, 224, 224]
-    assert [side_in(epoch, Grow(from_=6, epochs=2, multiple=1), 8) for epoch in range(3)] == [6, 7, 8]
-    assert [side_in(epoch, Grow(from_=150, epochs=2), 170) for epoch in range(3)] == [150, 160, 170]
-    assert side_in(0, None, 8) == 8
+    assert sides(grow, 224, 8) == [128, 128, 128, 160, 192, 192, 224, 224]
+    assert sides(Grow(from_=6, epochs=2, multiple=1), 8, 3) == [6, 7, 8]
+    assert sides(Grow(from_=150, epochs=2), 170, 3) == [150, 160, 170]
+    assert sides(None, 8, 1) == [8]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grow": Grow(from_=9, epochs=2)}, "data.grow.from=9: expected at most data.image_size=8"),
-        (
-            {"grow": Grow(from_=4, epochs=2, after=2)},
-            "data.grow.epochs=2: expected more than data.grow.after=2",
-        ),
+        ((9, 2), "data.grow.from=9: expected at most data.image_size=8"),
+        ((4, 2, 2), "data.grow.epochs=2: expected more than data.grow.after=2"),
     ],
 )
-def test_growth_that_is_none_is_refused(options: dict[str, Any], message: str) -> None:
+def test_growth_that_is_none_is_refused(options: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        data.load(replace(DIGITS, **options))
+        replace(DIGITS, grow=Grow(*options))
 
 
 @pytest.mark.parametrize("kind", ["digits", "folders"])
@@ -296,16 +293,16 @@ def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None
         workers=0,
         first_step=1,
         last_step=6,
-        side=partial(side_in, grow=grow, full=8),
+        side=config.side_in,
     )
     assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
     if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
         assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]
         assert found.val[[0]][0].shape[-1] == 9
-    prepare = data.Prepare(found, data.eval_size(config), CPU)
+    prepare = data.Prepare(found, config.side_in_eval, CPU)
     held_out = data.EvalFeed(found, Share(2, 1, 0, 1), prepare, batch_size=2, workers=0)
     assert {batch.images.shape[-1] for batch in held_out} == {9}
-    assert data.sides(config) == {6, 7, 8, 9}
+    assert config.sides == {6, 7, 8, 9}
 
 
 def test_a_limit_takes_some_of_every_class() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.job.build import loss_of, lr_factor
-from shardtrain.job.config import Constant, Cosine, Linear, Step
+from shardtrain.job.config import Constant, Cosine, Linear, Steps
 from shardtrain.job.data import Batch, Prepare, Share, TrainFeed
 from shardtrain.job.data.batches import Arrays, DataSet
 from shardtrain.job.data.mixing import Draws, Mix, Mixed, kept_pixels
@@ -242,20 +242,28 @@ def test_schedules_are_torchs() -> None:
     from torch.optim import lr_scheduler
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = [lr_factor(Step("step", (3.0, 6.0), 0.1, 0.0), 90, 10)(step) for step in range(90)]
+    steps = [
+        lr_factor(Steps(name="step", epochs=(3.0, 6.0), factor=0.1, warmup_epochs=0.0), 90, 10)(step)
+        for step in range(90)
+    ]
     torchs = lr_scheduler.StepLR(optimizer, 3, 0.1)
     for epoch in range(9):
         assert steps[10 * epoch : 10 * epoch + 10] == pytest.approx([torchs.get_last_lr()[0]] * 10)
         optimizer.step()
         torchs.step()
-    linear = [lr_factor(Linear("linear", 2.0, 0.0), 100, 10)(step) for step in range(101)]
+    linear = [
+        lr_factor(Linear(name="linear", warmup_epochs=2.0, final_lr=0.0), 100, 10)(step)
+        for step in range(101)
+    ]
     assert linear[20::16] == pytest.approx(np.linspace(1, 0, 6))
     assert linear[:3] == pytest.approx([1 / 21, 2 / 21, 3 / 21])
-    cosine = [lr_factor(Cosine("cosine", 0.0, 0.1), 20, 10)(step) for step in range(21)]
+    cosine = [
+        lr_factor(Cosine(name="cosine", warmup_epochs=0.0, final_lr=0.1), 20, 10)(step) for step in range(21)
+    ]
     group = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = lr_scheduler.CosineAnnealingLR(group, 20, eta_min=0.1)
     for step in range(20):
         assert cosine[step] == pytest.approx(theirs.get_last_lr()[0])
         group.step()
         theirs.step()
-    assert lr_factor(Constant("constant", 0.0), 5, 1)(4) == 1.0
+    assert lr_factor(Constant(name="constant", warmup_epochs=0.0), 5, 1)(4) == 1.0

@@ -18,7 +18,6 @@ from PIL import Image
 from shardtrain import comm
 from shardtrain.job.build import lr_factor
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.data import side_in
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose, config_folder
 from shardtrain.job.launch import Context
@@ -223,8 +222,8 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
 
 
 def test_images_grow_as_published() -> None:
-    grow = configure("+recipe=resnet50_imagenet_16ep").data.grow
-    assert [side_in(epoch, grow, 192) for epoch in range(16)] == [160] * 12 + [192] * 4
+    data = configure("+recipe=resnet50_imagenet_16ep").data
+    assert [data.side_in(epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
 
 
 def test_the_learning_rate_of_the_first_weights() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import tarfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -78,7 +77,7 @@ def read_by(of_ranks: list[int], root: str) -> tuple[bool, set[str], int]:
 
     def batches(scatter: comm.HostScatter | None) -> list[data.Batch]:
         found = data.load(config)
-        prepare, side = data.Prepare(found, 8, CPU), partial(data.side_in, grow=config.grow, full=8)
+        prepare, side = data.Prepare(found, 8, CPU), config.side_in
         options: dict[str, Any] = {"augment": None, "seed": 0, "workers": 0, "first_step": 0, "last_step": 3}
         train = data.TrainFeed(found, share, prepare, **options, side=side, scatter=scatter)
         val = data.EvalFeed(found, share, prepare, batch_size=3, workers=0, scatter=scatter)

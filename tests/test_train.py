@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores, evaluate
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
-from shardtrain.job.model import _optimizer, parameter_groups
+from shardtrain.job.model import parameter_groups
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
@@ -199,21 +200,12 @@ def test_channels_last_reaches_the_activations() -> None:
     assert seen == [True]
 
 
-def test_decay_on_everything() -> None:
-    (group,) = parameter_groups(resnet18(num_classes=10), 0.1, decay_all=True)
-    assert (group["weight_decay"], len(group["params"])) == (0.1, 62)
-
-
-def test_an_optimizer_that_is_not_made_is_named() -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"_optimizer\(\) does not make Constant, which config.OPTIM"
-    ):
-        _optimizer(Constant("constant", 0.0), [])  # type: ignore[arg-type]
-
-
 def test_no_decay_on_norms_and_biases() -> None:
     model = resnet18(num_classes=10)
-    decayed, exempt = parameter_groups(model, 0.1)
+    optim = configure("optim.weight_decay=0.1").optim
+    (group,) = parameter_groups(model, replace(optim, decay_all=True))
+    assert (group["weight_decay"], len(group["params"])) == (0.1, 62)
+    decayed, exempt = parameter_groups(model, optim)
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
     names = {id(param): name for name, param in model.named_parameters()}
     assert all(
@@ -224,7 +216,7 @@ def test_no_decay_on_norms_and_biases() -> None:
 
 
 def test_warm_up_then_cosine() -> None:
-    factor = lr_factor(Cosine("cosine", 2.0, 0.1), steps=30, steps_per_epoch=5)
+    factor = lr_factor(Cosine(name="cosine", warmup_epochs=2.0, final_lr=0.1), steps=30, steps_per_epoch=5)
     values = [factor(step) for step in range(31)]
     assert values[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert values[10] == 1.0
@@ -234,7 +226,7 @@ def test_warm_up_then_cosine() -> None:
 
 
 def test_warm_up_takes_at_most_half_the_run() -> None:
-    factor = lr_factor(Constant("constant", 9.0), steps=8, steps_per_epoch=5)
+    factor = lr_factor(Constant(name="constant", warmup_epochs=9.0), steps=8, steps_per_epoch=5)
     assert [factor(step) for step in range(8)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])
 
 

@@ -33,7 +33,9 @@ from shardtrain.checkpoint.manifest import (
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import Engine
 from shardtrain.engine.shard import in_memory_order
-from shardtrain.engine.state_dict import Spec, differences, persistent_buffers
+from shardtrain.engine.state_dict import Spec as Spec
+from shardtrain.engine.state_dict import differences as differences
+from shardtrain.engine.state_dict import persistent_buffers
 
 
 class Opened(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
 from shardtrain.engine.hooks import engine_of
 from shardtrain.job import data, launch
-from shardtrain.job.config import DATA, Data
+from shardtrain.job.config import Data
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose, config_folder
@@ -54,7 +54,7 @@ class Trained:
     """What an export reads of a run's saved configuration: other keys come and go with versions."""
 
     model: dict[str, Any]
-    data: Data = field(metadata=DATA)
+    data: Data
 
 
 class Check(NamedTuple):
@@ -155,7 +155,7 @@ def _images(config: Trained, device: torch.device) -> Iterator[tuple[Tensor, Ten
         shape = (_RANDOM_IMAGES, config.model["in_channels"], side, side)
         yield torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device), None
         return
-    prepare = data.Prepare(held_out, data.eval_size(config.data), device)
+    prepare = data.Prepare(held_out, config.data.side_in_eval, device)
     share = data.Share(1, 1, 0, 1)
     for batch in data.EvalFeed(held_out, share, prepare, workers=config.data.workers):
         yield batch.images[: batch.valid], batch.labels[: batch.valid]

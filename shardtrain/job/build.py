@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,21 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm
 from shardtrain.job import data, model
-from shardtrain.job.config import (
-    Config,
-    Cosine,
-    Linear,
-    Sched,
-    Step,
-    require_equal_groups,
-    require_equal_parts,
-)
+from shardtrain.job.config import Config, Sched, require_equal_groups, require_equal_parts
 from shardtrain.job.data.mixing import Mix, Mixed
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, shard_with_optimizer, start_model
 from shardtrain.job.schema import UserError, typed
 from shardtrain.optim import Ema, GradScaler
+
+# Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
+# int64 [batch], or what `data.mixing` makes of them: soft, float32 [batch, classes].
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Job(NamedTuple):
@@ -76,7 +70,7 @@ def build(
     sample = (share.micro_batch, images.channels)
     flops = {  # of every size: what the model refuses is told now, not after hours
         side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
-        for side in sorted(data.sides(config.data))
+        for side in sorted(config.data.sides)
     }
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
@@ -189,10 +183,10 @@ def _feeds(
         first_step=steps.start,
         last_step=steps.stop,
         repeats=config.data.repeats,
-        side=partial(data.side_in, grow=config.data.grow, full=config.data.image_size),
+        side=config.data.side_in,
         scatter=scatter,
     )
-    prepare = data.Prepare(images, data.eval_size(config.data), device)
+    prepare = data.Prepare(images, config.data.side_in_eval, device)
     val = data.EvalFeed(images, share, prepare, workers=workers, scatter=scatter)
     mixup, cutmix = config.train.mixup, config.train.cutmix
     if not (mixup or cutmix):
@@ -201,18 +195,10 @@ def _feeds(
     return Mixed(train, Mix(mixup, cutmix, classes, share, config.seed)), val
 
 
-# What a training step minimises: a mean over the images of a micro-batch.
-#
-# Labels are class numbers, int64 [batch], or what `data.mixing` makes of them: soft, float32 [batch,
-# classes].
-
-Loss = Callable[[Tensor, Tensor], Tensor]  # logits [batch, classes], labels → mean
-
-
 class BinaryCrossEntropy:
-    """Asks of each class by itself whether it is in the image; the mean over images and classes.
+    """Binary cross-entropy of each class against all others, the mean over images and classes.
 
-    Smoothing by 0.1 turns the answers 1 and 0 of 10 classes into 0.91 and 0.01.
+    Smoothing by 0.1 turns the targets 1 and 0 of 10 classes into 0.91 and 0.01.
     """
 
     def __init__(self, smoothing: float) -> None:
@@ -220,43 +206,27 @@ class BinaryCrossEntropy:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         soft = F.one_hot(labels, logits.shape[1]) if labels.ndim == 1 else labels
-        answers = soft.to(logits.dtype) * (1 - self.smoothing) + self.smoothing / logits.shape[1]
-        return F.binary_cross_entropy_with_logits(logits, answers)
+        targets = soft.to(logits.dtype) * (1 - self.smoothing) + self.smoothing / logits.shape[1]
+        return F.binary_cross_entropy_with_logits(logits, targets)
 
 
 def loss_of(name: str, smoothing: float) -> Loss:
-    """The loss that `train.loss` names."""
+    """Return the loss that `train.loss` names."""
     return BinaryCrossEntropy(smoothing) if name == "bce" else nn.CrossEntropyLoss(label_smoothing=smoothing)
 
 
-# The learning rate as a function of the step.
-#
-# Torch has these schedules, too, but as objects that are stepped and saved; here a run that continues at some
-# step, on any number of ranks, needs no more than the step.
-
-
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
-    """The learning rate of each step from 0 on, as a fraction of `optim.lr`.
+    """Return the learning rate of each step from 0 on, as a fraction of `optim.lr`.
 
-    Linear up over the warm-up (at most half the run), then what the schedule says: constant; a fraction
-    less after each of some epochs; in a line, or in half a cosine, down to `final_lr` at the end.
+    It goes linearly up over the warm-up (at most half the run), then as the schedule says. Torch's schedules
+    are objects that are stepped and saved; a run that continues needs no more than the step here.
     """
     warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        return _after_warmup(sched, step, min(1.0, (step - warmup) / max(1, steps - warmup)), steps_per_epoch)
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return sched.scale(step / steps_per_epoch, progress)
 
     return factor
-
-
-def _after_warmup(sched: Sched, step: int, progress: float, steps_per_epoch: int) -> float:
-    """`progress`: 0 at the end of the warm-up, 1 at the end of the run."""
-    if isinstance(sched, Step):
-        return math.prod(sched.factor for epoch in sched.epochs if step >= epoch * steps_per_epoch)
-    if isinstance(sched, Cosine):
-        return sched.final_lr + (1 - sched.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-    if isinstance(sched, Linear):
-        return sched.final_lr + (1 - sched.final_lr) * (1 - progress)
-    return 1.0

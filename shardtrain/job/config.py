@@ -1,16 +1,23 @@
-"""The typed configuration of the training program.
+"""The typed configuration of the training program: types, ranges, and what does not go together.
 
-Everything behind this file works on frozen dataclasses whose values `checked.py` has checked.
+Everything behind this file works on these frozen dataclasses. The files in `configs/` have the same keys,
+with their defaults and what each means.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from omegaconf import DictConfig
 
-from shardtrain.job.schema import UserError, above, at_least, checked, fraction, one_of, variants
+from shardtrain import optim
+from shardtrain.device import ACCELERATOR
+from shardtrain.job.schema import UserError, above, at_least, checked, fraction, one_of
 from shardtrain.layout import Policy
 
 
@@ -20,65 +27,58 @@ class Run:
     dir: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Train:
-    channels_last: bool
-    """Whether convolutions work on images that are stored pixel by pixel."""
-    eval_flip: bool
-    """Whether an evaluation takes the mean over an image and its mirror image."""
     epochs: int = at_least(1)
     max_steps: int | None = at_least(1)
     batch_size: int = at_least(1)
-    """Images of one optimizer step, over all ranks and micro-batches."""
     accumulate: int = at_least(1)
-    """Micro-batches of one optimizer step."""
+    channels_last: bool
     loss: str = one_of("cross_entropy", "bce")
     label_smoothing: float = fraction()
     mixup: float = at_least(0)
-    """Alpha of the Beta distribution; 0: off."""
     cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
     log_every: int = at_least(1)
-    """Steps."""
     eval_every: int = at_least(1)
-    """Epochs."""
+    eval_flip: bool
     nonfinite: str = one_of("stop", "skip")
-    """What to do about a step whose loss or gradient is no number."""
     skip_at_most: int = at_least(1)
-    """Steps in a row."""
 
 
 @dataclass(frozen=True)
-class Ema:
+class EmaConfig:
     decay: float | None = fraction()
-    """Of the average, at each of its updates; None: no average is kept."""
     every_steps: int = at_least(1)
     after_epochs: float = at_least(0)
-    """Until then the average is a copy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reference:
     """What has been published of a recipe."""
 
+    accuracy: float = at_least(0)
     source: str
     conditions: str
-    accuracy: float = at_least(0)
-    """Percent, at first guess."""
 
 
 @dataclass(frozen=True)
 class Grow:
-    """Training images that grow to `data.image_size`, linearly, an epoch at a time."""
+    """Training images that grow linearly to `data.image_size`, which they have in epoch ``epochs``.
+
+    They have ``from`` pixels per side for ``after`` epochs, and multiples of ``multiple`` pixels on the way.
+    From 128 to 224 in epoch 6, after 2 epochs: 128 128 128 160 192 192 224 …, of 152, 176 and 200 rounded.
+    """
 
     from_: int = at_least(1)
-    """Pixels of a side at first."""
     epochs: int = at_least(1)
-    """The epoch, counted from 0, that has the full size."""
     after: int = field(default=0, metadata={"at_least": 0})
-    """Epochs at the first size."""
     multiple: int = field(default=32, metadata={"at_least": 1})
-    """Sizes on the way are multiples of so many pixels."""
+
+    def __post_init__(self) -> None:
+        if self.epochs <= self.after:
+            given = f"data.grow.epochs={self.epochs}"
+            raise UserError(f"{given}: expected more than data.grow.after={self.after}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +88,47 @@ class Images:
     name: str
     image_size: int = at_least(1)
     eval_size: int | None = at_least(1)
-    """None: as `image_size`."""
     grow: Grow | None
     repeats: int = at_least(1)
-    """Times that an epoch shows an image, each time augmented anew; it shows as many fewer images."""
     limit: int | None = at_least(1)
-    """Images of each part that are used."""
     read: str = one_of("each", "one_per_host")
-    """Which ranks read images from storage."""
     workers: int = at_least(0)
+
+    def __post_init__(self) -> None:
+        if self.grow and self.grow.from_ > self.image_size:
+            found = f"data.grow.from={self.grow.from_}"
+            raise UserError(f"{found}: expected at most data.image_size={self.image_size}")
+
+    def side_in(self, epoch: int) -> int:
+        """Return the pixels per side of training images in ``epoch``, counted from 0."""
+        grow, full = self.grow, self.image_size
+        if grow is None or epoch >= grow.epochs:
+            return full
+        if epoch <= grow.after:
+            return grow.from_
+        side = grow.from_ + (full - grow.from_) * (epoch - grow.after) / (grow.epochs - grow.after)
+        return max(grow.from_, min(full, round(side / grow.multiple) * grow.multiple))
+
+    @property
+    def side_in_eval(self) -> int:
+        """Pixels per side in evaluation."""
+        return self.eval_size or self.image_size
+
+    @property
+    def sides(self) -> set[int]:
+        """Every size of images that a model is given."""
+        epochs = self.grow.epochs if self.grow else 0
+        return {self.side_in_eval, *map(self.side_in, range(epochs + 1))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Images):
-    pass
+    name: str = one_of("digits")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar(Images):
+    name: str = one_of("cifar10", "cifar100")
     root: str
     download: bool
 
@@ -116,137 +139,163 @@ class Photos(Images):
 
     root: str
     resize: int = at_least(1)
-    """Shorter side before the centre crop of evaluation."""
-    crop_area: float = above(0)
-    """Smallest part of an image's area that a random crop of training takes."""
+    crop_area: float = above(0, at_most=1)
     corrupt: str = one_of("fatal", "skip")
-    """What to do about an image that cannot be read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resize < self.side_in_eval:
+            key = "image_size" if self.eval_size is None else "eval_size"
+            raise UserError(f"data.resize={self.resize}: expected at least data.{key}={self.side_in_eval}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(Photos):
-    pass
+    name: str = one_of("imagefolder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebDataset(Photos):
+    name: str = one_of("webdataset")
     train: str
-    """Shards, as a pattern below `root`."""
     val: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Photos):
+    name: str = one_of("huggingface")
     train: str
-    """A split."""
     val: str
     image: str
-    """A column."""
     label: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(Images):
+    name: str = one_of("fake")
     train_images: int = at_least(1)
     val_images: int = at_least(1)
     classes: int = at_least(2)
     channels: int = at_least(1)
 
 
-@dataclass(frozen=True)
-class Sgd:
-    name: str
-    nesterov: bool
-    decay_all: bool
-    """Whether normalisation layers and biases decay, too."""
+Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What all optimizers have."""
+
+    torch_class: ClassVar[Callable[..., torch.optim.Optimizer]]
     lr: float = above(0)
-    momentum: float = fraction()
     weight_decay: float = at_least(0)
+    decay_all: bool
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Build the optimizer: its keywords are the keys, and each group has its own weight decay."""
+        other = ("name", "weight_decay", "decay_all")
+        keywords = {key: value for key, value in vars(self).items() if key not in other}
+        return self.torch_class(groups, **keywords)
 
     def moments(self, hidden_matrix: bool) -> int:
-        """Tensors that the optimizer keeps of a parameter, each of the parameter's size."""
-        return int(self.momentum > 0)
-
-
-@dataclass(frozen=True)
-class AdamW:
-    name: str
-    decay_all: bool
-    betas: tuple[float, float] = fraction()
-    lr: float = above(0)
-    eps: float = above(0)
-    weight_decay: float = at_least(0)
-
-    def moments(self, hidden_matrix: bool) -> int:
+        """Count the tensors that the optimizer keeps for a parameter, each of the parameter's size."""
         return 2
 
 
-@dataclass(frozen=True)
-class Muon:
-    name: str
-    nesterov: bool
-    decay_all: bool
-    betas: tuple[float, float] = fraction()
-    """AdamW's, which steps on what is no hidden matrix."""
-    lr: float = above(0)
+@dataclass(frozen=True, kw_only=True)
+class SgdConfig(Optimizer):
+    torch_class = partial(torch.optim.SGD, fused=True)
+    name: str = one_of("sgd")
     momentum: float = fraction()
+    nesterov: bool
+
+    def moments(self, hidden_matrix: bool) -> int:
+        return int(self.momentum > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(Optimizer):
+    torch_class = partial(torch.optim.AdamW, fused=True)
+    name: str = one_of("adamw")
+    betas: tuple[float, float] = fraction()
     eps: float = above(0)
-    weight_decay: float = at_least(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(Optimizer):
+    torch_class = optim.Muon
+    name: str = one_of("muon")
+    momentum: float = fraction()
+    nesterov: bool
+    betas: tuple[float, float] = fraction()
+    eps: float = above(0)
 
     def moments(self, hidden_matrix: bool) -> int:
         return 1 if hidden_matrix else 2
 
 
-@dataclass(frozen=True)
-class Cosine:
-    name: str
-    warmup_epochs: float = at_least(0)
-    final_lr: float = fraction()
-    """Where the cosine ends, as a fraction of `optim.lr`."""
+Optim = SgdConfig | AdamWConfig | MuonConfig
 
 
-@dataclass(frozen=True)
-class Linear:
-    name: str
-    warmup_epochs: float = at_least(0)
-    final_lr: float = fraction()
-
-
-@dataclass(frozen=True)
-class Step:
-    name: str
-    epochs: tuple[float, ...]
-    """After each of them the learning rate is multiplied by `factor`."""
-    factor: float = above(0)
-    warmup_epochs: float = at_least(0)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Constant:
-    name: str
+    """A learning rate: linear up over the warm-up, then `optim.lr` times what `scale` returns."""
+
+    name: str = one_of("constant")
     warmup_epochs: float = at_least(0)
 
+    def scale(self, epoch: float, progress: float) -> float:
+        """``progress``: 0 at the end of the warm-up, 1 at the end of the run."""
+        return 1.0
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Constant):
+    name: str = one_of("linear")
+    final_lr: float = fraction()
+
+    def scale(self, epoch: float, progress: float) -> float:
+        return self.final_lr + (1 - self.final_lr) * (1 - progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Linear):
+    """Half a cosine down to `final_lr`."""
+
+    name: str = one_of("cosine")
+
+    def scale(self, epoch: float, progress: float) -> float:
+        return super().scale(epoch, 0.5 - 0.5 * math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Constant):
+    """Multiplied by ``factor`` after each of some epochs."""
+
+    name: str = one_of("step")
+    epochs: tuple[float, ...]
+    factor: float = above(0)
+
+    def scale(self, epoch: float, progress: float) -> float:
+        return math.prod(self.factor for end in self.epochs if epoch >= end)
+
+
+Sched = Cosine | Linear | Steps | Constant
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
-    reshard_after_forward: bool
-    sync_batchnorm: bool
-    """Whether BatchNorm's statistics are those of all ranks' images."""
-    activation_checkpoint: bool
-    """Whether units compute their activations again in backward."""
-    compile: bool
-    """Whether units run by torch.compile."""
-    offload: bool
-    """Whether shards lie in host memory while units compute on a GPU."""
     replicate: int = at_least(1)
-    """Copies of the model, each cut over a shard group."""
     shard: int | None = at_least(1)
-    """Ranks of a shard group; None: as many as there are, over `replicate`."""
     layout: str = one_of("auto", "even", "whole")
+    reshard_after_forward: bool
     transport: str = one_of("auto", "process_group", "shared_memory")
     precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
-    """What moves as int8 in blocks; None: nothing."""
+    sync_batchnorm: bool
+    activation_checkpoint: bool
+    compile: bool
+    offload: bool
 
     def __post_init__(self) -> None:
         if self.traffic is not None and self.replicate > 1:
@@ -261,97 +310,77 @@ class Parallel:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    asynchronous: bool
     every_steps: int | None = at_least(1)
-    """None: once an epoch."""
     keep: int = at_least(0)
-    """Besides the best one; 0 writes none at all."""
+    asynchronous: bool
     on_failure: str = one_of("continue", "stop")
 
 
-@dataclass(frozen=True)
-class Monitor:
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
     tensorboard: bool
     norms: bool
-    """Of every parameter's gradient, weight and update."""
     plan: bool
-    """Compare the run with its plan at the end."""
     profile_at: int | None = at_least(2)
-    """Step. None: when asked."""
     progress: str = one_of("auto", "bar", "lines", "none")
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepConfig:
     """Read with `--multirun` only."""
 
     trials: int | None = at_least(1)
-    """None: every combination."""
 
 
-DATA = variants(
-    digits=Digits,
-    cifar10=Cifar,
-    cifar100=Cifar,
-    imagefolder=ImageFolder,
-    webdataset=WebDataset,
-    huggingface=HuggingFace,
-    fake=Fake,
-)
-OPTIM = variants(sgd=Sgd, adamw=AdamW, muon=Muon)
-SCHED = variants(cosine=Cosine, linear=Linear, step=Step, constant=Constant)
-Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
-Optim = Sgd | AdamW | Muon
-Sched = Cosine | Linear | Step | Constant
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     # Groups whose files set keys of other sections and have none of their own.
     KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
+    seed: int = at_least(0)
+    device: str = one_of("auto", "cpu", ACCELERATOR)
+    threads: int | None = at_least(1)
     dry_run: bool
-    run: Run
-    train: Train
-    model: dict[str, Any]
-    ema: Ema
-    augment: dict[str, Any]
-    parallel: Parallel
-    checkpoint: Checkpoint
-    monitor: Monitor
-    sweep: Sweep
     resume: str
     eval_only: bool
     reference: Reference | None
-    data: Data = field(metadata=DATA)
-    optim: Optim = field(metadata=OPTIM)
-    sched: Sched = field(metadata=SCHED)
-    seed: int = at_least(0)
-    device: str = one_of("auto", "cpu", "cuda")
-    threads: int | None = at_least(1)
+    run: Run
+    train: Train
+    ema: EmaConfig
+    sweep: SweepConfig
+    model: dict[str, Any]
+    data: Data
+    augment: dict[str, Any]
+    optim: Optim
+    sched: Sched
+    parallel: Parallel
+    checkpoint: Checkpoint
+    monitor: MonitorConfig
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optim, MuonConfig) and self.parallel.layout == "even":
+            raise UserError(
+                "optim=muon needs whole matrices, and parallel.layout=even cuts them: leave parallel.layout "
+                "at auto, or set it to whole"
+            )
 
 
 def from_hydra(raw: DictConfig) -> Config:
-    """Checks names, types, ranges and what does not go together, and returns the frozen configuration."""
-    config = checked(raw, Config)
-    if isinstance(config.optim, Muon) and config.parallel.layout == "even":
-        raise UserError(
-            "optim=muon needs whole matrices, and parallel.layout=even cuts them: leave parallel.layout at "
-            "auto, or set it to whole"
-        )
-    return config
+    """Return the frozen configuration; refuse names, types, ranges, and what does not go together."""
+    return checked(raw, Config)
 
 
 def layout_of(config: Config) -> Policy:
-    """The layout for `shard`: whole parameters where the optimizer needs them, else what balances best."""
-    asked = config.parallel.layout
-    return "whole" if asked == "whole" or (asked == "auto" and isinstance(config.optim, Muon)) else "even"
+    """Return the layout for `shard`: whole parameters where the optimizer needs them, else even intervals."""
+    if config.parallel.layout == "auto":
+        return "whole" if isinstance(config.optim, MuonConfig) else "even"
+    return "whole" if config.parallel.layout == "whole" else "even"
 
 
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:
-    """Refuses replicas that the ranks cannot be divided among."""
+    """Refuse replicas that the ranks cannot be divided among."""
     replicate, shard = parallel.replicate, parallel.shard
     if shard is not None and shard * replicate != world_size:
         raise UserError(
@@ -359,19 +388,17 @@ def require_equal_groups(parallel: Parallel, world_size: int) -> None:
             f"{world_size}; parallel.shard=null leaves it to parallel.replicate"
         )
     if world_size % replicate:
-        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
-        raise UserError(
-            f"parallel.replicate={replicate} does not divide {world_size} ranks; {', '.join(fitting)} would"
-        )
+        fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
+        raise UserError(f"parallel.replicate={replicate} does not divide {world_size} ranks; {fitting} would")
 
 
 def require_equal_parts(train: Train, world_size: int) -> None:
-    """Refuses a batch that ranks and micro-batches do not divide."""
+    """Refuse a batch that ranks and micro-batches do not divide."""
     parts = world_size * train.accumulate
     if train.batch_size % parts:
         below = train.batch_size // parts * parts
-        fitting = [str(size) for size in (below, below + parts) if size]
+        fitting = " or ".join(str(size) for size in (below, below + parts) if size)
         raise UserError(
             f"train.batch_size={train.batch_size} is not divisible by {world_size} ranks × "
-            f"train.accumulate={train.accumulate}; {' or '.join(fitting)} would fit"
+            f"train.accumulate={train.accumulate}; {fitting} would fit"
         )

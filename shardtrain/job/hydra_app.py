@@ -1,4 +1,4 @@
-"""Command line → configuration, by Hydra, with Hydra's complaints in one voice.
+"""Command line → configuration, by Hydra, with the style of this program's own messages.
 
 Hydra runs here as a function from arguments to a configuration: it makes no directory, configures no
 logging and starts no job. What it prints for `--help` or `--cfg job` appears on rank 0 alone.
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -25,156 +26,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.schema import Frozen, UserError, checked, nearest
+from shardtrain.job.schema import Frozen, UserError, checked, nearest, not_valid
 
 FOLDER_FLAGS = ("--config-dir", "-cd")
 VALUED_FLAGS = (*FOLDER_FLAGS, "--cfg", "-c", "--package", "-p")
-
-
-def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
-    """The configuration that `arguments` (without the program's name) ask for.
-
-    `folder` holds the program's `config.yaml` and its groups; the training program's is the default.
-    None when they asked for something to be printed instead, which is done where `speak` is true.
-    """
-    if folder is None:
-        with program_configs() as own:
-            return compose(arguments, speak=speak, folder=own)
-    flags, overrides = split(arguments)
-    if "--experimental-rerun" in flags:
-        raise UserError("--experimental-rerun is not supported: the same command with run.name goes on")
-    if overrides == ["install=bash"] and {"-sc", "--shell-completion"} & set(flags):
-        print(COMPLETION if speak else "")
-        return None
-    # The defaults list has a place for the recipe, so that debug=… comes after it and has the last word.
-    arguments = [*flags, *(re.sub(r"^\+recipe=", "recipe=", text) for text in overrides)]
-    folders = [folder, *(Path(text) for flag, text in pairwise(flags) if flag in FOLDER_FLAGS)]
-    OmegaConf.register_new_resolver("recipes", lambda: recipe_table(folders), replace=True)
-    composed: list[DictConfig] = []
-    said = io.StringIO()
-    main = hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(composed.append)
-    try:
-        with _hydra_as_a_function(arguments), contextlib.redirect_stderr(said):
-            if speak:
-                main()
-            else:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    main()
-    except SystemExit as leaving:
-        if leaving.code:
-            raise UserError(said.getvalue().strip().rpartition("error: ")[2]) from None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(_explain(error, arguments, folder)) from None
-    return composed[0] if composed else None
-
-
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and the overrides. Hydra reads them in this order only."""
-    flags: list[str] = []
-    overrides: list[str] = []
-    for before, text in zip(["", *arguments], arguments, strict=False):
-        value = before in VALUED_FLAGS or (before in ("--info", "-i") and "=" not in text)
-        (flags if value or text.startswith("-") else overrides).append(text)
-    return flags, overrides
-
-
-def read_beside(
-    cls: type[Frozen], arguments: Sequence[str], *, speak: bool, folder: Path
-) -> tuple[Frozen, Config] | None:
-    """For a program that takes the training program's keys and a few of its own, a ``cls``, in `folder`.
-
-    Its own configuration and the training program's; None when something was to be printed instead.
-    """
-    own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
-    keys = compose(mine, speak=speak, folder=folder)
-    config = compose([text for text in arguments if text not in mine], speak=speak) if keys else None
-    return None if keys is None or config is None else (checked(keys, cls), from_hydra(config))
-
-
-@contextlib.contextmanager
-def program_configs() -> Iterator[Path]:
-    """Inside, Hydra knows the models that the training program's folder of configurations leaves out."""
-    folder = config_folder()
-    with importlib.import_module("shardtrain.configs").registered():
-        yield folder
-
-
-def config_folder() -> Path:
-    """Where the config groups are: in the installed package, or beside the package in a checkout."""
-    if importlib.util.find_spec("shardtrain.configs") is None:
-        # Not installed, run from a checkout: `configs` and `recipes` are the package's neighbours.
-        shardtrain.__path__.append(str(Path(__file__).resolve().parents[2]))
-    configs = importlib.import_module("shardtrain.configs")
-    assert configs.__file__ is not None
-    return Path(configs.__file__).resolve().parent
-
-
-@contextlib.contextmanager
-def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv` and, asked for full errors, raises instead of printing and leaving."""
-    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [argv[0], *arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        GlobalHydra.instance().clear()
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
-
-
-def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> str:
-    """One line in place of Hydra's message, with the nearest valid name."""
-    if isinstance(error, OverrideParseException):
-        return unreadable(str(error.override))
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        return _unknown_choice(str(error.missing_cfg_file), list(error.options))
-    bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))
-    if bad_key is None:
-        return str(error).split("\n", 1)[0]
-    key = bad_key[1].split("=")[0].lstrip("+~")
-    keys = _known_keys(arguments, folder)
-    if key in keys:
-        return f"{key}: {str(error.__cause__ or error).split(chr(10), 1)[0]}"
-    section = key.rpartition(".")[0]
-    siblings = [name for name in keys if name.rpartition(".")[0] == section]
-    return f"unknown key {key}{nearest(key, siblings or keys)} (valid: {', '.join(siblings or keys)})"
-
-
-def unreadable(override: str) -> str:
-    return f"cannot read {override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
-
-
-def _unknown_choice(path: str, options: list[str]) -> str:
-    group, _, choice = path.strip("/").rpartition("/")
-    shown = ", ".join(sorted(options)[:20]) + (", …" if len(options) > 20 else "")
-    return f"unknown {group} {choice!r}{nearest(choice, options)} (valid: {shown})"
-
-
-def _known_keys(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Dotted names of all keys and groups, where `arguments` choose valid options of the groups."""
-    groups = [entry.name for entry in sorted(folder.iterdir()) if any(entry.glob("*.yaml"))]
-    choices = [text for text in arguments if text.lstrip("+").split("=")[0] in [*groups, "model"]]
-    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-        try:
-            config = hydra.compose("config", overrides=choices)
-        except HydraException:
-            config = hydra.compose("config")
-    keys = [group for group in groups if group not in config]
-    pending = [("", OmegaConf.to_container(config))]
-    while pending:
-        prefix, node = pending.pop()
-        assert isinstance(node, dict)
-        keys += [prefix + str(key) for key in node]
-        pending += [(f"{prefix}{key!s}.", value) for key, value in node.items() if isinstance(value, dict)]
-    return keys
-
-
-# What `--help` says of the recipes, and what a shell needs to complete a command.
 
 # Hydra says what may follow, but its own script for bash knows programs that are files or commands, not `-m`.
 # Words that are complete have recipe=… for +recipe=…, as the defaults list does.
@@ -193,8 +48,166 @@ complete -o nospace -o default -F _shardtrain python python3 torchrun
 """
 
 
+def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
+    """Return the configuration that ``arguments`` (without the program's name) ask for.
+
+    ``folder`` holds the program's `config.yaml` and its groups; the training program's is the default.
+    None when they asked for something to be printed instead, which is done where ``speak`` is true.
+    """
+    if folder is None:
+        with program_configs() as own:
+            return compose(arguments, speak=speak, folder=own)
+    flags, overrides = split(arguments)
+    if "--experimental-rerun" in flags:
+        raise UserError("--experimental-rerun is not supported: the same command with run.name goes on")
+    if overrides == ["install=bash"] and {"-sc", "--shell-completion"} & set(flags):
+        print(COMPLETION if speak else "")
+        return None
+    # The defaults list has a place for the recipe, so that debug=… comes after it and has the last word.
+    arguments = [*flags, *(re.sub(r"^\+recipe=", "recipe=", text) for text in overrides)]
+    folders = [folder, *(Path(text) for flag, text in pairwise(flags) if flag in FOLDER_FLAGS)]
+    _register_resolvers(folders)
+    composed: list[DictConfig] = []
+    errors = io.StringIO()
+    main = hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(composed.append)
+    try:
+        output = contextlib.nullcontext() if speak else contextlib.redirect_stdout(io.StringIO())
+        with _hydra_as_a_function(arguments), contextlib.redirect_stderr(errors), output:
+            main()
+    except SystemExit as leaving:
+        if leaving.code:
+            raise UserError(errors.getvalue().strip().rpartition("error: ")[2]) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _explain(error, arguments, folder) from None
+    return composed[0] if composed else None
+
+
+def _register_resolvers(folders: Sequence[Path]) -> None:
+    """Define what `config.yaml` takes from the files in ``folders``."""
+
+    def own_or_none(group: str, name: str) -> str:
+        """Return the option of ``group`` with this name, or `none` where no file has it."""
+        return name if any((folder / group / f"{name}.yaml").is_file() for folder in folders) else "none"
+
+    OmegaConf.register_new_resolver("recipes", lambda: recipe_table(folders), replace=True)
+    OmegaConf.register_new_resolver("own_or_none", own_or_none, replace=True)
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's flags with their values, and the overrides. Hydra reads them in this order only."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for before, text in zip(["", *arguments], arguments, strict=False):
+        value = before in VALUED_FLAGS or (before in ("--info", "-i") and "=" not in text)
+        (flags if value or text.startswith("-") else overrides).append(text)
+    return flags, overrides
+
+
+def read_beside(
+    cls: type[Frozen], arguments: Sequence[str], *, speak: bool, folder: Path
+) -> tuple[Frozen, Config] | None:
+    """Return a program's own configuration, a ``cls`` in ``folder``, and the training program's.
+
+    For a program that takes the keys of both. None when something was to be printed instead.
+    """
+    own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
+    keys = compose(mine, speak=speak, folder=folder)
+    config = compose([text for text in arguments if text not in mine], speak=speak) if keys else None
+    return None if keys is None or config is None else (checked(keys, cls), from_hydra(config))
+
+
+@contextlib.contextmanager
+def program_configs() -> Iterator[Path]:
+    """Give the training program's folder, and let Hydra know the models that it leaves out."""
+    folder = config_folder()
+    with importlib.import_module("shardtrain.configs").registered():
+        yield folder
+
+
+def config_folder() -> Path:
+    """Return the folder of the config groups: in the installed package, or beside it in a checkout."""
+    if importlib.util.find_spec("shardtrain.configs") is None:
+        # Not installed, run from a checkout: `configs` and `recipes` are the package's neighbours.
+        shardtrain.__path__.append(str(Path(__file__).resolve().parents[2]))
+    configs = importlib.import_module("shardtrain.configs")
+    assert configs.__file__ is not None
+    return Path(configs.__file__).resolve().parent
+
+
+@contextlib.contextmanager
+def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
+    """Let Hydra read ``arguments`` as `sys.argv`, and raise instead of printing and leaving."""
+    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [argv[0], *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        GlobalHydra.instance().clear()
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> UserError:
+    """Return one line in place of Hydra's message, with the nearest valid name."""
+    if isinstance(error, OverrideParseException):
+        return unreadable(str(error.override))
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        return _unknown_choice(str(error.missing_cfg_file), list(error.options))
+    bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))
+    if bad_key is None:
+        return UserError(str(error).split("\n", 1)[0])
+    key = bad_key[1].split("=")[0].lstrip("+~")
+    keys = _known_keys(arguments, folder)
+    if key in keys:
+        return UserError(f"{key}: {str(error.__cause__ or error).split(chr(10), 1)[0]}")
+    section = key.rpartition(".")[0]
+    siblings = [name for name in keys if name.rpartition(".")[0] == section]
+    return not_valid(f"unknown key {key}", key, siblings or keys)
+
+
+def unreadable(override: str) -> UserError:
+    """Return the error of an override that does not parse."""
+    return UserError(
+        f"cannot read {override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
+    )
+
+
+def _unknown_choice(path: str, options: list[str]) -> UserError:
+    group, _, choice = path.strip("/").rpartition("/")
+    shown = [*sorted(options)[:20], *(["…"] if len(options) > 20 else [])]
+    return UserError(f"unknown {group} {choice!r}{nearest(choice, options)} (valid: {', '.join(shown)})")
+
+
+def _known_keys(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Return dotted names of all keys and groups, where ``arguments`` choose valid options of the groups."""
+    groups = [entry.name for entry in sorted(folder.iterdir()) if any(entry.glob("*.yaml"))]
+    choices = [text for text in arguments if text.lstrip("+").split("=")[0] in [*groups, "model"]]
+    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        try:
+            config = hydra.compose("config", overrides=choices)
+        except HydraException:
+            config = hydra.compose("config")
+    return [
+        *(group for group in groups if group not in config),
+        *_keys_below("", OmegaConf.to_container(config)),
+    ]
+
+
+def _keys_below(prefix: str, node: Any) -> Iterator[str]:
+    """Yield the dotted names of a section's keys, this level's first."""
+    yield from (f"{prefix}{key}" for key in node)
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _keys_below(f"{prefix}{key}.", value)
+
+
 def recipe_table(folders: Iterable[Path]) -> str:
-    """One line for each recipe of the config `folders`: name, published accuracy, first line of its card."""
+    """Return a line for each recipe in ``folders``: name, published accuracy, first line of its card."""
     files = sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml"))
     width = max((len(file.stem) for file in files), default=0)
     return "\n".join(
@@ -203,14 +216,12 @@ def recipe_table(folders: Iterable[Path]) -> str:
 
 
 def _title(recipe: Path) -> str:
-    """Its first comment that is no directive of Hydra's."""
+    """Return its first comment that is no directive of Hydra's."""
     comments = [line.lstrip("# ") for line in recipe.read_text().splitlines() if line.startswith("#")]
     return next((text for text in comments if text and not text.startswith("@package")), "")
 
 
 def _accuracy(recipe: Path) -> str:
-    """What its `reference` claims, if it has one."""
-    config = OmegaConf.load(recipe)
-    assert isinstance(config, DictConfig)
-    accuracy = OmegaConf.select(config, "reference.accuracy")
+    """Return what its `reference` claims, if it has one."""
+    accuracy = OmegaConf.select(OmegaConf.load(recipe), "reference.accuracy")
     return "" if accuracy is None else f"{accuracy:.2f} %"

@@ -141,7 +141,7 @@ def _parsed(parser: OverridesParser, text: str) -> Override:
     try:
         return parser.parse_overrides([text])[0]
     except (HydraException, OverrideParseException):
-        raise UserError(unreadable(text)) from None
+        raise unreadable(text) from None
 
 
 def _sample(override: Override) -> str:

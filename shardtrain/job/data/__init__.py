@@ -5,9 +5,9 @@ Read in this order: ``sampler`` (which images a rank sees, and when), ``batches`
 sets: ``sets`` (by name), ``photos`` over ``folder``, ``tars`` and ``hub``.
 """
 
-from shardtrain.job.data.batches import Augmented, DataSet, eval_size, sides
+from shardtrain.job.data.batches import Augmented, DataSet
 from shardtrain.job.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
-from shardtrain.job.data.sampler import Share, side_in
+from shardtrain.job.data.sampler import Share
 from shardtrain.job.data.sets import load
 
 __all__ = [
@@ -19,8 +19,5 @@ __all__ = [
     "Prepare",
     "Share",
     "TrainFeed",
-    "eval_size",
     "load",
-    "side_in",
-    "sides",
 ]

@@ -1,4 +1,4 @@
-"""What a data set is: something that hands out batches.
+"""Data sets: what hands out batches of images and labels.
 
 `images, labels = data[[3, 1, 4]]`: uint8 [3, channels, height, width] and int64 [3]. Pixels stay as stored
 until they are on the device (see `feed.py`).
@@ -12,9 +12,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardtrain.job.config import Images
-from shardtrain.job.data.sampler import side_in
-
 
 class Batches(Protocol):
     random: bool = False
@@ -25,7 +22,7 @@ class Batches(Protocol):
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
 
     def at(self, side: int) -> Batches:
-        """The same images for batches of `side` pixels, if they are cut to size anyway; else as they are."""
+        """Return the same images for batches of ``side`` pixels, if they are cut to size anyway."""
         return self
 
 
@@ -53,37 +50,27 @@ class Arrays(Batches):
         return self.images[indices], self.labels[indices]
 
 
-class Repeated(Batches):
-    """`count` images that repeat the few that `few` holds."""
+class OfLength(Batches):
+    """``count`` images of ``source``: evenly spaced if it has more (so of every class), repeated if fewer."""
 
-    def __init__(self, few: Arrays, count: int) -> None:
-        self.few, self.count = few, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.few[[index % len(self.few) for index in indices]]
-
-
-class Some(Batches):
-    """`count` images of `whole`, evenly spaced: of a set in the order of its classes, some of each."""
-
-    def __init__(self, whole: Batches, count: int) -> None:
-        self.whole, self.count, self.random = whole, count, whole.random
+    def __init__(self, source: Batches, count: int) -> None:
+        self.source, self.count, self.random = source, count, source.random
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.whole[[index * len(self.whole) // self.count for index in indices]]
+        images = len(self.source)
+        if self.count > images:
+            return self.source[[index % images for index in indices]]
+        return self.source[[index * images // self.count for index in indices]]
 
-    def at(self, side: int) -> Some:
-        return Some(self.whole.at(side), self.count)
+    def at(self, side: int) -> OfLength:
+        return OfLength(self.source.at(side), self.count)
 
 
 class Augmented(Batches):
-    """Images that `change` makes others each time, drawing from torch's random numbers."""
+    """Images changed by ``change``, anew each time, with torch's random numbers."""
 
     random = True
 
@@ -100,15 +87,3 @@ class Augmented(Batches):
 
     def at(self, side: int) -> Augmented:
         return Augmented(self.data.at(side), self.change)
-
-
-def eval_size(config: Images) -> int:
-    """Pixels of a side in evaluation."""
-    return config.eval_size or config.image_size
-
-
-def sides(config: Images) -> set[int]:
-    """Every size of images that a model is given."""
-    growing = range(config.grow.epochs) if config.grow else ()
-    grown = {side_in(epoch, config.grow, config.image_size) for epoch in growing}
-    return {config.image_size, eval_size(config)} | grown

@@ -9,7 +9,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from shardtrain.job.config import ImageFolder
 from shardtrain.job.data.batches import DataSet
-from shardtrain.job.data.photos import crops, pictures
+from shardtrain.job.data.photos import pictures
 from shardtrain.job.schema import UserError
 
 
@@ -28,7 +28,6 @@ class Files:
 
 
 def image_folder(config: ImageFolder) -> DataSet:
-    crops(config)  # mistakes there are told before a million files are listed
     train, val = (_find(config, part) for part in ("train", "val"))
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))

@@ -8,7 +8,7 @@ from typing import Any
 from shardtrain.job.config import HuggingFace
 from shardtrain.job.data.batches import DataSet
 from shardtrain.job.data.photos import pictures
-from shardtrain.job.schema import UserError, nearest
+from shardtrain.job.schema import UserError, not_valid
 
 
 class Rows:
@@ -54,17 +54,11 @@ def _load(datasets: Any, config: HuggingFace) -> Any:
 def _part(datasets: Any, found: Any, config: HuggingFace, key: str) -> Rows:
     name = getattr(config, key)
     if name not in found:
-        raise UserError(
-            f"data.{key}={name}: {config.root} has no such split{nearest(name, found)} "
-            f"(valid: {', '.join(found)})"
-        )
+        raise not_valid(f"data.{key}={name}: {config.root} has no such split", name, found)
     split = found[name]
     for column in ("image", "label"):
         wanted, valid = getattr(config, column), list(split.features)
         if wanted not in valid:
-            raise UserError(
-                f"data.{column}={wanted}: {config.root} has no such column{nearest(wanted, valid)} "
-                f"(valid: {', '.join(valid)})"
-            )
+            raise not_valid(f"data.{column}={wanted}: {config.root} has no such column", wanted, valid)
     what = f"the split {name} of {config.root}"
     return Rows(split, what, config.image, config.label, datasets.Image(decode=False))

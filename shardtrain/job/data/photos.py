@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from shardtrain.job.config import Photos
-from shardtrain.job.data.batches import Batches, DataSet, eval_size
+from shardtrain.job.data.batches import Batches, DataSet
 from shardtrain.job.schema import UserError
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
@@ -93,27 +93,18 @@ class Pictures(Batches):
 
 
 def pictures(config: Photos, train: Source, val: Source, classes: int) -> DataSet:
-    """The data set of two sources, cut as the configuration says."""
-    skip, (random, centre) = config.corrupt == "skip", crops(config)
+    """Return the data set of two sources: random crops to train on, centre crops to evaluate."""
+    skip = config.corrupt == "skip"
+    random, centre = partial(_random_crop, config.crop_area), partial(_centre_crop, config.resize)
     return DataSet(
         train=Pictures(train, random, config.image_size, skip=skip),
-        val=Pictures(val, centre, eval_size(config), skip=skip),
+        val=Pictures(val, centre, config.side_in_eval, skip=skip),
         name=f"{config.name} {config.root}",
         classes=classes,
         channels=3,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
     )
-
-
-def crops(config: Photos) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
-    """From a side in pixels to the random crop of training, and to the centre crop of evaluation."""
-    if config.crop_area > 1:
-        raise UserError(f"data.crop_area={config.crop_area}: expected at most 1")
-    if config.resize < eval_size(config):
-        wanted = "image_size" if config.eval_size is None else "eval_size"
-        raise UserError(f"data.resize={config.resize}: expected at least data.{wanted}={eval_size(config)}")
-    return partial(_random_crop, config.crop_area), partial(_centre_crop, config.resize)
 
 
 def _random_crop(area: float, side: int) -> v2.Transform:

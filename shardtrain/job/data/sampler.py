@@ -20,11 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.job.config import Grow
-
 
 class Share(NamedTuple):
-    """How a global batch is divided, and which part of it is ours."""
+    """How a global batch is divided, and which part of it is this rank's."""
 
     batch_size: int  # images, over all ranks and micro-batches
     accumulate: int  # micro-batches of a step
@@ -40,18 +38,18 @@ class Share(NamedTuple):
         return self.per_rank // self.accumulate
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor with one row per image of the global batch."""
+        """Return this rank's rows of a tensor with one row per image of the global batch."""
         return whole[self.rank * self.per_rank : (self.rank + 1) * self.per_rank]
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """Random numbers that depend on `key` alone."""
+    """Return a source of random numbers that depend on ``key`` alone."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def epoch_order(seed: int, epoch: int, images: int, repeats: int = 1) -> Tensor:
-    """int64 [images]: the indices that `epoch` visits, in order.
+    """Return the indices that ``epoch`` visits, in order: int64 [images].
 
     A permutation; with repeats its beginning, each index `repeats` times in a row.
     """
@@ -60,25 +58,12 @@ def epoch_order(seed: int, epoch: int, images: int, repeats: int = 1) -> Tensor:
 
 
 def copies_apart(batch: Tensor, repeats: int) -> Tensor:
-    """Copies that follow one another, as far apart as they can be: aabbcc becomes abcabc."""
+    """Put copies that follow one another as far apart as they can be: aabbcc becomes abcabc."""
     return torch.cat([batch[first::repeats] for first in range(repeats)])
 
 
-def side_in(epoch: int, grow: Grow | None, full: int) -> int:
-    """Pixels of a side of training images in `epoch`, counted from 0; `full` is data.image_size.
-
-    From 128 to 224 in epoch 6, after 2 epochs: 128 128 128 160 192 192 224 …, of 152, 176 and 200 rounded.
-    """
-    if grow is None or epoch >= grow.epochs:
-        return full
-    if epoch <= grow.after:
-        return grow.from_
-    side = grow.from_ + (full - grow.from_) * (epoch - grow.after) / (grow.epochs - grow.after)
-    return min(max(round(side / grow.multiple) * grow.multiple, grow.from_), full)
-
-
 def uniform_draws(seed: int, step: int, share: Share, draws: int) -> Tensor:
-    """float32 [per_rank, draws]: the random numbers of this rank's images in `step`, for augmentation."""
+    """Return the random numbers for augmenting this rank's images in ``step``: float32 [per_rank, draws]."""
     whole = torch.rand(share.batch_size, draws, generator=generator("augment", seed, step))
     return share.of(whole)
 

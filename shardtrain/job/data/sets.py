@@ -1,4 +1,4 @@
-"""The data sets: digits, cifar10, cifar100, imagefolder, webdataset, huggingface, fake."""
+"""The data sets by name: digits, cifar10, cifar100 and fake here, photographs in files of their own."""
 
 from __future__ import annotations
 
@@ -10,56 +10,44 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardtrain.job.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Images, WebDataset
-from shardtrain.job.data.batches import Arrays, Batches, DataSet, Repeated, Some
+from shardtrain.job.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, WebDataset
+from shardtrain.job.data.batches import Arrays, DataSet, OfLength
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.schema import UserError
 
 
 def load(config: Data) -> DataSet:
-    """The data set that the configuration names."""
-    _check(config)
-    data = _named(config)
-    train, val = (_limited(part, config.limit) for part in (data.train, data.val))
+    """Return the data set that the configuration names."""
+    data, limit = _read(config), config.limit
+    if limit is None:
+        return data
+    train, val = (OfLength(part, min(limit, len(part))) for part in (data.train, data.val))
     return data._replace(train=train, val=val)
 
 
-def _check(config: Images) -> None:
-    grow = config.grow
-    if grow and grow.from_ > config.image_size:
-        raise UserError(f"data.grow.from={grow.from_}: expected at most data.image_size={config.image_size}")
-    if grow and grow.epochs <= grow.after:
-        raise UserError(f"data.grow.epochs={grow.epochs}: expected more than data.grow.after={grow.after}")
-
-
-def _limited(part: Batches, limit: int | None) -> Batches:
-    return part if limit is None or limit >= len(part) else Some(part, limit)
-
-
-def _named(config: Data) -> DataSet:
-    if isinstance(config, Digits):
-        return _digits()
-    if isinstance(config, Cifar):
-        return _cifar(config)
+def _read(config: Data) -> DataSet:
+    match config:
+        case Digits():
+            return _digits()
+        case Cifar():
+            return _cifar(config)
+        case Fake():
+            return _fake(config)
     # What reads photographs is imported when it is needed: torchvision's transforms take a second.
-    if isinstance(config, ImageFolder):
-        from shardtrain.job.data.folder import image_folder
+    from shardtrain.job.data import folder, hub, tars
 
-        return image_folder(config)
-    if isinstance(config, WebDataset):
-        from shardtrain.job.data.tars import web_dataset
-
-        return web_dataset(config)
-    if isinstance(config, HuggingFace):
-        from shardtrain.job.data.hub import hugging_face
-
-        return hugging_face(config)
-    return _fake(config)
+    match config:
+        case ImageFolder():
+            return folder.image_folder(config)
+        case WebDataset():
+            return tars.web_dataset(config)
+        case HuggingFace():
+            return hub.hugging_face(config)
 
 
 def _digits() -> DataSet:
-    """The embedded handwritten digits; `digits.md` has their source and licence."""
+    """Return the embedded handwritten digits; `digits.md` has their source and licence."""
     packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         images = torch.from_numpy(arrays["images"])[:, None]
@@ -105,7 +93,7 @@ def _cifar(config: Cifar) -> DataSet:
 
 
 def _fetch(kind: Callable[..., object], config: Cifar) -> None:
-    """One rank does, for all; on several hosts `root` has to be shared."""
+    """Download it, on one rank for all; on several hosts `root` has to be shared."""
     try:
         kind(config.root, download=True)
     except (OSError, RuntimeError) as error:
@@ -115,15 +103,15 @@ def _fetch(kind: Callable[..., object], config: Cifar) -> None:
 
 
 def _fake(config: Fake) -> DataSet:
-    """Random images with random labels, a few of them repeated: for speed and memory, not for accuracy."""
+    """Return random images with random labels, a few of them repeated: to measure speed and memory."""
     few = min(256, config.train_images)
     shape = (few, config.channels, config.image_size, config.image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
     labels = torch.randint(0, config.classes, (few,), generator=generator("fake labels"))
     pool = Arrays(images, labels)
     return DataSet(
-        train=Repeated(pool, config.train_images),
-        val=Repeated(pool, config.val_images),
+        train=OfLength(pool, config.train_images),
+        val=OfLength(pool, config.val_images),
         name="fake",
         classes=config.classes,
         channels=config.channels,
