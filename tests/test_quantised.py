@@ -26,7 +26,7 @@ from torchvision.models.resnet import BasicBlock
 import shardtrain
 from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
-from shardtrain.comm.quantised import BLOCK, Parcels, Part, decode, encode
+from shardtrain.comm.quantised import BLOCK, Packets, Part, decode, encode
 from shardtrain.comm.transport import Pending, TransportWrapper
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, even
@@ -41,11 +41,11 @@ ZERO = 1e-37  # what fp32 may lose below its smallest normal numbers
 def there_and_back(rows: torch.Tensor) -> torch.Tensor:
     """What [row, element] of fp32 become on their way."""
     layout = even([rows.numel()], world=1, align=1)
-    packed = Parcels([Part(layout, rows.dtype, True)], 1)
-    parcel = torch.empty(1, packed.sizes[0], dtype=torch.uint8)
-    encode(rows.view(1, -1), parcel, True)
+    packets = Packets([Part(layout, rows.dtype, True)], 1)
+    packet = torch.empty(1, packets.sizes[0], dtype=torch.uint8)
+    encode(rows.view(1, -1), packet, True)
     found = torch.empty(1, rows.numel())
-    decode(parcel, found, True)
+    decode(packet, found, True)
     return found.view_as(rows)
 
 
@@ -488,7 +488,7 @@ class Yours(TransportWrapper):
         return self.inner.staged(*args)
 
 
-def test_whatever_carries_parcels_will_do() -> None:
+def test_whatever_carries_packets_will_do() -> None:
     around = Quantised(Yours(Simulated(0, 2)))
     layout = even([BLOCK], 2, 4)
     flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(0)), layout, quantised=True)

@@ -420,7 +420,7 @@ def a_part_exchanges() -> None:
         part = comm.ProcessGroupTransport(world).part(members, group)
         part.has_gloo = False
         outgoing, incoming = part.rank + torch.tensor([0.1, 0.2]), torch.zeros(2)
-        part.exchange(Tag(0, "parcels"), outgoing, [1, 1], incoming).wait()
+        part.exchange(Tag(0, "packets"), outgoing, [1, 1], incoming).wait()
         assert torch.equal(incoming, torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
 
 

@@ -11,7 +11,6 @@ Read in this order; imports point upwards:
   ``signals`` (on one host), by ``ring`` and ``reports`` (over gloo) and by ``digests`` (elsewhere)
 - ``process_group``: the transport over a process group
 - ``host_memory``, ``shared_memory``: the transport inside a host, over ``signals``
-- ``hosts``: the one inside hosts, the other between
 - ``column``, ``replicated``: several shard groups
 - ``quantised``, ``offload``: around another transport: int8, and shards in host memory
 - ``simulated``: without other ranks
@@ -51,7 +50,6 @@ from torch.distributed import (
 
 from shardtrain.comm import native
 from shardtrain.comm.guard import Diverged, PeerLost
-from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.meter import Meter, Wait, meter
 from shardtrain.comm.native import set_time_out
 from shardtrain.comm.offload import Offloaded
@@ -67,7 +65,7 @@ from shardtrain.comm.public.collectives import (
 )
 from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.replicated import Replicated
-from shardtrain.comm.shared_memory import SharedMemoryTransport
+from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
 from shardtrain.comm.texts import HostScatter, broadcast_text, gather_texts, require_same
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport

@@ -26,11 +26,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.hosts import HostsTransport
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.shared_memory import SharedMemoryTransport
+from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.signals import Signals, connect
 from shardtrain.comm.transport import Alone, Transport
 
@@ -89,7 +88,7 @@ def _guarded(inner: ProcessGroupTransport, signals: Signals | None) -> ProcessGr
     if not inner.has_gloo:
         return inner
     abort = signals.abort if signals is not None else lambda: None
-    return ProcessGroupTransport(inner.group, Reports(inner.group, inner.peers(), abort))
+    return ProcessGroupTransport(inner.group, Reports(inner.group, abort))
 
 
 Shared = TypeVar("Shared")

@@ -77,19 +77,10 @@ class ProcessGroupTransport(OneGroup):
     def _mailbox(self) -> Mailbox:
         return Mailbox(self.group, self.rank, self.world, self._members)
 
-    def peers(self) -> list[int]:
-        return self._mailbox.peers()
-
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
-
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty(layout.padded)
-
-    def discard(self, gradient: torch.Tensor) -> None:
-        pass
 
     def fence(self, what: Movement) -> None:
         """Count steps. No rank waits, because nothing is shared."""

@@ -46,15 +46,6 @@ from shardtrain.comm.transport import (
 )
 
 
-class Across(Protocol):
-    """A `ReplicaGroup`, or what simulates one."""
-
-    silent: bool
-
-    def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Start turning each interval, which every rank has, into its mean over ranks, alike on all."""
-
-
 class AllRanks(Ranks, Protocol):
     """All ranks, and their guard: see `ProcessGroupTransport`."""
 
@@ -69,7 +60,7 @@ class Replicated(TransportWrapper):
     """Collectives ``inside`` a shard group and ``across`` the replicas, under the guard of ``all_ranks``."""
 
     def __init__(
-        self, inside: Transport, across: Across, all_ranks: AllRanks, primary_ranks: Sequence[int]
+        self, inside: Transport, across: ReplicaGroup, all_ranks: AllRanks, primary_ranks: Sequence[int]
     ) -> None:
         super().__init__(inside)
         self.across, self._guard = across, all_ranks

@@ -51,12 +51,12 @@ _FOREVER, _A_MOMENT = datetime.timedelta(days=300), datetime.timedelta(milliseco
 class Reports:
     """What this rank waits for, and what the others have reported. Collective when created."""
 
-    def __init__(self, group: dist.ProcessGroup, peers: list[int], abort: Callable[[], object]) -> None:
+    def __init__(self, group: dist.ProcessGroup, abort: Callable[[], object]) -> None:
         """``abort``: callable; ends all waiting, of this rank and for it, that is not for messages."""
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
         dist.broadcast(number, group=group, group_src=0)
-        self.paths = Paths(group.rank(), peers)
-        self._ring = Ring(group, peers, report_tag(int(number.item())), _REPORT_BYTES)
+        self.paths = Paths(group.rank(), peers_of(group))
+        self._ring = Ring(group, report_tag(int(number.item())), _REPORT_BYTES)
         self._changed = threading.Condition()  # guards what follows, and `paths`
         self._waiting: tuple[int, float] | None = None  # position, since when
         self._reported: tuple[int, float] | None = None  # the wait that has been reported
@@ -256,17 +256,16 @@ class Ring:
     completes it, with an error.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peers: list[int], tag: int, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, tag: int, size: int) -> None:
         """``size``: of a report, in bytes. ``tag``: of reports; the next one is the pulse's."""
-        ring = sorted([group.rank(), *peers])
-        place = ring.index(group.rank())
-        self.left, self.right = ring[place - 1], ring[(place + 1) % len(ring)]
+        rank, world = group.rank(), group.size()
+        self.left, self.right = (rank - 1) % world, (rank + 1) % world
         self._group = weakref.ref(group)
         self._tag, self._size = tag, size
-        self._sent: deque[tuple[torch.Tensor, dist.Work]] = deque(maxlen=4 * len(ring))
+        self._sent: deque[tuple[torch.Tensor, dist.Work]] = deque(maxlen=4 * world)
         self._closing = threading.Lock()
         self._nothing = torch.empty(1, dtype=torch.uint8)
-        self._pulses = {peer: group.recv([self._nothing], peer, tag + 1) for peer in peers}
+        self._pulses = {peer: group.recv([self._nothing], peer, tag + 1) for peer in peers_of(group)}
         self.left_is_gone = False
         self._arriving: deque[tuple[torch.Tensor, dist.Work]] = deque()
         for _ in range(4):  # so that a report goes out even while the right is busy with another
@@ -327,6 +326,10 @@ class Ring:
         self._sent.clear()
         self._pulses.clear()
         self._arriving.clear()
+
+
+def peers_of(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
 def is_time_out(error: RuntimeError) -> bool:

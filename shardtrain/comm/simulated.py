@@ -15,7 +15,7 @@ import torch
 from shardtrain.comm.messages import chunks, open_inbox
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import ALL_REDUCE, AVERAGE, GATHER, REDUCE, Movement
-from shardtrain.comm.replicated import Replicated
+from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.transport import (
     Alone,
     Flat,
@@ -76,9 +76,6 @@ class Simulated(OneGroup):
         arena = self._arena
         return arena is not None and full.untyped_storage()._cdata == arena.untyped_storage()._cdata
 
-    def discard(self, gradient: torch.Tensor) -> None:
-        pass
-
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
         return Pending()
@@ -124,7 +121,7 @@ class Simulated(OneGroup):
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
 
 
-class SimulatedReplicas:
+class SimulatedReplicas(ReplicaGroup):
     """Rank ``rank`` of the ranks that replicas have in common: all_ranks, or a column of them."""
 
     silent = True

@@ -165,7 +165,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Carrier(Transport, Protocol):
-    """A transport that also carries what others make of a movement: int8 parcels, say."""
+    """A transport that also carries what others make of a movement: int8 packets, say."""
 
     def exchange(
         self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
@@ -197,6 +197,12 @@ class OneGroup:
     @property
     def primary_ranks(self) -> Sequence[int]:
         return range(self.world)
+
+    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(layout.padded)
+
+    def discard(self, gradient: torch.Tensor) -> None:
+        """Memory that is this rank's own goes with the tensor."""
 
 
 class TransportWrapper:
@@ -245,9 +251,6 @@ class Alone(OneGroup):
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(0)  # nothing is for other ranks
-
-    def discard(self, gradient: torch.Tensor) -> None:
-        pass
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         return Pending()
