@@ -131,7 +131,7 @@ def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, 
         assert not old.exists()
         old.mkdir(parents=True)  # from here on the run's own, which a restart goes on from
         with pytest.raises(
-            UserError, match=r"no checkpoint is whole: .*/checkpoints/step-00000004 is damaged"
+            UserError, match=r"no checkpoint is complete: .*/checkpoints/step-00000004 is damaged"
         ):
             find_start(config, context)
 

@@ -21,7 +21,6 @@ from shardtrain.checkpoint import saving
 from shardtrain.checkpoint.loading import load_into
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
-from shardtrain.engine.hooks import engine_of
 
 from small import Block, OddNet, shard, train
 
@@ -109,7 +108,9 @@ def test_no_whole_one_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None
     alone = comm.Alone()
     assert newest(tmp_path / "absent", alone, CPU).opened is None
     (tmp_path / "step-00000001").mkdir()
-    with pytest.raises(Damaged, match=r"no checkpoint is whole: .*step-00000001 .*manifest.json is missing"):
+    with pytest.raises(
+        Damaged, match=r"no checkpoint is complete: .*step-00000001 .*manifest.json is missing"
+    ):
         newest(tmp_path, alone, CPU)
 
 
@@ -258,4 +259,4 @@ def test_what_newest_found_is_loaded_without_reading_it_twice(
     assert found.opened is not None
     assert found.opened.manifest.facts == {"step": 7, "why": "test"}
     other, its_optimizer = fresh()
-    assert load_into(found.opened, engine_of(other), its_optimizer) == [7]
+    assert load_into(found.opened, other, its_optimizer) == [7]

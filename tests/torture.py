@@ -38,7 +38,6 @@ from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
-from shardtrain.engine.hooks import engine_of
 
 import programs
 from pool import forkserver
@@ -69,7 +68,7 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
     if comm.rank() == 0:
         store.clear(found.damaged)
     if found.opened is not None:
-        load_into(found.opened, engine_of(model), optimizer)
+        load_into(found.opened, model, optimizer)
     for step in range(found.step + 1, steps + 1):
         store.settle()
         train(model, optimizer, 1, start=step)
@@ -81,7 +80,7 @@ def content(path: Path) -> str:
     """A digest of everything that the checkpoint ``path`` loads into a single rank."""
     model, optimizer = fresh()
     opened = open_checkpoint(path, comm.Alone(), CPU)
-    extra = load_into(opened, engine_of(model), optimizer)
+    extra = load_into(opened, model, optimizer)
     digest = hashlib.sha256(json.dumps(extra).encode())
     for name, value in shardtrain.full_state_dict(model).items():
         digest.update(name.encode() + value.numpy().tobytes())

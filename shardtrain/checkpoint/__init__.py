@@ -1,8 +1,8 @@
-"""Checkpoints: saved whole or not at all, verified before anything is loaded, no pickle anywhere.
+"""Checkpoints: saved completely or not at all, verified before anything is loaded, no pickle anywhere.
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
-``content.py`` (what each rank puts into its file), ``saving.py`` (the commit protocol), ``reading.py`` (what
-a rank needs of whose files) and ``loading.py``.
+``content.py`` (what each rank writes), ``saving.py`` (the commit protocol), ``loading.py``, and ``store.py``
+(the checkpoints of a run).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save(
     """Save a sharded module, and its optimizer, as the new directory ``path``. Collective.
 
     Every rank writes what it owns into a file of its own, so ``path`` must be on a file system that all
-    ranks see. On return it is on the disk, whole; after an error or a kill it does not exist.
+    ranks see. On return it is on the disk, complete; after an error or a kill it does not exist.
 
     Args:
         path: must not exist. Its parents are made.
@@ -49,9 +49,7 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    engine = engine_of(module)
-    require_rest(engine, "checkpoint.save")
-    saving = begin(Path(path), engine, optimizer, extra, {}, averages)
+    saving = begin(Path(path), module, optimizer, extra, {}, averages)
     saving.work()
     while not saving.advance():
         saving.work()
@@ -80,4 +78,4 @@ def load(
     engine = engine_of(module)
     require_rest(engine, "checkpoint.load")
     opened = open_checkpoint(Path(path), engine.transport.all_ranks, engine.device)
-    return load_into(opened, engine, optimizer, averages)
+    return load_into(opened, module, optimizer, averages)

@@ -1,4 +1,4 @@
-"""What a rank puts into its file, and the part of the manifest that all ranks agree on.
+"""What a rank writes into its file, and the part of the manifest that all ranks agree on.
 
 Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
 
@@ -6,19 +6,19 @@ Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
     rank-00001   parameters/w [2]   optimizer/exp_avg/w [2] …
     both         buffers/mean [7] (their own)   extra/0 … (their own)
 
-Where there are replicas, the first one writes what is cut; the other ranks' files hold the last line only.
+Moving averages of the weights, if there are any, are `ema/w`, cut as `parameters/w` is. Where there are
+replicas, the first one writes what is cut, and the files of the other ranks hold the last line only.
 
-Moving averages of the weights, if there are any, are `ema/w`, cut as `parameters/w` is.
-
-What all ranks hold alike is in one file alone: rank 0's, or if it belongs to a parameter, that of the first
-rank with a piece of it. Empty pieces are not written, and a rank with an empty piece is not asked: it cannot
-know whether there was a gradient, so its count of steps may be another, or it may have no state at all.
+What all ranks hold alike is in one file: that of rank 0, or for a parameter, that of the first rank with a
+piece of it. Empty pieces are not written. The optimizer state of a rank with an empty piece is not compared:
+that rank cannot know whether there was a gradient, so its step count may differ, or its state be missing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,88 +26,92 @@ from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint.files import DTYPES
-from shardtrain.checkpoint.manifest import (
-    Group,
-    Manifest,
-    Optimizer,
-    Parameter,
-    Slice,
-    StateEntry,
-    dump_state,
-    file_name,
-    parse_state,
-)
+from shardtrain.checkpoint.manifest import Manifest, ParameterEntry, Slice, dtype_name, dump, file_name
+from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import Engine
 from shardtrain.engine.shard import flattened, shown
 from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
-from shardtrain.layout import Piece
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 
 
-class Held(NamedTuple):
-    """One parameter as this rank holds it at rest.
+class LocalShard(NamedTuple):
+    """One parameter as this rank holds it at rest: elements ``start:stop``, in the order of its stride.
 
-    ``start:stop``: this rank's elements, in the order of ``stride``. ``cuts``: the elements that each
-    of all_ranks writes. An ignored parameter is whole on every rank, and rank 0 writes it.
+    ``entry`` says what each rank writes. An ignored parameter is whole on every rank, and rank 0 writes it.
     """
 
     name: str
-    unit: str
     param: nn.Parameter
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    entry: ParameterEntry
     start: int
     stop: int
-    cuts: tuple[tuple[int, int], ...]
 
-    @property
-    def first(self) -> int:
-        """The first rank that writes some of it; 0 if there is nothing to write."""
-        return next((rank for rank, (start, stop) in enumerate(self.cuts) if stop > start), 0)
-
-    def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, which lies as the parameter does at rest: 1-D, in the order of ``stride``."""
-        return flattened(tensor.detach(), self.shape, self.stride)
+    def written(self, tensor: torch.Tensor, file: str) -> torch.Tensor | None:
+        """Return the part of ``tensor``, which lies as the parameter does, that goes into ``file``; 1-D."""
+        for part in self.entry.slices:
+            if part.file == file:
+                flat = flattened(tensor.detach(), self.entry.spec.shape, self.entry.stride)
+                return flat[part.start - self.start : part.stop - self.start]
+        return None
 
     def shown(self, piece: torch.Tensor) -> torch.Tensor:
-        """The reverse, of this rank's elements."""
-        return shown(piece, self.param.shape, self.stride)
+        """Return ``piece`` (1-D, this rank's elements) in the parameter's shape at rest."""
+        return shown(piece, self.param.shape, self.entry.stride)
 
 
-class Content(NamedTuple):
-    """``tensors`` and ``notes`` of this rank's file; ``manifest`` without files, the same on all ranks."""
-
-    tensors: dict[str, torch.Tensor]
-    notes: dict[str, str]
-    manifest: Manifest
-
-
-def held(engine: Engine) -> list[Held]:
-    """Every parameter of the module, sharded ones first."""
-    world, primary_ranks = engine.transport.all_ranks.world, engine.transport.primary_ranks
-    found = []
+def local_shards(engine: Engine) -> list[LocalShard]:
+    """Describe every parameter of the module, sharded ones first."""
+    shards = []
+    files = [file_name(rank) for rank in engine.transport.primary_ranks]
     for unit in engine.units:
         for segment in unit.segments:
-            by_rank = [(Piece(0, 0, 0),) * len(segment.places)] * world
-            for number, rank in enumerate(primary_ranks):
-                by_rank[rank] = segment.layout.pieces(number)
-            for index, place in enumerate(segment.places):
-                cuts = tuple((pieces[index].start, pieces[index].stop) for pieces in by_rank)
-                shape, stride = tuple(segment.shapes[index]), tuple(segment.strides[index])
-                start, stop, _ = segment.pieces[index]
-                found.append(
-                    Held(place.name, unit.name, segment.params[index], shape, stride, start, stop, cuts)
-                )
-    sharded = {entry.param for entry in found}
+            pieces = list(zip(*(segment.layout.pieces(number) for number in range(len(files))), strict=True))
+            for index, info in enumerate(segment.places):
+                param, own = segment.params[index], segment.pieces[index]
+                cut = zip(files, pieces[index], strict=True)
+                slices = tuple(Slice(file, p.start, p.stop) for file, p in cut if p.numel)
+                spec = Spec(param.dtype, tuple(segment.shapes[index]))
+                entry = ParameterEntry(spec, tuple(segment.strides[index]), unit.name, slices)
+                shards.append(LocalShard(info.name, param, entry, own.start, own.stop))
+    sharded = {shard.param for shard in shards}
     for name, param in engine.module.named_parameters():
         if param not in sharded:
             stride = torch.empty(param.shape, device="meta").stride()
-            cuts = ((0, param.numel()), *[(0, 0)] * (world - 1))
-            found.append(Held(name, "", param, tuple(param.shape), stride, 0, param.numel(), cuts))
-    return found
+            slices = (Slice(file_name(0), 0, param.numel()),) if param.numel() else ()
+            entry = ParameterEntry(Spec.of(param), stride, "", slices)
+            shards.append(LocalShard(name, param, entry, 0, param.numel()))
+    return shards
+
+
+class Content(NamedTuple):
+    """``tensors`` and ``extra`` of this rank's file, and the ``manifest`` without files and optimizer state.
+
+    ``state`` describes the optimizer state that this rank knows of, by the names of parameters;
+    ``first_state`` that of the parameters which it is the first to hold a piece of.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    extra: str
+    manifest: Manifest
+    state: dict[str, dict[str, Any]]
+    first_state: dict[str, dict[str, Any]]
+
+    def digest(self) -> str:
+        """Return what is the same on all ranks that hold the same model and optimizer."""
+        return hashlib.sha256(dump(self.manifest).encode()).hexdigest()
+
+    def take_state(self, state: Mapping[str, Any]) -> str:
+        """Put the optimizer ``state`` of all parameters into the manifest; return how this rank's differs."""
+        if self.manifest.optimizer is not None:
+            ordered = {name: state[name] for name in self.manifest.parameters if name in state}
+            self.manifest.optimizer["state"].update(ordered)
+        for name, ours in self.state.items():
+            if ours != state.get(name, {}):
+                return f"the optimizer's state of {name} is {ours}, expected {state.get(name, {})}"
+        return ""
 
 
 def collect(
@@ -117,97 +121,74 @@ def collect(
     facts: Mapping[str, Any],
     averages: Averages | None = None,
 ) -> Content:
-    """This rank's content. Collective: buffers are averaged, the optimizer's states compared.
+    """Collect what this rank writes. Collective: buffers are averaged.
 
     Raises:
-        ValueError: on this rank alone, when nothing is communicated any more: something cannot be saved.
+        ValueError: on this rank alone, after the last collective: something cannot be saved.
     """
-    equal = dict(equal_buffers(engine.module, engine.transport.all_ranks))
-    states = _agreed_states(engine, optimizer)
-    entries, rank = held(engine), engine.transport.all_ranks.rank
-    buffers = persistent_buffers(engine.module)
-    tensors = _cut_tensors("parameters", entries, {e.param: e.param for e in entries}, rank)
-    tensors |= {f"buffers/{name}": buffer for name, buffer in buffers}
-    if rank == 0:
+    all_ranks, shards = engine.transport.all_ranks, local_shards(engine)
+    file = file_name(all_ranks.rank)
+    buffers, equal = persistent_buffers(engine.module), dict(equal_buffers(engine.module, all_ranks))
+    tensors = {f"buffers/{name}": buffer for name, buffer in buffers}
+    if all_ranks.rank == 0:
         tensors |= {f"averaged/{name}": equal[buffer] for name, buffer in buffers}
-    if averages is not None:
-        tensors |= _cut_tensors("ema", entries, averages, rank)
-    described = None
-    if optimizer is not None:
-        described = _describe_optimizer(entries, optimizer, states)
-        tensors |= _state_tensors(entries, optimizer, described, rank)
-    notes = {"extra": json.dumps(encode_extra(extra, tensors))}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype}, which a safetensors file does not hold")
+    state: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        cut = {"parameters": shard.param.data}
+        if averages is not None:
+            cut["ema"] = averages[shard.param]
+        first = shard.entry.first_file == file
+        if optimizer is not None and (shard.param.numel() or first):
+            described = state[shard.name] = {}
+            for key, value in optimizer.state.get(shard.param, {}).items():
+                node = described[key] = _describe_state(shard, key, value)
+                if "dtype" in node:
+                    cut[f"optimizer/{key}"] = value
+                elif "whole" in node and first:
+                    tensors[f"optimizer/{key}/{shard.name}"] = value
+        for kind, value in cut.items():
+            piece = shard.written(value, file)
+            if piece is not None:
+                tensors[f"{kind}/{shard.name}"] = piece
     manifest = Manifest(
-        world_size=engine.transport.all_ranks.world,
+        world_size=all_ranks.world,
         files={},
-        parameters={entry.name: _describe(entry) for entry in entries},
+        parameters={shard.name: shard.entry for shard in shards},
         buffers={name: Spec.of(buffer) for name, buffer in buffers},
-        optimizer=described,
+        optimizer=None if optimizer is None else _describe_optimizer(shards, optimizer),
         facts=dict(facts),
         ema=averages is not None,
     )
-    return Content(tensors, notes, manifest)
+    encoded = json.dumps(encode_extra(extra, tensors))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}, which a safetensors file does not hold")
+    state = json.loads(json.dumps(state))  # as others read it: tuples are lists
+    first_state = {name: s for name, s in state.items() if s and manifest.parameters[name].first_file == file}
+    return Content(tensors, encoded, manifest, state, first_state)
 
 
-def _cut_tensors(
-    kind: str, entries: list[Held], values: Mapping[nn.Parameter, torch.Tensor], rank: int
-) -> dict[str, torch.Tensor]:
-    """Of each parameter what rank ``rank`` writes of its value in ``values``, if that is anything."""
-    pieces = {f"{kind}/{entry.name}": _written(entry, values[entry.param], rank) for entry in entries}
-    return {key: piece for key, piece in pieces.items() if piece.numel()}
+def _describe_state(shard: LocalShard, key: str, value: Any) -> dict[str, Any]:
+    """Describe one entry of a parameter's optimizer state, as the manifest does."""
+    if not isinstance(value, torch.Tensor):
+        if not _is_plain(value):
+            raise ValueError(
+                f"the optimizer's {key} of {shard.name} is a {type(value).__name__}, expected a tensor"
+            )
+        return {"value": value}
+    if value.shape == shard.param.shape:
+        return {"dtype": dtype_name(value.dtype)}
+    if value.dim() == 0:
+        return {"whole": dtype_name(value.dtype)}
+    raise ValueError(
+        f"the optimizer's {key} of {shard.name} has shape {tuple(value.shape)}, which cannot be cut like the "
+        f"parameter's local piece of {tuple(shard.param.shape)}; only element-wise optimizers can be saved"
+    )
 
 
-def _describe(entry: Held) -> Parameter:
-    slices = [
-        Slice(file_name(rank), start, stop) for rank, (start, stop) in enumerate(entry.cuts) if stop > start
-    ]
-    return Parameter(Spec(entry.param.dtype, entry.shape), entry.stride, entry.unit, tuple(slices))
-
-
-def _written(entry: Held, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """The part of ``tensor``, which lies as the parameter does, that rank ``rank`` writes; 1-D."""
-    start, stop = entry.cuts[rank]
-    return entry.flattened(tensor)[start - entry.start : stop - entry.start]
-
-
-def _agreed_states(
-    engine: Engine, optimizer: torch.optim.Optimizer | None
-) -> dict[str, dict[str, StateEntry]]:
-    """What the optimizer keeps of each parameter, as the first rank with a piece of it says. Collective.
-
-    Raises:
-        ValueError: in the end, on this rank alone: its own cannot be saved, or is not what others say.
-    """
-    entries = held(engine) if optimizer is not None else []
-    all_ranks, ours, problem = engine.transport.all_ranks, {}, ""
-    try:
-        for entry in entries:
-            assert optimizer is not None
-            if entry.param in optimizer.state and (entry.param.numel() or entry.first == all_ranks.rank):
-                state = optimizer.state[entry.param]
-                ours[entry.name] = {k: dump_state(_describe_state(entry, k, v)) for k, v in state.items()}
-    except ValueError as error:
-        problem = str(error)
-    ours = json.loads(json.dumps(ours))  # as others will read it: tuples are lists
-    said = json.dumps({e.name: ours[e.name] for e in entries if e.name in ours and e.first == all_ranks.rank})
-    agreed: dict[str, Any] = {}
-    for text in comm.gather_texts(said, all_ranks, engine.device):
-        agreed |= json.loads(text) if text else {}  # a simulated world delivers nothing
-    odd = [name for name, state in ours.items() if agreed.get(name, state) != state]
-    if odd and not problem:
-        problem = f"the optimizer's state of {odd[0]} is {ours[odd[0]]}, expected {agreed[odd[0]]}"
-    if problem:
-        raise ValueError(problem)
-    return {name: {k: parse_state(v) for k, v in state.items()} for name, state in agreed.items()}
-
-
-def _describe_optimizer(
-    entries: list[Held], optimizer: torch.optim.Optimizer, states: Mapping[str, dict[str, StateEntry]]
-) -> Optimizer:
-    names = {entry.param: entry.name for entry in entries}
+def _describe_optimizer(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Describe the optimizer as the manifest does, without state."""
+    names = {shard.param: shard.name for shard in shards}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         strangers = sum(param not in names for param in group["params"])
@@ -216,12 +197,9 @@ def _describe_optimizer(
                 f"optimizer group {index} holds {strangers} parameters that are not the module's; "
                 "pass the optimizer of the module that is saved"
             )
-        options = {
-            key: _option(value, key) for key, value in group.items() if key not in ("params", "param_names")
-        }
-        groups.append(Group([names[param] for param in group["params"]], options))
-    state = {entry.name: states[entry.name] for entry in entries if entry.name in states}
-    return Optimizer(type(optimizer).__name__, groups, state)
+        options = {k: _option(v, k) for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({"names": [names[param] for param in group["params"]], "options": options})
+    return {"type": type(optimizer).__name__, "groups": groups, "state": {}}
 
 
 def _option(value: Any, key: str) -> Any:
@@ -231,7 +209,7 @@ def _option(value: Any, key: str) -> Any:
         raise ValueError(
             f"the optimizer's option {key} is a {type(value).__name__}, which JSON does not hold"
         )
-    return list(value) if isinstance(value, tuple) else value
+    return value
 
 
 def _is_plain(value: Any) -> bool:
@@ -240,45 +218,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _describe_state(entry: Held, key: str, value: Any) -> StateEntry:
-    if not isinstance(value, torch.Tensor):
-        if not _is_plain(value):
-            raise ValueError(
-                f"the optimizer's {key} of {entry.name} is a {type(value).__name__}, expected a tensor"
-            )
-        return StateEntry(None, value=value)
-    if value.shape == entry.param.shape:
-        return StateEntry(value.dtype)
-    if value.dim() == 0:
-        return StateEntry(value.dtype, whole=True)
-    raise ValueError(
-        f"the optimizer's {key} of {entry.name} has shape {tuple(value.shape)}, which cannot be cut like the "
-        f"parameter's local piece of {tuple(entry.param.shape)}; only element-wise optimizers can be saved"
-    )
-
-
-def _state_tensors(
-    entries: list[Held], optimizer: torch.optim.Optimizer, described: Optimizer, rank: int
-) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for entry, key, state in _states(entries, described):
-        start, stop = entry.cuts[rank]
-        if state.whole and rank == entry.first:
-            tensors[f"optimizer/{key}/{entry.name}"] = optimizer.state[entry.param][key]
-        elif not state.whole and state.dtype is not None and stop > start:
-            value = optimizer.state[entry.param][key]
-            tensors[f"optimizer/{key}/{entry.name}"] = _written(entry, value, rank)
-    return tensors
-
-
-def _states(entries: list[Held], described: Optimizer) -> Iterator[tuple[Held, str, StateEntry]]:
-    for entry in entries:
-        for key, state in described.state.get(entry.name, {}).items():
-            yield entry, key, state
-
-
 def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -> Any:
-    """``value`` for JSON; its tensors are put into ``tensors`` and referred to.
+    """Return ``value`` for JSON. Its tensors are put into ``tensors`` and referred to.
 
     Raises:
         ValueError: naming the part of ``value`` that is neither plain nor a tensor.
@@ -301,12 +242,19 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
     return value
 
 
-def decode_extra(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The reverse of `encode_extra`; tuples have become lists."""
-    if isinstance(value, dict):
-        if set(value) == {_TENSOR}:
-            return tensors[value[_TENSOR]]
-        return {key: decode_extra(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [decode_extra(item, tensors) for item in value]
-    return value
+def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Reverse `encode_extra`; tuples have become lists."""
+    return json.loads(text, object_hook=lambda node: tensors[node[_TENSOR]] if _TENSOR in node else node)
+
+
+def exchange(
+    problem: str, all_ranks: Ranks, device: torch.device, **facts: Any
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Tell all ranks this rank's ``problem``, if it has one, and its ``facts``, which are JSON. Collective.
+
+    Returns:
+        What each rank said, and the problems, each after its rank; the same on all ranks.
+    """
+    texts = comm.gather_texts(json.dumps({"problem": problem, **facts}), all_ranks, device)
+    told = [json.loads(text) for text in texts]
+    return told, [f"rank {rank}: {each['problem']}" for rank, each in enumerate(told) if each["problem"]]

@@ -1,9 +1,9 @@
-"""Files of a checkpoint: created once, written to the end, known by size and digest.
+"""The files of a checkpoint: created once, written to the end, known by size and digest.
 
 A data file is in the safetensors format, so that stock tools read it: eight bytes of header length, a JSON
-header with every tensor's dtype, shape and place, then the tensors. Writing it takes a few lines, which
-hash each block while it is in the cache and hold no second copy of anything; the package's own writer has
-no digest. Reading is the package's, which checks the header and maps the file instead of loading it.
+header with the dtype, shape and offsets of every tensor, then the tensors. Writing it here takes a few lines,
+which hash each block while it is in the cache and hold no second copy; the safetensors package offers no
+digest. Reading is the package's: it checks the header and maps the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Record:
-    """Write ``tensors`` and ``notes`` as a new safetensors file that is on the disk on return.
+    """Write ``tensors`` and ``notes`` as a new safetensors file, and return once it is on the disk.
 
     Raises:
         OSError: the file exists, or cannot be written.
@@ -62,21 +62,20 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
     return _write(path, _blocks(len(text).to_bytes(8, "little") + text, [tensors[name] for name in names]))
 
 
-def write_text(path: Path, text: str) -> Record:
-    """Write a new text file that is on the disk on return."""
-    return _write(path, iter([memoryview(text.encode())]))
-
-
 def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
     yield memoryview(head)
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        raw = flat.view(torch.uint8).numpy().data
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(raw), BLOCK_BYTES):
             yield raw[start : start + BLOCK_BYTES]
 
 
-def _write(path: Path, blocks: Iterator[memoryview]) -> Record:
+def write_text(path: Path, text: str) -> None:
+    """Write a new text file, and return once it is on the disk."""
+    _write(path, [memoryview(text.encode())])
+
+
+def _write(path: Path, blocks: Iterable[memoryview]) -> Record:
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
@@ -92,7 +91,7 @@ def _write(path: Path, blocks: Iterator[memoryview]) -> Record:
 
 
 def sync_directory(path: Path) -> None:
-    """Return once the names in ``path`` are on the disk."""
+    """Return once the names in the directory ``path`` are on the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -101,35 +100,34 @@ def sync_directory(path: Path) -> None:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The text of a plain file of at most ``most_bytes``.
+    """Read a plain UTF-8 file of at most ``most_bytes``.
 
     Raises:
         ValueError: the file is missing, no plain file, too large or not UTF-8.
     """
-    handle, size = _open(path)
-    with os.fdopen(handle, "rb") as file:
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise ValueError(f"{path.name} has {size} bytes, expected at most {most_bytes}")
         try:
-            return file.read().decode()
+            return file.readall().decode()
         except UnicodeDecodeError:
             raise ValueError(f"{path.name} is not UTF-8 text") from None
 
 
 def problem_with(path: Path, record: Record) -> str:
-    """What keeps ``path`` from being the file that ``record`` describes; empty if it is."""
+    """Return what keeps ``path`` from being the file that ``record`` describes, or an empty text."""
     try:
-        handle, size = _open(path)
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != record.bytes:
+                return f"{path.name} has {size} bytes, expected {record.bytes}"
+            matches = _digest(file) == record.sha256
     except ValueError as error:
         return str(error)
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        if size != record.bytes:
-            return f"{path.name} has {size} bytes, expected {record.bytes}"
-        try:
-            found = _digest(file)
-        except OSError as error:
-            return f"{path.name} cannot be read: {error.strerror}"
-    return "" if found == record.sha256 else f"{path.name} does not match its digest"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return "" if matches else f"{path.name} does not match its digest"
 
 
 def _digest(file: io.FileIO) -> str:
@@ -140,18 +138,17 @@ def _digest(file: io.FileIO) -> str:
     return digest.hexdigest()
 
 
-def _open(path: Path) -> tuple[int, int]:
-    """A plain file and its size. A link is not followed: it could lead anywhere."""
+def _open(path: Path) -> io.FileIO:
+    """Open a plain file. A symbolic link is not followed: it could lead anywhere."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise ValueError(f"{path.name} is missing") from None
     except OSError as error:
-        link = "is a symbolic link" if path.is_symlink() else f"cannot be opened: {error.strerror}"
-        raise ValueError(f"{path.name} {link}") from None
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
+        reason = "is a symbolic link" if path.is_symlink() else f"cannot be opened: {error.strerror}"
+        raise ValueError(f"{path.name} {reason}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{path.name} is no plain file")
-    return handle, status.st_size
+    return io.FileIO(handle)

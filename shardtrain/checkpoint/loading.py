@@ -1,37 +1,33 @@
 """A load: verify everything, compare everything, then fill the shards.
 
-    open      each file is read once, by one rank, and compared with its size and digest
-    compare   every rank: names, shapes, dtypes, groups, and that the files hold what the manifest says
-    fill      every rank maps the files and copies the elements that it owns, whoever wrote them
+    open      each file is read once, by one rank, and compared with its size, digest and the manifest
+    compare   every rank: names, shapes, dtypes, optimizer groups
+    fill      every rank maps the files and copies the elements that it owns, whichever rank wrote them
 
-The ranks agree after each phase, so all go on or all raise, and until the last nothing has been touched.
+The ranks agree after each phase, so all continue or all raise, and nothing has changed before the last.
+
+A parameter's elements are intervals of its memory, so other world sizes and other units need no more than
+intersecting intervals. A parameter of 10 elements saved by two ranks as 0:8 and 8:10, loaded by three as
+0:4, 4:8 and 8:10: ranks 0 and 1 read halves of the first file, rank 2 reads the second.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from shardtrain import comm
-from shardtrain.checkpoint.content import Averages, Held, decode_extra, held
+from shardtrain.checkpoint.content import Averages, LocalShard, decode_extra, exchange, local_shards
 from shardtrain.checkpoint.files import DTYPES, problem_with
-from shardtrain.checkpoint.manifest import (
-    Damaged,
-    Manifest,
-    Optimizer,
-    Parameter,
-    Slice,
-    file_name,
-    parse,
-    read,
-)
+from shardtrain.checkpoint.manifest import DTYPE_NAMED, Damaged, Manifest, file_name, parse, read_manifest
 from shardtrain.comm.transport import Ranks
-from shardtrain.engine.hooks import Engine
+from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.shard import in_memory_order
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
@@ -54,61 +50,105 @@ def open_checkpoint(path: Path, all_ranks: Ranks, device: torch.device) -> Opene
     text, problem = "", ""
     if all_ranks.rank == 0:
         try:
-            text = read(path)
+            text = read_manifest(path)
             parse(text)
         except Damaged as error:
             problem = str(error)
-    _agree_whole(path, problem, all_ranks, device)
+    _raise_if_damaged(path, problem, all_ranks, device)
     manifest = parse(comm.broadcast_text(text, all_ranks, device))
-    mine = range(all_ranks.rank, manifest.world_size, all_ranks.world)
-    names = [file_name(index) for index in mine]
-    found = [problem_with(path / name, manifest.files[name]) for name in names]
-    _agree_whole(path, "; ".join(filter(None, found)), all_ranks, device)
+    names = [file_name(index) for index in range(all_ranks.rank, manifest.world_size, all_ranks.world)]
+    expected = _expected_tensors(manifest, names)
+    found = [
+        problem_with(path / name, manifest.files[name]) or _header_problem(path / name, expected[name])
+        for name in names
+    ]
+    _raise_if_damaged(path, "; ".join(filter(None, found)), all_ranks, device)
     return Opened(path, manifest)
 
 
-def _agree_whole(path: Path, problem: str, all_ranks: Ranks, device: torch.device) -> None:
-    problems = _gathered(problem, all_ranks, device)
+def _raise_if_damaged(path: Path, problem: str, all_ranks: Ranks, device: torch.device) -> None:
+    _, problems = exchange(problem, all_ranks, device)
     if problems:
         raise Damaged(f"{path} is damaged: {'; '.join(problems)}")
 
 
-def _gathered(problem: str, all_ranks: Ranks, device: torch.device) -> list[str]:
-    """Every rank's problem after its rank's number, the same list on all."""
-    heard = comm.gather_texts(problem, all_ranks, device)
-    return [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text]
+def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dict[str, Spec]]:
+    """Return the tensors that the manifest expects in each of ``files``, by key."""
+    expected = {file: {f"buffers/{name}": spec for name, spec in manifest.buffers.items()} for file in files}
+    if file_name(0) in expected:
+        expected[file_name(0)] |= {f"averaged/{name}": spec for name, spec in manifest.buffers.items()}
+    for name, entry in manifest.parameters.items():
+        cut = {f"{kind}/{name}": entry.spec.dtype for kind in ("parameters", *["ema"] * manifest.ema)}
+        whole = {}
+        for key, node in manifest.state_of(name).items():
+            if "dtype" in node:
+                cut[f"optimizer/{key}/{name}"] = DTYPE_NAMED[node["dtype"]]
+            elif "whole" in node:
+                whole[f"optimizer/{key}/{name}"] = Spec(DTYPE_NAMED[node["whole"]], ())
+        for part in entry.slices:
+            if part.file in expected:
+                shape = (part.stop - part.start,)
+                expected[part.file] |= {key: Spec(dtype, shape) for key, dtype in cut.items()}
+        if entry.first_file in expected:
+            expected[entry.first_file] |= whole
+    return expected
+
+
+def _header_problem(path: Path, expected: Mapping[str, Spec]) -> str:
+    """Return what a data file does not hold as expected, or an empty text."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for key, spec in expected.items():
+                tensor = file.get_slice(key)
+                found = f"{tensor.get_dtype()} {tuple(tensor.get_shape())}"
+                wanted = f"{DTYPES[spec.dtype]} {spec.shape}"
+                if found != wanted:
+                    return f"{path.name} has {key} as {found}, expected {wanted}"
+    except (SafetensorError, OSError) as error:
+        return f"{path.name}: {error}"
+    return ""
 
 
 def load_into(
     opened: Opened,
-    engine: Engine,
-    optimizer: torch.optim.Optimizer | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     averages: Averages | None = None,
 ) -> Any:
-    """Fill the module, the optimizer and the averages, and return this rank's extra. Collective.
+    """Fill the sharded model, the optimizer and the averages; return this rank's extra. Collective.
 
     Raises:
         ValueError: on every rank, naming everything that does not fit; nothing has been loaded then.
     """
+    engine = engine_of(model)
     all_ranks, device = engine.transport.all_ranks, engine.device
-    entries = held(engine)
-    source = Source(opened.path, opened.manifest, all_ranks)
-    problems = _compare(opened.manifest, engine, entries, optimizer)
+    shards, extra = local_shards(engine), None
+    reader = _Reader(opened, all_ranks)
+    problems = _compare(opened.manifest, model, shards, optimizer)
     if averages is not None and not opened.manifest.ema:
         problems.append("it was saved without moving averages of the parameters")
-    kinds = ["parameters", *(["ema"] if averages is not None else [])]
-    problems = problems or source.problems(entries, kinds)
-    extra, more = ([], "") if problems else source.extra()
-    found = comm.gather_texts("; ".join([*problems, more] if more else problems), all_ranks, device)
-    if any(found):
-        differing = "; ".join(dict.fromkeys(filter(None, found)))
-        raise ValueError(f"{opened.path} does not fit, nothing was loaded: {differing}")
+    try:
+        extra = reader.extra()
+    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError, OSError) as error:
+        problems.append(f"{reader.own_file} has no readable extra: {type(error).__name__} {error}")
+    told, _ = exchange("; ".join(problems), all_ranks, device)
+    differing = dict.fromkeys(each["problem"] for each in told if each["problem"])
+    if differing:
+        raise ValueError(f"{opened.path} does not fit, nothing was loaded: {'; '.join(differing)}")
     problem = ""
     try:
-        _fill(source, engine, entries, optimizer, averages)
+        for shard in shards:
+            shard.param.data.copy_(reader.piece("parameters", shard))
+        if optimizer is not None:
+            _fill_optimizer(reader, shards, optimizer)
+        for name, buffer in persistent_buffers(model):
+            buffer.copy_(reader.buffer(name))
+        if averages is not None:
+            for shard in shards:
+                averages[shard.param].copy_(reader.piece("ema", shard))
     except (OSError, SafetensorError) as error:
         problem = str(error)
-    problems = _gathered(problem, all_ranks, device)
+    _, problems = exchange(problem, all_ranks, device)
     if problems:
         raise RuntimeError(
             f"{opened.path} became unreadable, the model is half loaded: {'; '.join(problems)}"
@@ -117,213 +157,117 @@ def load_into(
 
 
 def _compare(
-    manifest: Manifest, engine: Engine, entries: Sequence[Held], optimizer: torch.optim.Optimizer | None
+    manifest: Manifest,
+    model: nn.Module,
+    shards: Sequence[LocalShard],
+    optimizer: torch.optim.Optimizer | None,
 ) -> list[str]:
-    """Everything about the model and the optimizer that is not as in the manifest."""
-    expected = {entry.name: Spec(entry.param.dtype, entry.shape) for entry in entries}
+    """Return everything about the model and the optimizer that is not as in the manifest."""
+    expected = {shard.name: shard.entry.spec for shard in shards}
     problems = differences(expected, {name: entry.spec for name, entry in manifest.parameters.items()})
-    expected = {name: Spec.of(b) for name, b in persistent_buffers(engine.module)}
+    expected = {name: Spec.of(buffer) for name, buffer in persistent_buffers(model)}
     problems += differences(expected, manifest.buffers)
-    return problems or ([] if optimizer is None else _compare_optimizer(manifest, entries, optimizer))
+    return problems or ([] if optimizer is None else _compare_optimizer(manifest, shards, optimizer))
 
 
 def _compare_optimizer(
-    manifest: Manifest, entries: Sequence[Held], optimizer: torch.optim.Optimizer
+    manifest: Manifest, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer
 ) -> list[str]:
     saved, kind = manifest.optimizer, type(optimizer).__name__
     if saved is None:
         return [f"it was saved without an optimizer, but {kind} is to be loaded"]
-    if saved.type != kind:
-        return [f"its optimizer is {saved.type}, expected {kind}"]
-    if len(saved.groups) != len(optimizer.param_groups):
-        return [f"its optimizer has {len(saved.groups)} groups, expected {len(optimizer.param_groups)}"]
-    names = {entry.param: entry.name for entry in entries}
+    if saved["type"] != kind:
+        return [f"its optimizer is {saved['type']}, expected {kind}"]
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        return [f"its optimizer has {len(saved['groups'])} groups, expected {len(optimizer.param_groups)}"]
+    names = {shard.param: shard.name for shard in shards}
     problems = []
-    for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
+    for index, (group, theirs) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
         ours = [names.get(param, "a parameter that is not the module's") for param in group["params"]]
-        odd = sorted(set(ours) ^ set(theirs.names))
+        odd = sorted(set(ours) ^ set(theirs["names"]))
         if odd:
             where = "is missing from" if odd[0] in ours else "is unexpected in"
             problems.append(f"{odd[0]} {where} its optimizer's group {index}")
     return problems
 
 
-def _fill(
-    source: Source,
-    engine: Engine,
-    entries: Sequence[Held],
-    optimizer: torch.optim.Optimizer | None,
-    averages: Averages | None,
-) -> None:
-    for entry in entries:
-        entry.param.data.copy_(source.piece("parameters", entry))
-    if optimizer is not None:
-        _fill_optimizer(source, entries, optimizer)
-    for name, buffer in persistent_buffers(engine.module):
-        buffer.copy_(source.buffer(name))
-    if averages is not None:
-        for entry in entries:
-            averages[entry.param].copy_(source.piece("ema", entry))
-
-
-def _fill_optimizer(source: Source, entries: Sequence[Held], optimizer: torch.optim.Optimizer) -> None:
-    """By the optimizer's own `load_state_dict`, which knows where its counters belong."""
-    saved = source.manifest.optimizer
-    assert saved is not None, "compared"
-    by_param = {entry.param: entry for entry in entries}
+def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> None:
+    """Fill it by its own `load_state_dict`, which knows where its counters belong."""
+    assert reader.manifest.optimizer is not None, "compared"
+    by_param = {shard.param: shard for shard in shards}
     state: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    first = 0
-    for group, theirs in zip(optimizer.param_groups, saved.groups, strict=True):
-        indices = range(first, first := first + len(group["params"]))
-        groups.append({**_options(group, theirs.options), "params": list(indices)})
-        for index, param in zip(indices, group["params"], strict=True):
-            entry = by_param[param]
-            values = saved.state.get(entry.name)
-            if values is not None:
-                state[index] = {key: source.state(key, entry) for key in values}
+    groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
+    for ours, group, saved in zip(
+        optimizer.param_groups, groups, reader.manifest.optimizer["groups"], strict=True
+    ):
+        group |= {key: _option(value, group.get(key)) for key, value in saved["options"].items()}
+        for number, param in zip(group["params"], ours["params"], strict=True):
+            state[number] = dict(reader.state(by_param[param]))
+    state = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved options, those that JSON has no type for as the group has them: tuples, 0-dim tensors."""
-    options = {key: value for key, value in group.items() if key != "params"}
-    for key, value in saved.items():
-        ours = group.get(key)
-        if isinstance(ours, tuple):
-            value = tuple(value)
-        elif isinstance(ours, torch.Tensor):
-            value = torch.full_like(ours, value)
-        options[key] = value
-    return options
+def _option(value: Any, ours: Any) -> Any:
+    """Return a saved option; one for which JSON has no type, a tuple or a 0-dim tensor, as ``ours`` is."""
+    if isinstance(ours, torch.Tensor):
+        return torch.full_like(ours, value)
+    return tuple(value) if isinstance(ours, tuple) else value
 
 
-# What the files of a checkpoint hold for one rank, whoever wrote them.
-#
-# A parameter's elements are intervals of its memory, so other world sizes and other units need no more than
-# intersecting intervals. A parameter of 10 elements saved by two ranks as 0:8 and 8:10, loaded by three as
-# 0:4, 4:8 and 8:10: ranks 0 and 1 read halves of the first file, rank 2 the second.
+class _Reader:
+    """A verified checkpoint as one rank of ``all_ranks`` reads it. Files are mapped when first needed.
 
-
-class Source:
-    """A checkpoint as one rank of ``all_ranks`` reads it. Files are mapped when first needed.
-
-    With as many ranks as saved, each gets its own buffers and extra again; else the buffers are the mean
-    over the ranks that saved, and the extra is rank 0's.
+    With as many ranks as saved, each gets its own buffers and extra again. Otherwise the buffers are the
+    mean over the ranks that saved, and the extra is rank 0's.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, all_ranks: Ranks) -> None:
-        self.manifest = manifest
-        self._path = path
-        self._handles: dict[str, Any] = {}
-        same = manifest.world_size == all_ranks.world
-        self._own_file = file_name(all_ranks.rank if same else 0)
+    def __init__(self, opened: Opened, all_ranks: Ranks) -> None:
+        self.path, self.manifest = opened
+        same = self.manifest.world_size == all_ranks.world
+        self.own_file = file_name(all_ranks.rank if same else 0)
         self._buffers = "buffers" if same else "averaged"
+        self._handles: dict[str, Any] = {}
 
-    # looking
-
-    def problems(self, entries: Sequence[Held], kinds: Sequence[str]) -> list[str]:
-        """Everything that this rank needs and that the files do not hold as the manifest says.
-
-        ``kinds``: what there is of each parameter, beside the optimizer's state.
-        """
-        needs = [need for entry in entries for need in self._needs(entry, kinds)]
-        needs += [(self._own_file, f"{self._buffers}/{n}", spec) for n, spec in self.manifest.buffers.items()]
-        return [problem for need in needs if (problem := self._problem(*need))]
-
-    def _needs(self, entry: Held, kinds: Sequence[str]) -> Iterator[tuple[str, str, Spec]]:
-        """What belongs to one parameter: files, keys, and how they must be."""
-        saved = self.manifest.parameters[entry.name]
-        states = self._optimizer.state.get(entry.name, {}) if self.manifest.optimizer else {}
-        cut = {f"{kind}/{entry.name}": saved.spec.dtype for kind in kinds}
-        cut |= {f"optimizer/{k}/{entry.name}": s.dtype for k, s in states.items() if s.dtype and not s.whole}
-        whole = saved.stride != entry.stride
-        parts = saved.slices if whole else _needed(saved.slices, entry.start, entry.stop)
-        for key, dtype in cut.items():
-            yield from ((part.file, key, Spec(dtype, (part.stop - part.start,))) for part in parts)
-        for key, state in states.items():
-            if state.whole and state.dtype:
-                yield _first_file(saved), f"optimizer/{key}/{entry.name}", Spec(state.dtype, ())
-
-    def _problem(self, file: str, key: str, spec: Spec) -> str:
-        """Whether ``file`` holds ``key`` as ``spec`` says."""
-        try:
-            found = self._handle(file).get_slice(key)
-        except (SafetensorError, OSError) as error:
-            return f"{file}: {error}"
-        dtype, shape = found.get_dtype(), tuple(found.get_shape())
-        expected = DTYPES[spec.dtype], spec.shape
-        if (dtype, shape) != expected:
-            return f"{file} has {key} as {dtype} {shape}, expected {expected[0]} {expected[1]}"
-        return ""
-
-    # reading
-
-    def piece(self, kind: str, entry: Held) -> torch.Tensor:
-        """What this rank holds of a parameter, or of its moving average, as shown at rest."""
-        dtype = self.manifest.parameters[entry.name].spec.dtype
-        return self._piece(f"{kind}/{entry.name}", dtype, entry)
-
-    def state(self, key: str, entry: Held) -> Any:
-        """The optimizer's ``key`` of a parameter."""
-        state, name = self._optimizer.state[entry.name][key], f"optimizer/{key}/{entry.name}"
-        if state.dtype is None:
-            return state.value
-        if state.whole:
-            return self._tensor(_first_file(self.manifest.parameters[entry.name]), name).clone()
-        return self._piece(name, state.dtype, entry)
+    def state(self, shard: LocalShard) -> Iterator[tuple[str, Any]]:
+        """Read the optimizer state of a parameter, key after key."""
+        for key, node in self.manifest.state_of(shard.name).items():
+            if "dtype" in node:
+                yield key, self.piece(f"optimizer/{key}", shard, DTYPE_NAMED[node["dtype"]])
+            elif "whole" in node:
+                file = self._handle(self.manifest.parameters[shard.name].first_file)
+                yield key, file.get_tensor(f"optimizer/{key}/{shard.name}").clone()
+            else:
+                yield key, node["value"]
 
     def buffer(self, name: str) -> torch.Tensor:
-        return self._tensor(self._own_file, f"{self._buffers}/{name}")
+        tensor: torch.Tensor = self._handle(self.own_file).get_tensor(f"{self._buffers}/{name}")
+        return tensor
 
-    def extra(self) -> tuple[Any, str]:
-        """The rank's extra, and what is wrong with it."""
-        try:
-            file = self._handle(self._own_file)
-            tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("extra/")}  # noqa: SIM118
-            return decode_extra(json.loads(file.metadata()["extra"]), tensors), ""
-        except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
-            return None, f"{self._own_file} has no readable extra: {type(error).__name__} {error}"
-
-    @property
-    def _optimizer(self) -> Optimizer:
-        assert self.manifest.optimizer is not None, "compared"
-        return self.manifest.optimizer
+    def extra(self) -> Any:
+        file = self._handle(self.own_file)
+        tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("extra/")}  # noqa: SIM118
+        return decode_extra(file.metadata()["extra"], tensors)
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:
-            self._handles[file] = safe_open(self._path / file, framework="pt", device="cpu")
+            self._handles[file] = safe_open(self.path / file, framework="pt", device="cpu")
         return self._handles[file]
 
-    def _tensor(self, file: str, key: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle(file).get_tensor(key)
-        return tensor
+    def piece(self, kind: str, shard: LocalShard, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read what this rank holds of a parameter, or of what is cut like it, in its shape at rest.
 
-    def _piece(self, key: str, dtype: torch.dtype, entry: Held) -> torch.Tensor:
-        saved = self.manifest.parameters[entry.name]
-        if saved.stride == entry.stride:
-            return entry.shown(self._span(key, saved.slices, dtype, entry.start, entry.stop))
-        whole = self._span(key, saved.slices, dtype, 0, saved.slices[-1].stop if saved.slices else 0)
-        ordered = in_memory_order(whole.as_strided(entry.shape, saved.stride), entry.stride)
-        return entry.shown(ordered[entry.start : entry.stop].clone())  # a view would keep the whole alive
-
-    def _span(
-        self, key: str, slices: Sequence[Slice], dtype: torch.dtype, start: int, stop: int
-    ) -> torch.Tensor:
-        """Elements ``start:stop`` of what is cut into ``slices``, from whichever files hold them; 1-D."""
-        span = torch.empty(stop - start, dtype=dtype)
-        for part in _needed(slices, start, stop):
+        ``dtype``: of what is read, if it is not the parameter's.
+        """
+        saved, key = self.manifest.parameters[shard.name], f"{kind}/{shard.name}"
+        same = saved.stride == shard.entry.stride
+        start, stop = (shard.start, shard.stop) if same else (0, math.prod(saved.spec.shape))
+        elements = torch.empty(stop - start, dtype=dtype or saved.spec.dtype)
+        for part in saved.slices:
             low, high = max(start, part.start), min(stop, part.stop)
-            source = self._handle(part.file).get_slice(key)
-            span[low - start : high - start] = source[low - part.start : high - part.start]
-        return span
-
-
-def _needed(slices: Sequence[Slice], start: int, stop: int) -> list[Slice]:
-    """The slices that have elements of ``start:stop``."""
-    return [part for part in slices if max(start, part.start) < min(stop, part.stop)]
-
-
-def _first_file(saved: Parameter) -> str:
-    """Where what belongs to all of a parameter is."""
-    return saved.slices[0].file if saved.slices else file_name(0)
+            if low < high:
+                source = self._handle(part.file).get_slice(key)
+                elements[low - start : high - start] = source[low - part.start : high - part.start]
+        if not same:
+            ordered = in_memory_order(elements.as_strided(saved.spec.shape, saved.stride), shard.entry.stride)
+            elements = ordered[shard.start : shard.stop].clone()  # a view would keep the whole alive
+        return shard.shown(elements)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in ``manifest.json``; read with distrust.
+"""What a checkpoint holds, in ``manifest.json``. It is read with distrust.
 
     {"format": "shardtrain checkpoint", "version": 1, "world_size": 2,
      "files": {"rank-00000.safetensors": {"bytes": 4240, "sha256": "9f…"}, …},
@@ -11,7 +11,7 @@
      "facts": {…}, "ema": false, "versions": {…}}
 
 A slice says which file holds which elements of the parameter's memory, counted in the order of its
-strides; state like ``exp_avg`` is cut at the same places. ``manifest.sha256`` beside it holds the
+strides. State like ``exp_avg`` is cut at the same places. ``manifest.sha256`` beside it holds the
 manifest's own digest, in the form that ``sha256sum -c`` reads.
 
 Nothing in a manifest names a path: files can only be called ``rank-NNNNN.safetensors``, and there are as
@@ -39,11 +39,11 @@ FORMAT, VERSION = "shardtrain checkpoint", 1
 NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"
 MOST_BYTES = 256 << 20  # of a manifest: a million slices take about 50 MiB
 
-_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+DTYPE_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Damaged(ValueError):
-    """A checkpoint is not whole, or not what its manifest says. Nothing has been loaded from it."""
+    """A checkpoint is incomplete, or not what its manifest says. Nothing has been loaded from it."""
 
 
 class Slice(NamedTuple):
@@ -54,42 +54,34 @@ class Slice(NamedTuple):
     stop: int
 
 
-class Parameter(NamedTuple):
+class ParameterEntry(NamedTuple):
     spec: Spec
     stride: tuple[int, ...]
     unit: str
     slices: tuple[Slice, ...]
 
-
-class StateEntry(NamedTuple):
-    """One entry of the optimizer's state of a parameter: cut like it, a ``whole`` 0-dim tensor, or plain."""
-
-    dtype: torch.dtype | None  # None: a plain value
-    whole: bool = False
-    value: Any = None
-
-
-class Group(NamedTuple):
-    names: list[str]
-    options: dict[str, Any]
-
-
-class Optimizer(NamedTuple):
-    type: str
-    groups: list[Group]
-    state: dict[str, dict[str, StateEntry]]
+    @property
+    def first_file(self) -> str:
+        """The file that holds what belongs to the whole parameter."""
+        return self.slices[0].file if self.slices else file_name(0)
 
 
 class Manifest(NamedTuple):
     world_size: int
     files: dict[str, Record]
-    parameters: dict[str, Parameter]
+    parameters: dict[str, ParameterEntry]
     buffers: dict[str, Spec]
-    optimizer: Optimizer | None
+    optimizer: dict[str, Any] | None
+    """As in the JSON above."""
     facts: dict[str, Any]
     """JSON of the caller's: step, configuration."""
     ema: bool = False
     """Whether there is a moving average of each parameter, cut as it is."""
+
+    def state_of(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return the optimizer state of parameter ``name``, as in the JSON above: cut like it, a ``whole``
+        0-dim tensor, or a plain ``value``."""
+        return self.optimizer["state"].get(name, {}) if self.optimizer is not None else {}
 
 
 def file_name(rank: int) -> str:
@@ -97,21 +89,25 @@ def file_name(rank: int) -> str:
 
 
 def digest_line(text: str) -> str:
-    """What ``manifest.sha256`` holds."""
+    """Return what ``manifest.sha256`` holds for the manifest ``text``."""
     return f"{hashlib.sha256(text.encode()).hexdigest()}  {NAME}\n"
 
 
 def dump(manifest: Manifest) -> str:
-    """The manifest as the text of its file."""
+    """Write the manifest as the text of its file."""
     packages = {name: version(name) for name in ("torch", "numpy", "safetensors")}
     node = {
         "format": FORMAT,
         "version": VERSION,
         "world_size": manifest.world_size,
         "files": {name: record._asdict() for name, record in manifest.files.items()},
-        "parameters": {name: _dump_parameter(entry) for name, entry in manifest.parameters.items()},
+        "parameters": {
+            name: _dump_spec(entry.spec)
+            | {"stride": entry.stride, "unit": entry.unit, "slices": entry.slices}
+            for name, entry in manifest.parameters.items()
+        },
         "buffers": {name: _dump_spec(spec) for name, spec in manifest.buffers.items()},
-        "optimizer": None if manifest.optimizer is None else _dump_optimizer(manifest.optimizer),
+        "optimizer": manifest.optimizer,
         "facts": manifest.facts,
         "ema": manifest.ema,
         "versions": {"python": platform.python_version(), **packages},
@@ -119,36 +115,16 @@ def dump(manifest: Manifest) -> str:
     return json.dumps(node, separators=(",", ":")) + "\n"
 
 
-def _dump_spec(spec: Spec) -> dict[str, Any]:
-    return {"dtype": _dtype_name(spec.dtype), "shape": list(spec.shape)}
-
-
-def _dump_parameter(entry: Parameter) -> dict[str, Any]:
-    place = {"stride": list(entry.stride), "unit": entry.unit, "slices": [list(s) for s in entry.slices]}
-    return _dump_spec(entry.spec) | place
-
-
-def _dump_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    state = {
-        name: {key: dump_state(entry) for key, entry in entries.items()}
-        for name, entries in optimizer.state.items()
-    }
-    groups = [group._asdict() for group in optimizer.groups]
-    return {"type": optimizer.type, "groups": groups, "state": state}
-
-
-def dump_state(state: StateEntry) -> dict[str, Any]:
-    if state.dtype is None:
-        return {"value": state.value}
-    return {"whole" if state.whole else "dtype": _dtype_name(state.dtype)}
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def read(directory: Path) -> str:
-    """The manifest's text, checked against its digest.
+def _dump_spec(spec: Spec) -> dict[str, Any]:
+    return {"dtype": dtype_name(spec.dtype), "shape": spec.shape}
+
+
+def read_manifest(directory: Path) -> str:
+    """Read the manifest's text, and check it against its digest.
 
     Raises:
         Damaged: naming the file.
@@ -163,7 +139,7 @@ def read(directory: Path) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """The manifest behind ``text``.
+    """Parse the text of a manifest.
 
     Raises:
         Damaged: it is of another format or version, or says what cannot be.
@@ -173,20 +149,23 @@ def parse(text: str) -> Manifest:
     except (ValueError, RecursionError):
         raise Damaged(f"{NAME} is no JSON") from None
     try:
-        if node["format"] != FORMAT or node["version"] != VERSION:
-            raise Damaged(
-                f"{NAME} is of format {str(node['format'])[:40]!r} version {str(node['version'])[:40]}, "
-                f"expected {FORMAT!r} version {VERSION}; load it with the release that wrote it"
-            )
         return _manifest(node)
+    except Damaged:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, Damaged):
-            raise
         raise Damaged(f"{NAME} says what cannot be: {type(error).__name__} {error}") from None
 
 
 def _manifest(node: Mapping[str, Any]) -> Manifest:
-    files = {name: _record(entry, name) for name, entry in node["files"].items()}
+    if node["format"] != FORMAT or node["version"] != VERSION:
+        raise Damaged(
+            f"{NAME} is of format {str(node['format'])[:40]!r} version {str(node['version'])[:40]}, "
+            f"expected {FORMAT!r} version {VERSION}; load it with the release that wrote it"
+        )
+    files = {
+        name: Record(_count(entry["bytes"], f"size of {name}"), str(entry["sha256"]))
+        for name, entry in node["files"].items()
+    }
     world = _count(node["world_size"], "world_size")
     for name in files:
         if name not in {file_name(rank) for rank in range(min(world, len(files)))}:
@@ -205,18 +184,14 @@ def _manifest(node: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _record(node: Mapping[str, Any], name: str) -> Record:
-    return Record(_count(node["bytes"], f"size of {name}"), str(node["sha256"]))
-
-
 def _spec(node: Mapping[str, Any], name: str) -> Spec:
-    return Spec(_BY_NAME[node["dtype"]], tuple(_count(size, f"shape of {name}") for size in node["shape"]))
+    return Spec(DTYPE_NAMED[node["dtype"]], tuple(_count(size, f"shape of {name}") for size in node["shape"]))
 
 
-def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) -> Parameter:
+def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) -> ParameterEntry:
     spec = _spec(node, name)
     stride = tuple(_count(step, f"stride of {name}") for step in node["stride"])
-    slices = tuple(Slice(str(f), int(a), int(b)) for f, a, b in node["slices"])
+    slices = tuple(Slice(str(file), int(start), int(stop)) for file, start, stop in node["slices"])
     if not is_dense(spec.shape, stride):
         raise Damaged(f"{NAME} gives {name} the stride {stride}, which does not fill the shape {spec.shape}")
     reached = 0
@@ -227,26 +202,19 @@ def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) 
     numel = math.prod(spec.shape)
     if reached != numel:
         raise Damaged(f"{NAME} has slices of {name} up to {reached}, expected up to {numel}")
-    return Parameter(spec, stride, str(node["unit"]), slices)
+    return ParameterEntry(spec, stride, str(node["unit"]), slices)
 
 
-def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> Optimizer:
-    groups = [Group([str(name) for name in g["names"]], dict(g["options"])) for g in node["groups"]]
-    state = {
-        name: {key: parse_state(entry) for key, entry in entries.items()}
-        for name, entries in node["state"].items()
-    }
-    for name in [*state, *(name for group in groups for name in group.names)]:
+def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, ParameterEntry]) -> dict[str, Any]:
+    groups = [{"names": list(g["names"]), "options": dict(g["options"])} for g in node["groups"]]
+    for name in [*node["state"], *(name for group in groups for name in group["names"])]:
         if name not in parameters:
             raise Damaged(f"{NAME} has optimizer state of {name}, which is no parameter")
-    return Optimizer(str(node["type"]), groups, state)
-
-
-def parse_state(node: Mapping[str, Any]) -> StateEntry:
-    if "value" in node:
-        return StateEntry(None, value=node["value"])
-    whole = "whole" in node
-    return StateEntry(_BY_NAME[node["whole" if whole else "dtype"]], whole)
+    for entries in node["state"].values():
+        for entry in entries.values():
+            if "value" not in entry and entry.get("whole", entry.get("dtype")) not in DTYPE_NAMED:
+                raise Damaged(f"{NAME} has optimizer state of an unknown dtype: {str(entry)[:80]}")
+    return {"type": str(node["type"]), "groups": groups, "state": node["state"]}
 
 
 def _count(value: Any, what: str) -> int:

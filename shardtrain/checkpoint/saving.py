@@ -5,16 +5,14 @@
     commit   rank 0  manifest.json and manifest.sha256, fsynced; the directory fsynced; renamed to
                      `step-00000120`; the directory above fsynced
 
-Killed at any moment, this leaves either the old state of affairs and a `.tmp-` that no one reads, or the
-new checkpoint, whole. `write` and `commit` communicate nothing, so a thread may do them while the ranks
-train; between them, `advance` brings the ranks together: they exchange what each has done, and a problem
-of one is the same `SaveFailed` on all.
+A kill at any moment leaves either the state before and a `.tmp-` directory that no one reads, or the new
+checkpoint, complete. `write` and `commit` communicate nothing, so a thread may do them while the ranks
+train. Between them, `advance` brings the ranks together: they exchange what each has done, and a problem
+of one rank is the same `SaveFailed` on all.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -26,12 +24,14 @@ from threading import Event
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardtrain import comm
-from shardtrain.checkpoint.content import Averages, Content, collect
+from shardtrain.checkpoint.content import Averages, Content, collect, exchange
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line, dump, file_name
-from shardtrain.engine.hooks import Engine
+from shardtrain.device import current_stream, on_accelerator
+from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.state_dict import require_rest
 
 TEMPORARY = ".tmp-"
 _ALIGN = 64  # bytes; a cache line
@@ -55,82 +55,84 @@ class Snapshot:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of all ``tensors``, valid until the next call."""
+        """Return copies of all ``tensors``, valid until the next call."""
         starts = list(accumulate((-(-t.nbytes // _ALIGN) * _ALIGN for t in tensors.values()), initial=0))
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        devices = {tensor.device for tensor in tensors.values() if on_accelerator(tensor)}
         if self._bytes.numel() < starts[-1]:
-            self._bytes = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+            self._bytes = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=bool(devices))
         copies = {}
         for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
-            place = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = place.copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # a thread's own device is the first one
+            target = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = target.copy_(tensor.detach(), non_blocking=True)
+        for device in devices:
+            current_stream(device).synchronize()  # a thread's own device is the first one
         return copies
 
 
 class Saving:
-    """One save under way on all ranks, each doing its `work` between two `advance`."""
+    """One save under way on all ranks; each does its `work` between two calls of `advance`.
 
-    def __init__(self, path: Path, temporary: Path, content: Content, engine: Engine) -> None:
-        self.path = path
-        self.stage = Stage.WRITE
-        self._temporary = temporary
-        self._content = content
-        self._memory: Snapshot | None = None
-        self.copied = Event()  # the live tensors are not needed any more
+    With a ``snapshot``, `work` first copies everything into it. Parameters and optimizer state do not change
+    before the next update, which must wait for `copied`. What a forward changes is copied at once.
+    """
+
+    def __init__(
+        self, path: Path, temporary: Path, content: Content, engine: Engine, snapshot: Snapshot | None
+    ) -> None:
+        self.path, self.stage, self.problem = path, Stage.WRITE, ""
+        self.copied = Event()  # set once the live tensors are not needed any more
+        self._temporary, self._content, self._snapshot = temporary, content, snapshot
         self._all_ranks, self._device = engine.transport.all_ranks, engine.device
+        self._file = file_name(self._all_ranks.rank)
         self._record: Record | None = None
         self._records: dict[str, Record] = {}
-        self.problem = ""
-
-    def copy_first(self, memory: Snapshot) -> None:
-        """Let `work` copy everything into ``memory`` before it writes.
-
-        Parameters and optimizer state do not change before the next update, so that is time enough (see
-        `copied`). What a forward changes is copied at once.
-        """
-        tensors = self._content.tensors
-        copies = {name: t.detach().clone() for name, t in tensors.items() if not name.startswith(_CUT)}
-        self._content = self._content._replace(tensors=tensors | copies)
-        self._memory = memory
+        if snapshot is not None:
+            changing = {k: t.detach().clone() for k, t in content.tensors.items() if not k.startswith(_CUT)}
+            content.tensors.update(changing)
 
     def work(self) -> None:
-        """This rank's part of the stage. Communicates nothing and raises nothing."""
-        name = file_name(self._all_ranks.rank)
+        """Do this rank's part of the stage, unless it has a problem. Communicates nothing, raises nothing."""
         try:
-            if self.stage is Stage.WRITE:
-                self._write(self._temporary / name)
+            if self.stage is Stage.WRITE and not self.problem:
+                self._write()
             elif self.stage is Stage.COMMIT and self._all_ranks.rank == 0:
-                commit(self._temporary, self.path, dump(self._content.manifest._replace(files=self._records)))
+                self._commit()
         except OSError as error:
-            self.problem = f"{Path(error.filename or name).name}: {error.strerror}"
+            self.problem = f"{Path(error.filename or self._file).name}: {error.strerror}"
         except Exception as error:  # in a thread nobody else would hear of it
-            self.problem = f"{name}: {type(error).__name__} {error}"
+            self.problem = f"{self._file}: {type(error).__name__} {error}"
         finally:
             self.copied.set()
 
-    def _write(self, file: Path) -> None:
-        if self._memory is not None:
-            self._content = self._content._replace(tensors=self._memory.copy(self._content.tensors))
+    def _write(self) -> None:
+        tensors = self._content.tensors
+        if self._snapshot is not None:
+            tensors = self._snapshot.copy(tensors)
             self.copied.set()
-        self._record = write_tensors(file, self._content.tensors, self._content.notes)
+        self._record = write_tensors(self._temporary / self._file, tensors, {"extra": self._content.extra})
+
+    def _commit(self) -> None:
+        """Write the manifest, and make the temporary directory the checkpoint."""
+        text = dump(self._content.manifest._replace(files=self._records))
+        write_text(self._temporary / NAME, text)
+        write_text(self._temporary / DIGEST_NAME, digest_line(text))
+        sync_directory(self._temporary)
+        os.rename(self._temporary, self.path)
+        sync_directory(self.path.parent)
 
     def advance(self) -> bool:
-        """Enter the next stage when every rank has done its work; whether that was the last. Collective.
+        """Enter the next stage, and return whether the checkpoint is there. Collective, after `work`.
 
         Raises:
             SaveFailed: on every rank, naming ranks, files and reasons.
         """
-        said = json.dumps({"problem": self.problem, "record": self._record})
-        heard = [json.loads(text) for text in comm.gather_texts(said, self._all_ranks, self._device)]
-        problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(heard) if each["problem"]]
+        told, problems = exchange(self.problem, self._all_ranks, self._device, record=self._record)
         if problems:
             if self._all_ranks.rank == 0:
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise SaveFailed(f"{self.path} was not saved: {'; '.join(problems)}")
         if self.stage is Stage.WRITE:
-            self._records = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(heard)}
+            self._records = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(told)}
             self.stage = Stage.COMMIT
         else:
             self.stage = Stage.DONE
@@ -139,11 +141,12 @@ class Saving:
 
 def begin(
     path: Path,
-    engine: Engine,
+    module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: Any,
     facts: Mapping[str, Any],
     averages: Averages | None = None,
+    snapshot: Snapshot | None = None,
 ) -> Saving:
     """Collect what to save and make the temporary directory. Collective.
 
@@ -151,49 +154,39 @@ def begin(
         SaveFailed: on every rank: ``path`` exists, the directory cannot be made, something cannot be
             saved, or the ranks hold different models or optimizers.
     """
+    engine = engine_of(module)
+    require_rest(engine, "checkpoint.save")
     content, problem, temporary = None, "", ""
     try:
         content = collect(engine, optimizer, extra, facts, averages)
+        if engine.transport.all_ranks.rank == 0:
+            temporary = make_temporary(path).name
     except ValueError as error:
         problem = str(error)
-    if engine.transport.all_ranks.rank == 0 and not problem:
-        try:
-            temporary = make_temporary(path).name
-        except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
-    said = {"problem": problem, "temporary": temporary, "digest": _digest(content)}
-    texts = comm.gather_texts(json.dumps(said), engine.transport.all_ranks, engine.device)
-    heard = [json.loads(text) for text in texts]
-    problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(heard) if each["problem"]]
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    compared = {} if content is None else {"digest": content.digest(), "state": content.first_state}
+    told, problems = exchange(
+        problem, engine.transport.all_ranks, engine.device, temporary=temporary, **compared
+    )
     if not problems:
-        odd = [rank for rank, each in enumerate(heard) if each["digest"] != heard[0]["digest"]]
+        odd = [rank for rank, each in enumerate(told) if each["digest"] != told[0]["digest"]]
         problems = [f"rank {rank} holds another model, optimizer or facts than rank 0" for rank in odd]
     if problems:
         if temporary:
             (path.parent / temporary).rmdir()
         raise SaveFailed(f"{path} was not saved: {'; '.join(problems)}")
     assert content is not None, "a rank without content has a problem"
-    return Saving(path, path.parent / heard[0]["temporary"], content, engine)
-
-
-def _digest(content: Content | None) -> str:
-    return "" if content is None else hashlib.sha256(dump(content.manifest).encode()).hexdigest()
+    saving = Saving(path, path.parent / told[0]["temporary"], content, engine, snapshot)
+    saving.problem = content.take_state({k: v for each in told for k, v in each["state"].items()})
+    return saving
 
 
 def make_temporary(path: Path) -> Path:
-    """A new directory beside ``path``, under a name that says it is not finished."""
+    """Make a directory beside ``path``, under a name that says it is not finished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         raise FileExistsError(17, "exists already, and a checkpoint is never overwritten", str(path))
     temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"
     temporary.mkdir()
     return temporary
-
-
-def commit(temporary: Path, path: Path, text: str) -> None:
-    """Write the manifest and make ``temporary``, where all data files are, the checkpoint ``path``."""
-    write_text(temporary / NAME, text)
-    write_text(temporary / DIGEST_NAME, digest_line(text))
-    sync_directory(temporary)
-    os.rename(temporary, path)
-    sync_directory(path.parent)

@@ -1,15 +1,15 @@
 """The checkpoints of one run: a directory with one `step-NNNNNNNN` each.
 
     store = Store(run_dir / "checkpoints", all_ranks, device, keep=2, asynchronous=True)
-    found = store.newest()             the newest whole one, and the damaged ones after it
-    store.clear(found.damaged)         they are set aside; what killed saves left is removed
+    start = store.newest()             the newest complete one, and the damaged ones after it
+    store.clear(start.damaged)         set these aside, and remove what killed saves left
     store.save(step, model, …)         at most one save is under way; a thread copies, then writes
     store.settle()                     before the next update: wait for the copy, not for the disk
     store.busy, store.advance()        once no rank is busy, all advance; the second time it is committed
     store.finish()                     wait for what is under way
 
 Everything but ``clear``, ``busy`` and ``settle`` is collective. A save that fails raises `SaveFailed` on all
-ranks together, from whichever of these calls learns of it; the checkpoints before it stay.
+ranks together, from whichever of these calls learns of it. The checkpoints before it stay.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.saving import TEMPORARY, Saving, Snapshot, Stage, begin
 from shardtrain.comm.transport import Ranks
-from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.state_dict import require_rest
 
 _STEP = re.compile(r"step-(\d{8,})")
 ASIDE = "damaged-"
 
 
-class Found(NamedTuple):
-    """The newest whole checkpoint, if there is any, and the newer ones that are damaged."""
+class Newest(NamedTuple):
+    """The newest complete checkpoint, if there is one, and the newer ones that are damaged."""
 
     opened: Opened | None
     step: int
@@ -54,18 +52,18 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps that have a checkpoint here, damaged or not, oldest first."""
+    """Return the steps that have a checkpoint in ``directory``, damaged or not, oldest first."""
     if not directory.is_dir():
         return []
-    found = [_STEP.fullmatch(path.name) for path in directory.iterdir() if not path.is_symlink()]
-    return sorted(int(match[1]) for match in found if match and step_name(int(match[1])) == match[0])
+    matches = [_STEP.fullmatch(path.name) for path in directory.iterdir() if not path.is_symlink()]
+    return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
-def newest(directory: Path, all_ranks: Ranks, device: torch.device) -> Found:
-    """The newest whole checkpoint in ``directory``; every file of it has been verified. Collective.
+def newest(directory: Path, all_ranks: Ranks, device: torch.device) -> Newest:
+    """Find the newest complete checkpoint in ``directory``, and verify every file of it. Collective.
 
     Raises:
-        Damaged: there are checkpoints, and none of them is whole.
+        Damaged: there are checkpoints, and none of them is complete.
     """
     listed = json.dumps(steps_in(directory)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
@@ -75,12 +73,12 @@ def newest(directory: Path, all_ranks: Ranks, device: torch.device) -> Found:
             opened = open_checkpoint(path, all_ranks, device)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
-            return Found(opened, step, damaged)
+            return Newest(opened, step, damaged)
         except Damaged as error:
             damaged.append((path, str(error)))
     if damaged:
-        raise Damaged("no checkpoint is whole: " + "; ".join(text for _, text in damaged))
-    return Found(None, 0, [])
+        raise Damaged("no checkpoint is complete: " + "; ".join(text for _, text in damaged))
+    return Newest(None, 0, [])
 
 
 class Store:
@@ -90,44 +88,37 @@ class Store:
         self, directory: Path, all_ranks: Ranks, device: torch.device, *, keep: int, asynchronous: bool
     ) -> None:
         self.directory = directory
-        self.keep = keep
-        self.asynchronous = asynchronous
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.exposed_s = 0.0  # seconds that training has waited for saves
+        self.writer: Thread | None = None  # works on the present stage; another one for each stage
         self._all_ranks, self._device = all_ranks, device
+        self._keep, self._snapshot = keep, Snapshot() if asynchronous else None
         self._step = 0  # of the save that began last
         self._best: int | None = None
-        self._memory = Snapshot()
         self._saving: Saving | None = None
-        self._thread: Thread | None = None
 
     @property
     def busy(self) -> bool:
         """Whether this rank is writing."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def writer(self) -> Thread | None:
-        """Who works on the present stage; another one for each stage, on all ranks alike."""
-        return self._thread
+        return self.writer is not None and self.writer.is_alive()
 
     @property
     def under_way(self) -> bool:
         """Whether a save has begun that is not committed."""
         return self._saving is not None
 
-    def newest(self) -> Found:
-        """Where to continue. Changes nothing: the run may be another job's, which this one looks at.
+    def newest(self) -> Newest:
+        """Find where to resume. Changes nothing: another job may be writing here.
 
         Raises:
-            Damaged: there are checkpoints, and none of them is whole.
+            Damaged: there are checkpoints, and none of them is complete.
         """
-        found = newest(self.directory, self._all_ranks, self._device)
-        self.latest = found.step
-        return found
+        start = newest(self.directory, self._all_ranks, self._device)
+        self.latest = start.step
+        return start
 
     def clear(self, damaged: Iterable[tuple[Path, str]]) -> None:
-        """Remove what killed saves left, and set ``damaged`` checkpoints aside; for one rank to do."""
+        """Remove what killed saves left, and set ``damaged`` checkpoints aside. One rank calls it."""
         for path in self.directory.glob(f"{TEMPORARY}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path, _ in damaged:
@@ -145,29 +136,24 @@ class Store:
         best: int | None,
         averages: Averages | None = None,
     ) -> None:
-        """Save ``step``; if asynchronous, forward and backward may go on, updates after `settle`.
+        """Save ``step``. If asynchronous, forward and backward may continue, updates after `settle`.
 
         Args:
             step: more than that of any checkpoint there.
-            module, optimizer, extra: as for `checkpoint.save`.
+            module, optimizer, extra, averages: as for `checkpoint.save`.
             facts: JSON for the manifest, beside the step.
             best: the step whose checkpoint, if there is one, is kept whatever its age.
-            averages: a moving average of each parameter, changed by updates alone.
 
         Raises:
             SaveFailed: this save has failed, or the one before.
         """
         with self._exposed():
             self.finish()
-            engine = engine_of(module)
-            require_rest(engine, "Store.save")
-            path = self.directory / step_name(step)
-            self._saving = begin(path, engine, optimizer, extra, {"step": step, **facts}, averages)
+            path, facts = self.directory / step_name(step), {"step": step, **facts}
+            self._saving = begin(path, module, optimizer, extra, facts, averages, self._snapshot)
             self._step, self._best = step, best
-            if self.asynchronous:
-                self._saving.copy_first(self._memory)
-            self._start()
-            if not self.asynchronous:
+            self._start(self._saving)
+            if self._snapshot is None:
                 self.finish()
 
     def settle(self) -> None:
@@ -177,10 +163,10 @@ class Store:
                 self._saving.copied.wait()
 
     def advance(self) -> bool:
-        """Enter the next stage of the save under way; whether it is committed. No rank may be busy.
+        """Enter the next stage of the save under way; return whether it is committed. No rank may be busy.
 
         Raises:
-            SaveFailed: on every rank; there is no save under way any more.
+            SaveFailed: on every rank. No save is under way any more.
         """
         assert self._saving is not None, "nothing is under way"
         with self._exposed():
@@ -189,7 +175,7 @@ class Store:
                 self.latest = self._step
                 return True
             self._saving = saving
-            self._start()
+            self._start(saving)
             return False
 
     def finish(self) -> None:
@@ -200,17 +186,13 @@ class Store:
         """
         with self._exposed():
             while self._saving is not None:
-                if self._thread is not None:
-                    self._thread.join()
+                if self.writer is not None:
+                    self.writer.join()
                 self.advance()
 
-    def _start(self) -> None:
-        assert self._saving is not None, "nothing is under way"
-        if not self.asynchronous:
-            self._work(self._saving)
-            return
-        self._thread = Thread(target=self._work, args=[self._saving], name="shardtrain-save", daemon=True)
-        self._thread.start()
+    def _start(self, saving: Saving) -> None:
+        self.writer = Thread(target=self._work, args=[saving], name="shardtrain-save", daemon=True)
+        self.writer.start()
 
     def _work(self, saving: Saving) -> None:
         saving.work()
@@ -218,16 +200,17 @@ class Store:
             self._retain()
 
     def _retain(self) -> None:
-        """Delete all but the newest ``keep`` and the best one. A name that says so comes first: a kill
-        leaves nothing that looks like a checkpoint and is none."""
-        steps = steps_in(self.directory)
-        for step in steps[: -self.keep]:
+        """Delete all but the newest ``keep`` checkpoints and the best one.
+
+        Each is renamed first, so that a kill leaves nothing that looks like a checkpoint and is none.
+        """
+        for step in steps_in(self.directory)[: -self._keep]:
             if step != self._best:
                 path = self.directory / step_name(step)
-                gone = path.with_name(f"{TEMPORARY}deleted-{path.name}")
+                deleted = path.with_name(f"{TEMPORARY}deleted-{path.name}")
                 with contextlib.suppress(OSError):  # what cannot be deleted does no harm
-                    os.rename(path, gone)
-                    shutil.rmtree(gone)
+                    os.rename(path, deleted)
+                    shutil.rmtree(deleted)
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:

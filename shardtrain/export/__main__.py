@@ -26,7 +26,6 @@ from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
-from shardtrain.engine.hooks import engine_of
 from shardtrain.job import data, launch
 from shardtrain.job.config import Data
 from shardtrain.job.dist_env import RankInfo
@@ -91,7 +90,7 @@ def _loaded(opened: Opened, model: nn.Module, settings: Settings) -> Iterator[No
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     ema = Ema(model, 0.0) if settings.weights == "ema" else None
     try:
-        extra = load_into(opened, engine_of(model), None, ema.averages if ema else None)
+        extra = load_into(opened, model, None, ema.averages if ema else None)
     except ValueError as error:
         raise UserError(str(error)) from None
     if ema is None:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from shardtrain import introspect
-from shardtrain.checkpoint.content import held as held_by_everyone
-from shardtrain.engine.hooks import engine_of
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, Optim, Reference
 from shardtrain.job.evaluate import Evaluation
@@ -58,11 +56,11 @@ def _kept_by_rank(optim: Optim, job: Job) -> list[int]:
         for group in job.optimizer.param_groups
         for param in group["params"]
     }
-    kept = [0] * job.share.world_size
-    for held in held_by_everyone(engine_of(job.model)):
-        size = held.param.element_size() * optim.moments(hidden[held.param])
-        for rank, (start, stop) in enumerate(held.cuts):
-            kept[rank] += (stop - start) * size
+    model = introspect(job.model)
+    kept = [0] * len(model.bytes_by_rank)
+    for param, elements in model.elements_by_rank.items():
+        size = param.element_size() * optim.moments(hidden[param])
+        kept = [size * count + others for count, others in zip(elements, kept, strict=True)]
     return kept
 
 

@@ -19,9 +19,8 @@ from shardtrain import comm
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
-from shardtrain.checkpoint.store import Found, Store, newest, steps_in
+from shardtrain.checkpoint.store import Newest, Store, newest, steps_in
 from shardtrain.comm.transport import Ranks
-from shardtrain.engine.hooks import engine_of
 from shardtrain.job.build import Job, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
@@ -126,11 +125,11 @@ def _restarted(context: Context) -> bool:
     return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
 
 
-def _elsewhere(path: Path, all_ranks: Ranks, device: torch.device) -> Found:
+def _elsewhere(path: Path, all_ranks: Ranks, device: torch.device) -> Newest:
     """The checkpoint ``path``, or the newest of the run ``path``."""
     if (path / NAME).exists():
         opened = open_checkpoint(path, all_ranks, device)
-        return Found(opened, int(opened.manifest.facts.get("step", 0)), [])
+        return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
     found = newest(path / CHECKPOINTS, all_ranks, device)
     if found.opened is None:
         raise UserError(
@@ -156,7 +155,7 @@ def restore(start: Start, config: Config, job: Job, window: StepMetrics) -> Past
     options = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
     try:
         averages = None if job.ema is None else job.ema.averages
-        extra = load_into(start.opened, engine_of(job.model), job.optimizer, averages)
+        extra = load_into(start.opened, job.model, job.optimizer, averages)
     except ValueError as error:
         raise UserError(f"resume={config.resume}: {_shortened(error)}; resume=none starts anew") from None
     for group, own in zip(job.optimizer.param_groups, options, strict=True):
@@ -186,7 +185,7 @@ def _restore_model(start: Start, config: Config, job: Job) -> None:
         return
     averages = None if job.ema is None else job.ema.averages
     try:
-        extra = load_into(opened, engine_of(job.model), None, averages)
+        extra = load_into(opened, job.model, None, averages)
     except ValueError as error:
         raise UserError(_shortened(error)) from None
     if job.ema is not None:
