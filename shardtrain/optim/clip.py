@@ -1,4 +1,7 @@
-"""Gradient clipping by the norm of the whole model's gradient."""
+"""What needs one decision of all ranks between backward and the update: clipping and loss scaling.
+
+An own file, since neither has anything to do with a particular optimizer.
+"""
 
 from __future__ import annotations
 
@@ -44,32 +47,27 @@ def clip_grad_norm_(
         all_ranks.all_reduce(cut, "max" if norm_type == math.inf else "sum")
     norm = torch.maximum(cut, whole) if norm_type == math.inf else (cut + whole) ** (1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"the gradient's norm of order {norm_type} is {norm.item()}, so nothing was clipped"
-        )
+        raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
     if max_norm != math.inf:
         clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 
 def _power(grads: list[torch.Tensor | None], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of ``|g| ** norm_type`` over all elements (for infinity: the largest), 0-dim fp32."""
-    found = [grad for grad in grads if grad is not None and grad.numel()]
-    if not found:
+    """Add up ``|g| ** norm_type`` over all elements (for infinity: take the largest); 0-dim fp32."""
+    present = [grad for grad in grads if grad is not None and grad.numel()]
+    if not present:
         return torch.zeros((), device=device)
-    norm = get_total_norm(found, norm_type).to(device, torch.float32)
+    norm = get_total_norm(present, norm_type).to(device, torch.float32)
     return norm if norm_type == math.inf else norm**norm_type
-
-
-# Loss scaling for fp16, with one decision for all ranks.
 
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for sharded gradients, over the default process group.
 
-    A rank sees only its pieces, so an overflow shows on one rank alone. All ranks take the largest
-    ``found_inf``: they skip the same steps and change their scale alike. One all-reduce of one element in
-    each ``unscale_()`` or ``step()``. Use it as torch's, with ``Precision(param=torch.float16)``::
+    A rank sees only its local shards, so an overflow may show on one rank alone. All ranks take the largest
+    ``found_inf``, so they skip the same steps and change their scale alike. Each ``unscale_()`` or ``step()``
+    costs one all-reduce of one element. Use it as torch's, with ``Precision(param=torch.float16)``::
 
         scaler = shardtrain.GradScaler()  # GradScaler("cpu") on CPUs
         scaler.scale(loss).backward()
@@ -85,9 +83,9 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """What both ways of unscaling come through, that of fused optimizers too."""
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        """Unscale this rank's gradients; fused optimizers, too, come through here."""
+        by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         flag = found_inf.clone()  # a rank without gradients has looked at nothing
-        for other in found.values():  # gradients may lie elsewhere than losses: in host memory, offloaded
+        for other in by_device.values():  # gradients may lie elsewhere than losses: in host memory, offloaded
             flag = torch.maximum(flag, other.to(flag.device))
         return {flag.device: comm.all_reduce(flag, "max")}

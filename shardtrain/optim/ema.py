@@ -1,8 +1,8 @@
-"""A moving average of the weights, kept where they are: each rank averages its own pieces.
+"""A moving average of the weights: each rank averages its local shards.
 
-An update is one element-wise pass over this rank's pieces and moves nothing between ranks. Running
-statistics of BatchNorm are averaged beside them, each rank its own; since a mean over time and a mean over
-ranks may change places, the ranks' mean of these averages is the average of the ranks' means.
+An update is one element-wise pass over these and moves nothing between ranks. Each rank also averages its
+own running statistics of BatchNorm. A mean over time and a mean over ranks may change places, so the ranks'
+mean of these averages is the average of the ranks' means.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ class Ema:
             )
         self.decay, self.every, self.after = decay, every, after
         self._engine = engine_of(module)
+        self._all_ranks = self._engine.transport.all_ranks
         require_rest(self._engine, "Ema")
         self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self._buffer_averages = [buffer.detach().clone() for buffer in self._buffers]
         self.averages: dict[nn.Parameter, Tensor] = {
             param: param.detach().clone() for param in module.parameters()
         }
-        """Of each parameter, cut as the parameter is."""
+        """The average of each parameter, cut as the parameter is."""
 
     def update(self, step: int) -> None:
-        """After step number `step`, counted from 1, has changed the weights."""
+        """Average the weights that step number ``step``, counted from 1, has left."""
         if step % self.every == 0:
             weight = 1.0 if step <= self.after else 1.0 - self.decay
             pairs = [(average, now) for average, now in self._pairs() if now.numel()]
-            if pairs:  # a rank may hold nothing: of whole parameters there can be fewer than ranks
+            if pairs:  # with layout="whole", a rank may hold nothing
                 torch._foreach_lerp_([average for average, _ in pairs], [now for _, now in pairs], weight)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the module has the averages for parameters and buffers; what changes them is forgotten.
+        """Put the averages in place of parameters and buffers while inside. Changes to them are dropped.
 
         Raises:
             ValueError: a step is under way.
@@ -69,29 +70,27 @@ class Ema:
                 now.copy_(before)
 
     def state(self) -> dict[str, Any]:
-        """The buffers' averages: this rank's, and the ranks' mean for other world sizes. Collective.
+        """Return the buffers' averages: this rank's, and the ranks' mean for other world sizes. Collective.
 
         The parameters' `averages` are saved beside the parameters, cut as they are.
         """
-        return {"own": list(self._buffer_averages), "mean": [self._mean(b) for b in self._buffer_averages]}
+        means, all_ranks = [average.clone() for average in self._buffer_averages], self._all_ranks
+        for mean in means:
+            all_ranks.all_reduce(mean)
+            mean.div_(all_ranks.world)
+        return {"own": list(self._buffer_averages), "mean": means}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
-        """Take the buffers' averages from the `state` of ``ranks`` ranks."""
-        values = state["own" if ranks == self._engine.transport.all_ranks.world else "mean"]
+        """Take the buffers' averages from the ``state`` that each of ``ranks`` ranks saved."""
+        values = state["own" if ranks == self._all_ranks.world else "mean"]
         for average, value in zip(self._buffer_averages, values, strict=True):
             average.copy_(value)
 
     def held(self) -> list[Tensor]:
-        """Every average that this rank holds."""
+        """Return every average that this rank holds."""
         return [average for average, _ in self._pairs()]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each average with what it is of, as it is now."""
-        found = [(average, param.data) for param, average in self.averages.items()]
-        return [*found, *zip(self._buffer_averages, self._buffers, strict=True)]
-
-    def _mean(self, buffer: Tensor) -> Tensor:
-        total = buffer.clone()
-        all_ranks = self._engine.transport.all_ranks
-        all_ranks.all_reduce(total)
-        return total.div_(all_ranks.world)
+        """Return each average with the tensor that it follows."""
+        parameters = [(average, param.data) for param, average in self.averages.items()]
+        return [*parameters, *zip(self._buffer_averages, self._buffers, strict=True)]

@@ -1,18 +1,18 @@
 """Muon for matrices and filters, AdamW for the rest, as one optimizer.
 
-Muon orthogonalises each matrix's momentum: from ``U S Vᵀ`` it makes ``U Vᵀ``, so that all directions of a
-matrix are moved alike. It must see the whole matrix, so shard with ``layout="whole"``: each rank then steps
-on the matrices that it owns, and nothing is communicated. A filter of shape (out, in, height, width) is the
-matrix (out, in · height · width). One matrix ``W``, gradient ``G``::
+Muon orthogonalises the momentum of each matrix: from ``U S Vᵀ`` it makes ``U Vᵀ``, which moves all
+directions of a matrix alike. It needs the whole matrix, so shard with ``layout="whole"``: each rank then
+steps on the matrices that it owns, and nothing is communicated. A filter of shape (out, in, height, width)
+is the matrix (out, in · height · width). One matrix ``W``, gradient ``G``::
 
     M = momentum · M + (1 - momentum) · G
-    O = orthogonalised(momentum · M + (1 - momentum) · G)       Nesterov; without it of M alone
+    O = orthogonalised(momentum · M + (1 - momentum) · G)       Nesterov; otherwise of M alone
     W = W - lr · weight_decay · W - lr · scale · O
 
 Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks",
-https://kellerjordan.github.io/posts/muon/. The scale is Liu et al.'s, 2025, https://arxiv.org/abs/2502.16982:
-0.2 · √max(rows, columns) makes an update as large as AdamW's usually are, so one learning rate and one
-weight decay do for both.
+https://kellerjordan.github.io/posts/muon/. The scale is that of Liu et al., 2025,
+https://arxiv.org/abs/2502.16982: 0.2 · √max(rows, columns) makes an update as large as AdamW's usually are,
+so one learning rate and one weight decay serve both.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim.adamw import adamw
 
-# The polynomial a·x + b·x³ + c·x⁵ of Jordan et al., whose repetition drives singular values towards 1, the
-# small ones as fast as may be.
+# Repeating a·x + b·x³ + c·x⁵ (Jordan et al.) drives singular values towards 1, small ones fast.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 _SCALES: dict[str, Callable[[int, int], float]] = {
@@ -78,18 +77,9 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"momentum={momentum}, betas={betas}: expected numbers in [0, 1)")
         if adjust_lr_fn not in _SCALES:
             raise ValueError(f"adjust_lr_fn must be one of {', '.join(_SCALES)}, got {adjust_lr_fn!r}")
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "eps": eps,
-            "use_muon": True,
-        }
-        super().__init__(params, defaults)
+        shared = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, {**shared, **own, "use_muon": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -104,16 +94,13 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step on every parameter with a gradient: those that this rank owns. Communicates nothing."""
+        """Update every parameter that has a gradient: those that this rank owns. Communicates nothing."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            for param in params:
-                if not self.state[param]:
-                    self.state[param] = _first_state(param, group["use_muon"])
             if group["use_muon"]:
                 for param in params:
                     self._step_matrix(param, group)
@@ -122,51 +109,37 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_matrix(self, param: Tensor, group: dict[str, Any]) -> None:
-        grad, momentum = param.grad, self.state[param]["momentum_buffer"]
+        state, grad = self.state[param], param.grad
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
         assert grad is not None
-        momentum.lerp_(grad, 1 - group["momentum"])
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         direction = orthogonalised(update.flatten(1), group["ns_steps"])
-        lr = float(group["lr"])
+        lr, scale = float(group["lr"]), _SCALES[group["adjust_lr_fn"]](*direction.shape)
         param.mul_(1 - lr * group["weight_decay"])
-        param.add_(
-            direction.reshape(param.shape), alpha=-lr * _SCALES[group["adjust_lr_fn"]](*direction.shape)
-        )
+        param.add_(direction.reshape(param.shape), alpha=-lr * scale)
 
     def _step_rest(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[param] for param in params]
-        adamw(
-            params,
-            [param.grad for param in params if param.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,  # in one pass, and without asking for the values of the counters
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+        for param in params:
+            if not self.state[param]:
+                step = torch.zeros((), dtype=torch.float32, device=param.device)
+                zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[param] = {"step": step, **zeros}
+        averages, squares, steps = (
+            [self.state[param][key] for param in params] for key in ("exp_avg", "exp_avg_sq", "step")
         )
-
-
-def _first_state(param: Tensor, use_muon: bool) -> dict[str, Tensor]:
-    if use_muon:
-        return {"momentum_buffer": torch.zeros_like(param)}
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=param.device),
-        "exp_avg": torch.zeros_like(param),
-        "exp_avg_sq": torch.zeros_like(param),
-    }
+        grads = [param.grad for param in params if param.grad is not None]
+        options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        options["fused"] = True  # in one pass, and without asking for the values of the counters
+        adamw(params, grads, averages, squares, [], steps, amsgrad=False, maximize=False, **options)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """Nearly ``U Vᵀ`` of ``matrix`` = ``U S Vᵀ``: singular values of about 0.7 to 1.2; bf16, same shape.
+    """Return nearly ``U Vᵀ`` of ``matrix`` = ``U S Vᵀ``, in bf16: singular values of about 0.7 to 1.2.
 
-    Newton-Schulz: an odd polynomial of a matrix is that polynomial of its singular values. bf16 is enough,
+    Newton-Schulz: an odd polynomial of a matrix is that polynomial of its singular values. bf16 suffices,
     since it need not converge.
     """
     tall = matrix.size(0) > matrix.size(1)
@@ -180,25 +153,22 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 
 
 def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
+    """Make groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
     matrices = set(hidden_matrices(module))
-    groups = [
-        {"params": [param for param in module.parameters() if (param in matrices) is muon], "use_muon": muon}
-        for muon in (True, False)
-    ]
+    rest = [param for param in module.parameters() if param not in matrices]
+    matrix_params = [param for param in module.parameters() if param in matrices]
+    groups = [{"params": matrix_params, "use_muon": True}, {"params": rest, "use_muon": False}]
     return [group for group in groups if group["params"]]
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Weights of linear, convolutional and attention layers but the first and the last, stem and head.
+    """Return weights of linear, convolutional and attention layers but the first and the last, stem and head.
 
     What is left are norms, biases, embeddings, stem and head, whose inputs or outputs are not vectors of
-    hidden features; they do better with AdamW (Jordan et al.). By type and order, whatever shapes are shown.
+    hidden features. They do better with AdamW (Jordan et al.). Chosen by type and order, not by shape.
     """
     embedded = {m.weight for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    found: dict[nn.Parameter, None] = {}
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear | _ConvNd | nn.MultiheadAttention):
-            held = layer.named_parameters(recurse=False)
-            found.update((param, None) for name, param in held if name.endswith("weight"))
-    return [param for param in [*found][1:-1] if param not in embedded]
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear | _ConvNd | nn.MultiheadAttention)]
+    named = (pair for layer in layers for pair in layer.named_parameters(recurse=False))
+    weights = dict.fromkeys(param for name, param in named if name.endswith("weight"))
+    return [param for param in [*weights][1:-1] if param not in embedded]
