@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from shardtrain import clip_grad_norm_, comm
-from shardtrain.bench.interleave import Track, interleave
+from shardtrain.bench.interleave import Samples, interleave
 from shardtrain.job import launch
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config, from_hydra
@@ -139,7 +139,7 @@ def measure(config: Config, place: RankInfo, device: torch.device, folder: Path,
     images, labels, _ = next(iter(job.train))
     window, context, steps = StepMetrics(job), Context(place, device, folder), config.train.log_every
     cpu_without, cpu_with = CpuTime(), CpuTime()
-    tracks = {"without": Track(), "with": Track()}
+    samples = {"without": Samples(), "with": Samples()}
     with contextlib.redirect_stdout(io.StringIO()), open_monitor(config, context, job, window) as monitor:
         watch = Watch(config, context, job, window, monitor)
         monitored = Monitored(job, (images, labels), steps, window, monitor, watch)
@@ -147,10 +147,10 @@ def measure(config: Config, place: RankInfo, device: torch.device, folder: Path,
             "without": lambda _: cpu_without.of(lambda: bare(job, (images, labels))),
             "with": lambda _: cpu_with.of(monitored),
         }
-        interleave(runners, tracks, device, warmup=WARMUP * steps, rounds=0)
+        interleave(runners, samples, device, warmup=WARMUP * steps, rounds=0)
         monitored.own.seconds, cpu_without.seconds, cpu_with.seconds = 0.0, [], []
-        interleave(runners, tracks, device, warmup=0, rounds=rounds * steps)
-    seconds = tracks["with"].seconds, tracks["without"].seconds
+        interleave(runners, samples, device, warmup=0, rounds=rounds * steps)
+    seconds = samples["with"].values, samples["without"].values
     (time_of, error), (cpu, cpu_error) = (
         mean_ratio(of, to, steps, device) for of, to in (seconds, (cpu_with.seconds, cpu_without.seconds))
     )

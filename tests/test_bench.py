@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -19,20 +18,10 @@ import torch.distributed as dist
 from shardtrain import comm
 from shardtrain.bench import host, report, settings
 from shardtrain.bench.__main__ import bench
+from shardtrain.bench.comparison import Comparison, Spread, loss_difference, losses_agree, ratios, spread
 from shardtrain.bench.contenders import CASES, TITLES, default_is_process_group, superfluous
-from shardtrain.bench.interleave import (
-    Spread,
-    Track,
-    geometric_mean,
-    interleave,
-    loss_difference,
-    losses_agree,
-    ratios,
-    rotated,
-    spread,
-)
-from shardtrain.bench.report import suite_means
-from shardtrain.bench.steps import Measurement, measure
+from shardtrain.bench.interleave import Samples, interleave
+from shardtrain.bench.steps import StepBench, step_table, suite_means
 from shardtrain.job import pictures
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
@@ -46,7 +35,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def run(world: int, *arguments: str, expect: int = 0) -> str:
-    """What ``-m shardtrain.bench`` prints on ``world`` ranks."""
+    """Return what ``-m shardtrain.bench`` prints on ``world`` ranks."""
     bench = ended(world, "-m", "shardtrain.bench", *arguments, "device=cpu", folder=Path.cwd(), **ONE_THREAD)
     assert bench.codes == [expect] * world, bench.output + bench.errors
     if expect == 0:
@@ -63,8 +52,8 @@ def result(folder: Path) -> dict[str, Any]:
 def test_ratios_are_taken_within_rounds() -> None:
     assert ratios([2.0, 3.0, 8.0], [1.0, 2.0, 4.0]) == Spread(2.0, 1.75, 2.0, 3)
     assert ratios([2.0, 3.0, 8.0], [1.0, 2.0]) == Spread(1.75, 1.625, 1.875, 2)  # a round cut short
+    assert ratios([2.0], []) is None
     assert spread([5.0]) == Spread(5.0, 5.0, 5.0, 1)
-    assert geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
 
 
 def test_loss_difference_is_the_largest_at_any_step() -> None:
@@ -82,59 +71,65 @@ def test_losses_agree_strictly_first_and_loosely_later() -> None:
     assert losses_agree([2.0, 2.01, *right[2:]], right, "bf16")
 
 
-def measured(**tracks: Track) -> Measurement:
-    return Measurement(CASES["tiny"], "fsdp2", dict(tracks))
+def measured(**samples: Samples) -> Comparison:
+    return Comparison("fsdp2", samples=dict(samples))
 
 
 def test_only_right_answers_are_ranked() -> None:
-    found = measured(
-        shardtrain=Track([1.0, 1.0], [2.0, 1.5]),
-        fsdp2=Track([2.0, 4.0], [2.0, 1.5]),
-        fsdp1=Track(failure="RuntimeError: not on this device"),
-        ddp=Track([1.0, 2.0], [2.0, 1.5]),
-        zero1=Track([0.1, 0.1], [2.0, 1.6]),
-        no_communication=Track([0.5, 1.0], [2.0, 1.7]),
+    comparison = measured(
+        shardtrain=Samples([1.0, 1.0], [2.0, 1.5]),
+        fsdp2=Samples([2.0, 4.0], [2.0, 1.5]),
+        fsdp1=Samples(failure="RuntimeError: not on this device"),
+        ddp=Samples([1.0, 2.0], [2.0, 1.5]),
+        zero1=Samples([0.1, 0.1], [2.0, 1.6]),
+        no_communication=Samples([0.5, 1.0], [2.0, 1.7]),
     )
-    verdicts = found.verdicts()
+    verdicts = comparison.verdicts()
     statuses = {name: verdict.status for name, verdict in verdicts.items()}
     assert statuses.pop("fsdp1") == "failed"
     assert statuses.pop("zero1") == "wrong"
     assert set(statuses.values()) == {"ok"}
     assert verdicts["shardtrain"].ratio == Spread(0.375, 0.3125, 0.4375, 2)
     assert verdicts["no_communication"].loss_difference == pytest.approx(0.2 / 1.5)
-    assert list(found.ratios_to("ddp")) == ["shardtrain", "fsdp2", "ddp", "no_communication"]
-    assert found.ratios_to("zero1") == {}
-    text = report.of_steps(found)
-    assert "FSDP1: failed, not ranked: RuntimeError: not on this device" in text
-    assert (
-        "DDP + ZeroRedundancyOptimizer: wrong, not ranked: losses differ from ddp's by up to 6.7e-02" in text
+    assert list(comparison.ratios_to("ddp")) == ["no_communication", "shardtrain", "ddp", "fsdp2"]
+    assert comparison.ratios_to("zero1") == {}
+    *ranked, failed, wrong, _ = step_table(CASES["tiny"], comparison)
+    order = ["no communication", "shardtrain", "DDP", "FSDP2"]
+    assert [line.split("  ")[0] for line in ranked[2:]] == order
+    assert failed == "FSDP1: failed, not ranked: RuntimeError: not on this device"
+    assert wrong.startswith(
+        "DDP + ZeroRedundancyOptimizer: wrong, not ranked: losses differ from ddp's by up to"
     )
-    assert text.index("\nno communication") < text.index("\nshardtrain") < text.index("\nFSDP2 ")
+    assert "6.7e-02" in wrong
 
 
 def test_a_reference_that_fails_leaves_the_times() -> None:
-    found = measured(fsdp2=Track(failure="refused"), shardtrain=Track([1.0], [2.0]))
-    assert found.verdicts()["shardtrain"].ratio is None
-    text = report.of_steps(found)
+    comparison = measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0]))
+    assert comparison.verdicts()["shardtrain"].ratio is None
+    text = "\n".join(step_table(CASES["tiny"], comparison))
     assert "No ratios: FSDP2 has no right answers" in text
     assert "Losses were not compared" in text
     assert "1000.0" in text
 
 
 def test_geometric_means_need_every_case() -> None:
-    fast, slow = Track([1.0], [2.0]), Track([4.0], [2.0])
-    first = measured(fsdp2=slow, ddp=fast, shardtrain=fast)
-    second = measured(fsdp2=slow, ddp=Track(failure="out of memory"), shardtrain=slow)
-    assert suite_means([first, second]) == {"fsdp2": {"shardtrain": pytest.approx(0.5), "fsdp2": 1.0}}
+    fast, slow, right = [1.0], [4.0], [2.0]
+    cases = [
+        measured(fsdp2=Samples(slow, right), ddp=Samples(fast, right), shardtrain=Samples(fast, right)),
+        measured(fsdp2=Samples(slow, right), ddp=Samples(failure="full"), shardtrain=Samples(slow, right)),
+    ]
+    assert suite_means(cases) == {"fsdp2": {"shardtrain": pytest.approx(0.5), "fsdp2": 1.0}}
 
 
 def test_the_order_rotates() -> None:
-    assert [rotated("abc", by) for by in range(4)] == [list(order) for order in ("abc", "bca", "cab", "abc")]
-    assert rotated([], 3) == []
+    order: list[str] = []
+    runners = {name: lambda _, name=name: torch.tensor(order.append(name) or 0.0) for name in "abc"}
+    interleave(runners, {name: Samples() for name in "abc"}, CPU, warmup=1, rounds=3)
+    assert "".join(order) == "abcbcacababc"
 
 
-def _one_rank_fails() -> dict[str, Track]:
-    tracks = {"a": Track(), "b": Track()}
+def _one_rank_fails() -> dict[str, Samples]:
+    samples = {"a": Samples(), "b": Samples()}
 
     def fragile(number: int) -> torch.Tensor:
         if number == 1 and comm.rank() == 1:
@@ -142,16 +137,16 @@ def _one_rank_fails() -> dict[str, Track]:
         return torch.tensor(float(comm.rank()))
 
     runners = {"a": fragile, "b": lambda number: torch.tensor(float(number + comm.rank()))}
-    interleave(runners, tracks, CPU, warmup=1, rounds=2)
-    return tracks
+    interleave(runners, samples, CPU, warmup=1, rounds=2)
+    return samples
 
 
 def test_a_failure_on_one_rank_takes_the_contender_out_on_all(ranks: Any) -> None:
-    for tracks in ranks(2, _one_rank_fails):
-        assert tracks["a"].failure == "RuntimeError: only here"
-        assert tracks["a"].losses == [0.5]
-        assert tracks["b"].losses == [0.5, 1.5, 2.5]
-        assert [len(tracks[name].seconds) for name in "ab"] == [0, 2]
+    for samples in ranks(2, _one_rank_fails):
+        assert samples["a"].failure == "RuntimeError: only here"
+        assert samples["a"].losses == [0.5]
+        assert samples["b"].losses == [0.5, 1.5, 2.5]
+        assert [len(samples[name].values) for name in "ab"] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -190,25 +185,26 @@ def test_the_default_transport_is_found_without_moving_anything() -> None:
         dist.destroy_process_group()
 
 
-def hybrid_losses(names: list[str]) -> dict[str, list[float]]:
-    found = settings.read(["model=tiny", f"contenders=[{','.join(names)}]", "reference=ddp"], speak=False)
-    assert found is not None
+def hybrid_losses(names: list[str]) -> dict[str, list[Any]]:
+    """Return losses or the failure of every contender, and which contenders are superfluous."""
+    arguments = ["model=tiny", f"contenders=[{','.join(names)}]", "reference=ddp", "rounds=2", "warmup=0"]
+    chosen = settings.read([*arguments, "accumulate=2"], speak=False)
+    assert chosen is not None
+    program = StepBench(chosen, RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size()), CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers warn of their own deprecations
-        measurement = Measurement(found.case("tiny"), found.reference)
-        measure(measurement, dataclasses.replace(found, rounds=2, warmup=0, accumulate=2), CPU)
-        missing = superfluous() - {"shardtrain_process_group"}
-    return {name: track.losses or [track.failure] for name, track in measurement.tracks.items()} | {
-        "superfluous": sorted(missing)
-    }
+        program.measure()
+    (comparison,) = program.comparisons.values()
+    losses = {name: samples.losses or [samples.failure] for name, samples in comparison.samples.items()}
+    return {**losses, "superfluous": sorted(superfluous() - {"shardtrain_process_group"})}
 
 
 def test_two_replicas_train_as_one(on_ranks: Any) -> None:
     names = ["ddp", *sorted(HYBRID)]
-    found = on_ranks(4, hybrid_losses, names)[0]
-    assert found.pop("superfluous") == []
+    losses = on_ranks(4, hybrid_losses, names)[0]
+    assert losses["superfluous"] == []
     for name in names:
-        assert found[name] == pytest.approx(found["ddp"], rel=1e-5), name
+        assert losses[name] == pytest.approx(losses["ddp"], rel=1e-5), name
 
 
 def test_two_replicas_need_ranks(on_ranks: Any) -> None:
@@ -292,17 +288,17 @@ def test_host_time_of_simulated_ranks(tmp_path: Path) -> None:
         assert all(len(seconds) == 2 for seconds in point["seconds"].values())
     assert points[8, "step"]["micros_a_unit"].keys() == {"shardtrain", "fsdp2", "collectives"}
     for words in host.ACTIVITIES.values():
-        assert f"{words}, µs of host time a unit" in said
+        assert f"{words}, µs of host time per unit" in said
 
 
 def test_host_time_is_of_what_is_left_without_the_model() -> None:
     """Three units: 3 µs of the model's own, 6 of collectives, 15 and 39 of the wrappers."""
     seconds = {"no_communication": 3e-6, "collectives": 6e-6, "shardtrain": 24e-6, "fsdp2": 48e-6}
-    point = host.Point(8, "step", 3, {name: Track([value] * 3) for name, value in seconds.items()})
+    point = host.Point(8, "step", 3, {name: Samples([value] * 3) for name, value in seconds.items()})
     assert point.micros("shardtrain").median == pytest.approx(7)
     assert point.micros("collectives").median == pytest.approx(2)
     assert point.ratio().median == pytest.approx(21 / 45)
-    assert point.ratio((host.BARE, host.MOVES)).median == pytest.approx(15 / 39)
+    assert point.ratio((host.BARE, host.COLLECTIVES)).median == pytest.approx(15 / 39)
 
 
 def test_host_time_is_measured_in_one_process(tmp_path: Path) -> None:

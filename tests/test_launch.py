@@ -238,15 +238,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardtrain.bench import host
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 
 CPU, rank_info = torch.device("cpu"), RankInfo.from_environment(os.environ)
-OPENED = {
-    "launch": lambda: launch.process_group(rank_info, CPU),
-    "bench": lambda: host.process_group(rank_info, CPU, "here"),
-}
 
 def listens():
     found = set()
@@ -258,16 +253,15 @@ def listens():
                 found.add(local.partition(":")[0])
     return sorted(found)
 
-with OPENED[WHICH]():
+with launch.process_group(rank_info, CPU):
     dist.barrier()
     print("listens at", listens(), os.environ.get("GLOO_SOCKET_IFNAME"))
     dist.barrier()
 """
 
 
-@pytest.mark.parametrize("which", ["launch", "bench"])
-def test_ranks_of_one_host_listen_on_loopback_only(which: str, tmp_path: Path) -> None:
-    (tmp_path / "listens.py").write_text(f"WHICH = {which!r}\n{LISTENS}")
+def test_ranks_of_one_host_listen_on_loopback_only(tmp_path: Path) -> None:
+    (tmp_path / "listens.py").write_text(LISTENS)
     program = ended(2, "listens.py", folder=tmp_path)
     assert program.codes == [0, 0], program.errors
     assert re.findall(r"listens at (.*)", program.output) == ["['0100007F'] lo"] * 2, program.output

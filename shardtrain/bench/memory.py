@@ -1,307 +1,194 @@
 """Peak memory of the whole job, each contender in fresh processes, above what imports take.
 
-The rank with local rank 0 starts as many processes as its host has ranks, which meet among themselves and
+The rank with local rank 0 starts as many processes as its host has ranks. They meet among themselves and
 train a few steps while it watches them. One contender at a time, so that nothing is shared between two.
+
+The proportional set size (PSS) of a page is its size over the number of processes that map it, so that the
+sum over ranks counts shared memory once. It is read from ``/proc/PID/smaps_rollup``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
+import multiprocessing
 import os
-import selectors
-import subprocess
-import sys
+import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from shardtrain import comm
-from shardtrain.bench import contenders, interleave
-from shardtrain.bench.contenders import POOL, TITLES, Case, build_data, build_model
-from shardtrain.bench.host import process_group
-from shardtrain.bench.interleave import attempt, spread
-from shardtrain.bench.report import Report
+from shardtrain.bench.comparison import Comparison
+from shardtrain.bench.contenders import POOL, TITLES, build
+from shardtrain.bench.interleave import Samples, attempt
+from shardtrain.bench.report import Program, Results, median, table
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.steps import to_run
-from shardtrain.job.dist_env import RankInfo, choose_device
-from shardtrain.job.format import MIB, aligned
-from shardtrain.job.schema import UserError, checked
+from shardtrain.device import is_accelerator, peak_memory
+from shardtrain.job.dist_env import RankInfo, choose_device, meet
+from shardtrain.job.format import MIB
+from shardtrain.job.launch import open_process_group
+from shardtrain.job.schema import UserError
+
+STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next
+INTERVAL_S = 0.01  # between two looks at the processes
+ROLLUP = "/proc/{}/smaps_rollup"
 
 
-@dataclass
-class Peak:
-    """Bytes over all ranks; ``losses`` the mean over this host's ranks."""
+class Peak(NamedTuple):
+    """Bytes at the moment when all ranks together held most; losses are means over this host's ranks."""
 
     host: int = 0
     device: int = 0
-    losses: list[float] = field(default_factory=list)
-    failure: str | None = None
-
-    @property
-    def total(self) -> int:
-        return self.host + self.device
-
-
-@dataclass
-class Peaks:
-    """What has been measured so far."""
-
-    case: Case | None = None
-    precision: str = "fp32"
-    found: dict[str, Peak] = field(default_factory=dict)
-
-
-def measure(peaks: Peaks, settings: Settings, place: RankInfo, device: torch.device) -> None:
-    """Fill ``peaks``, one contender after the other."""
-    require_pss()
-    peaks.case, peaks.precision = settings.case(settings.model), settings.precision
-    for name in to_run(settings):
-        peak = Peak()
-        peak.failure = attempt(lambda name=name, peak=peak: _observe(name, peak, settings, place), device)  # type: ignore[misc]
-        total = torch.tensor([peak.host, peak.device], dtype=torch.int64, device=device)
-        peak.host, peak.device = (int(value) for value in comm.all_reduce(total).tolist())
-        peaks.found[name] = peak
-        if place.rank == 0:
-            print(f"{TITLES[name]}: {peak.failure or f'{peak.total / MIB:.0f} MiB'}", flush=True)
-
-
-def report(output: Report, peaks: Peaks, interrupted: bool) -> None:
-    """A table, least memory first, and its files."""
-    reference = output.settings.reference
-    reasons = {
-        name: peak.failure or interleave.objection(name, peaks.found, peaks.precision)
-        for name, peak in peaks.found.items()
-    }
-    right = {name: peak for name, peak in peaks.found.items() if reasons[name] is None}
-    base = right[reference].total if reference in right else None
-    ranked = sorted(right, key=lambda name: right[name].total)
-    rows = [["", "host MiB", "device MiB", f"of {TITLES[reference]}"]]
-    for name in ranked:
-        peak = right[name]
-        ratio = f"{peak.total / base:.2f}" if base else "-"
-        rows.append([TITLES[name], f"{peak.host / MIB:.0f}", f"{peak.device / MIB:.0f}", ratio])
-    title = (
-        f"{peaks.case.shape if peaks.case else ''}, peak of the whole job above its imports, {STEPS} steps"
-    )
-    left_out = [f"{TITLES[name]}: not ranked: {reason}" for name, reason in reasons.items() if reason]
-    ratios = {TITLES[name]: spread([right[name].total / base]) for name in ranked} if base else {}
-    bars = (f"peak memory over {TITLES[reference]}'s (less is better)", {title: ratios})
-    results = {"steps": STEPS, "reference": reference, "contenders": _as_json(peaks, reasons, base)}
-    output.write(results, "\n".join([title, *aligned(rows), *left_out]), bars, interrupted)
-
-
-def _observe(name: str, peak: Peak, settings: Settings, place: RankInfo) -> None:
-    """On local rank 0 start the contender's processes and look at them; elsewhere wait for that."""
-    key = meeting_of(name)
-    alone = dataclasses.replace(settings, contenders=(name,), threads=torch.get_num_threads())
-    first = place.rank - place.local_rank
-    if place.local_rank == 0:
-        try:
-            seen = run(
-                "shardtrain.bench.memory",
-                json.dumps(dataclasses.asdict(alone)),
-                [_environment(place, first, local) for local in range(place.local_world_size)],
-            )
-            by_step = zip(*(answer["losses"] for answer in seen.answers), strict=True)
-            peak.losses = [sum(losses) / len(losses) for losses in by_step]
-            peak.host, peak.device = seen.peak, sum(answer["device_bytes"] for answer in seen.answers)
-        finally:
-            if place.world_size > 1:
-                place.store.set(f"{key}/done/{place.rank}", "")
-    leaders = range(0, place.world_size, place.local_world_size) if place.world_size > 1 else ()
-    while not all(place.store.check([f"{key}/done/{leader}"]) for leader in leaders):
-        time.sleep(0.1)
-
-
-def _environment(place: RankInfo, first: int, local: int) -> dict[str, str]:
-    if place.world_size == 1:
-        return {}
-    # The launcher's store is up already: nobody is to start another one at its address.
-    return {"RANK": str(first + local), "LOCAL_RANK": str(local), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
-def _as_json(peaks: Peaks, reasons: dict[str, str | None], base: int | None) -> dict[str, Any]:
-    return {
-        name: {
-            "reason": reasons[name],
-            "host_bytes": peak.host,
-            "device_bytes": peak.device,
-            "ratio": peak.total / base if base and reasons[name] is None else None,
-            "losses": peak.losses,
-        }
-        for name, peak in peaks.found.items()
-    }
-
-
-# One rank of one contender in a process of its own, looked at from outside by ``memory``.
-#
-# Its command line is the benchmark's settings, with this contender alone and the number of threads.
-# It says ``ready`` when everything is imported and the ranks have met, waits for a line, takes its steps and
-# answers with one line of JSON: losses and peak device memory, or why it failed.
-
-STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next
-
-
-def meeting_of(contender: str) -> str:
-    """Where in the launcher's store the ranks of a contender meet."""
-    return f"shardtrain/bench/memory/{contender}"
-
-
-def _train(settings: Settings, contender: str, place: RankInfo, device: torch.device) -> dict[str, object]:
-    case = settings.case(settings.model)
-    data = build_data(case, settings.accumulate, settings.seed, place.rank, device)
-    trained = contenders.build(contender, build_model(case, settings.seed, device), settings.setup(device))
-    losses = [trained.step(data[number % POOL]).item() for number in range(STEPS)]
-    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    dist.barrier()
-    return {"losses": losses, "device_bytes": on_device}
-
-
-def _answer(settings: Settings, contender: str, place: RankInfo, device: torch.device) -> dict[str, object]:
-    try:
-        return _train(settings, contender, place, device)
-    except Exception as error:
-        return {"failure": f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]}
-
-
-def main() -> None:
-    settings = checked(OmegaConf.create(json.loads(sys.argv[1])), Settings)
-    (contender,) = settings.chosen
-    warnings.simplefilter("ignore")
-    place = RankInfo.from_environment(os.environ)
-    device = choose_device(settings.device, place)
-    assert settings.threads is not None
-    torch.set_num_threads(settings.threads)
-    with process_group(place, device, meeting_of(contender)):
-        dist.barrier()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        print(json.dumps(_answer(settings, contender, place, device)), flush=True)
-        sys.stdin.readline()  # stay, with everything mapped, until the others have answered
-
-
-# Processes of one host, looked at from outside: their memory, counted once, and their answers.
-#
-# The proportional set size (PSS) of a page is its size over the number of processes that map it, so that the
-# sum over ranks counts shared memory once. It is read from ``/proc/PID/smaps_rollup``.
-
-INTERVAL_S = 0.01
-
-
-class Seen(NamedTuple):
-    """Bytes above what imports take, at the moment when all ranks together held most; each rank's answer."""
-
-    peak: int
-    answers: list[dict[str, Any]]
+    losses: Sequence[float] = ()
 
 
 class RankEnded(RuntimeError):
     """A process ended without an answer."""
 
 
-def require_pss() -> None:
-    if not Path("/proc/self/smaps_rollup").exists():
-        raise UserError(
-            "memory=true reads /proc/PID/smaps_rollup, which this system does not have (Linux does)"
-        )
+class MemoryBench(Program):
+    def measure(self) -> None:
+        if not Path(ROLLUP.format("self")).exists():
+            path = ROLLUP.format("PID")
+            raise UserError(f"memory=true reads {path}, which this system does not have (Linux does)")
+        self.comparison = Comparison(self.settings.reference, self.settings.precision)
+        self.peaks: dict[str, Peak] = {}
+        for name in self.settings.to_run():
+            samples = Samples()
+            seen = attempt(lambda name=name: self._watch(name), samples, self.device) or Peak()  # type: ignore[misc]
+            total = torch.tensor([seen.host, seen.device], dtype=torch.int64, device=self.device)
+            host, device = map(int, comm.all_reduce(total).tolist())
+            self.peaks[name] = Peak(host, device, seen.losses)
+            samples.values, samples.losses = [host + device], [*seen.losses]
+            self.comparison.samples[name] = samples
+            if self.rank_info.rank == 0:
+                print(f"{TITLES[name]}: {samples.failure or f'{(host + device) / MIB:.0f} MiB'}", flush=True)
+
+    def results(self) -> Results:
+        reference = TITLES[self.settings.reference]
+        shape = self.settings.case(self.settings.model).shape
+        title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
+        rows = [
+            [
+                ("", TITLES[name]),
+                ("host MiB", f"{self.peaks[name].host / MIB:.0f}"),
+                ("device MiB", f"{self.peaks[name].device / MIB:.0f}"),
+                (f"of {reference}", median(verdict.ratio)),
+            ]
+            for name, verdict in self.comparison.ranked().items()
+        ]
+        found = {
+            name: {
+                "reason": verdict.reason,
+                "host_bytes": self.peaks[name].host,
+                "device_bytes": self.peaks[name].device,
+                "ratio": verdict.ratio and verdict.ratio.median,
+                "losses": self.peaks[name].losses,
+            }
+            for name, verdict in self.comparison.verdicts().items()
+        }
+        facts = {"steps": STEPS, "reference": self.settings.reference, "contenders": found}
+        lines = table(title, rows, self.comparison.left_out())
+        label = f"peak memory over {reference}'s (less is better)"
+        return Results(lines, facts, label, {title: self.comparison.bars()})
+
+    def _watch(self, name: str) -> Peak:
+        """On local rank 0 start the contender's processes and watch them; elsewhere wait for that."""
+        info, peak = self.rank_info, Peak()
+        done = f"shardtrain/bench/memory/{name}/done/{{}}".format
+        leaders = range(0, info.world_size, info.local_world_size) if info.world_size > 1 else ()
+        if info.local_rank == 0:
+            try:
+                peak = watch_host(self.settings, name, info)
+            finally:
+                if leaders:
+                    info.store.set(done(info.rank), "")
+        while not all(info.store.check([done(leader)]) for leader in leaders):
+            time.sleep(0.1)
+        return peak
 
 
-def pss(pid: int) -> int:
-    """Bytes; 0 for a process that has just ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+def watch_host(settings: Settings, name: str, first: RankInfo) -> Peak:
+    """Train ``name`` in one fresh process per rank of this host, whose first rank is ``first``.
 
-
-def run(module: str, argument: str, environments: Sequence[Mapping[str, str]]) -> Seen:
-    """Run ``python -m module argument`` once per environment, all at the same time, to the end.
+    A task of the pool ends only when all ranks have begun it, so that every process gets one of each kind.
 
     Raises:
-        RankEnded: one of them ended early; the others are ended too.
+        RankEnded: a process ended without an answer.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / str(index) for index in range(len(environments))]
-        ranks = [_start(module, argument, env, log) for env, log in zip(environments, logs, strict=True)]
+    world, local_world = first.world_size, first.local_world_size
+    ranks = [RankInfo(first.rank + local, world, local, local_world) for local in range(local_world)]
+    with tempfile.NamedTemporaryFile("r") as log:
+        spawn = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(len(ranks), spawn, _quiet, (log.name, torch.get_num_threads()))
         try:
-            for rank, log in zip(ranks, logs, strict=True):
-                _line(rank, log)
-            before = sum(pss(rank.pid) for rank in ranks)
-            _tell(ranks)
-            peak, answers = _sample(ranks, logs)
-            _tell(ranks)
-            for rank in ranks:
-                rank.wait()
+            met = [pool.submit(_meet, rank, settings.device) for rank in ranks]
+            pids = [future.result() for future in met]
+            before = peak = pss(pids)
+            trained = [pool.submit(_train, settings, name) for _ in ranks]
+            while not all(future.done() for future in trained):
+                peak = max(peak, pss(pids))
+                for future in wait(trained, INTERVAL_S).done:
+                    future.result()
+            losses, device_bytes = zip(*(future.result() for future in trained), strict=True)
+        except BrokenProcessPool:
+            said = log.read().strip().splitlines() or ["it said nothing"]
+            raise RankEnded(f"a rank ended: {said[-1]}") from None
+        except UserError as error:  # only this rank knows of it
+            raise RankEnded(str(error)) from None
         finally:
-            _end(ranks)
-    return Seen(peak - before, answers)
+            for process in multiprocessing.active_children():
+                process.kill()
+            pool.shutdown()
+    return Peak(peak - before, sum(device_bytes), [fmean(step) for step in zip(*losses, strict=True)])
 
 
-def _start(module: str, argument: str, environment: Mapping[str, str], log: Path) -> subprocess.Popen[str]:
-    with log.open("w") as stderr:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, argument],
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
+def pss(pids: Iterable[int]) -> int:
+    """Return the bytes of processes; one that has just ended has none."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = Path(ROLLUP.format(pid)).read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
 
 
-def _line(rank: subprocess.Popen[str], log: Path) -> str:
-    assert rank.stdout is not None
-    line = rank.stdout.readline()
-    if not line:
-        said = log.read_text().strip().splitlines()
-        raise RankEnded(f"a rank ended with code {rank.wait()}: {said[-1] if said else 'it said nothing'}")
-    return line
+def _quiet(log: str, threads: int) -> None:
+    """Prepare a process: what it prints goes to ``log``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the watching process, which kills this one
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(threads)
 
 
-def _tell(ranks: Sequence[subprocess.Popen[str]]) -> None:
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
+def _meet(rank_info: RankInfo, device: str) -> int:
+    """Make this process that rank; return its process number once all ranks have met."""
+    rank, world = rank_info.rank, rank_info.world_size
+    # The launcher's store is up already: no rank starts another one at its address.
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank_info.local_rank), **agent})
+    store = meet(rank_info.store, rank, world) if world > 1 else dist.HashStore()  # type: ignore[attr-defined]
+    open_process_group(rank_info, choose_device(device, rank_info), store)
+    dist.barrier()
+    return os.getpid()
 
 
-def _sample(ranks: Sequence[subprocess.Popen[str]], logs: Sequence[Path]) -> tuple[int, list[dict[str, Any]]]:
-    """The largest sum of all ranks' memory until each has answered, and the answers."""
-    peak = 0
-    answers: dict[int, dict[str, Any]] = {}
-    with selectors.DefaultSelector() as selector:
-        for index, rank in enumerate(ranks):
-            assert rank.stdout is not None
-            selector.register(rank.stdout, selectors.EVENT_READ, index)
-        while len(answers) < len(ranks):
-            peak = max(peak, sum(pss(rank.pid) for rank in ranks))
-            for key, _ in selector.select(INTERVAL_S):
-                answers[key.data] = json.loads(_line(ranks[key.data], logs[key.data]))
-                selector.unregister(key.fileobj)
-                if "failure" in answers[key.data]:
-                    raise RankEnded(answers[key.data]["failure"])
-    return peak, [answers[index] for index in range(len(ranks))]
-
-
-def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.kill()
-        rank.wait()
-        for pipe in (rank.stdin, rank.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-if __name__ == "__main__":
-    main()
+def _train(settings: Settings, name: str) -> tuple[list[float], int]:
+    """Return the losses of every step, and the peak of the accelerator's memory, 0 on the CPU."""
+    device = choose_device(settings.device, RankInfo.from_environment(os.environ))
+    case = settings.case(settings.model)
+    data = case.build_data(settings.accumulate, settings.seed, dist.get_rank(), device)
+    contender = build(name, case.build_model(settings.seed, device), settings.setup(device))
+    losses = [contender.step(data[number % POOL]).item() for number in range(STEPS)]
+    dist.barrier()
+    return losses, peak_memory(device) if is_accelerator(device) else 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from shardtrain.bench.contenders import CASES, OPTIMIZERS, PRECISIONS, TITLES, Case, Setup
+from shardtrain.bench.contenders import CASES, OPTIMIZERS, PRECISIONS, TITLES, Case, Setup, superfluous
+from shardtrain.device import ACCELERATOR
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, above, at_least, checked, nearest, one_of
@@ -51,16 +53,11 @@ class Settings:
     image_size: int | None = at_least(1)
     batch_size: int | None = at_least(1)
     seed: int = at_least(0)
-    device: str = one_of("auto", "cpu", "cuda")
+    device: str = one_of("auto", "cpu", ACCELERATOR)
     threads: int | None = at_least(1)
 
-    @property
-    def chosen(self) -> list[str]:
-        """Names of the contenders to run."""
-        return list(self.contenders or TITLES)
-
     def case(self, name: str) -> Case:
-        """The named case with the sizes asked for."""
+        """Return the named case with the sizes asked for."""
         case = CASES[name]
         return dataclasses.replace(
             case,
@@ -71,53 +68,52 @@ class Settings:
     def setup(self, device: torch.device) -> Setup:
         return Setup(self.optimizer, self.lr, PRECISIONS[self.precision], device)
 
+    def to_run(self) -> list[str]:
+        """Return the contenders asked for, else those that differ here and the reference. Collective."""
+        left_out = set() if self.contenders else superfluous() - {self.reference}
+        return [name for name in self.contenders or TITLES if name not in left_out]
+
+    def title(self, program: str) -> str:
+        """Return a short name of what is measured."""
+        if program != "steps":
+            return program
+        return ("memory-" if self.memory else "") + ("suite" if self.suite else self.model)
+
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
-    """The settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    """Return the settings that ``arguments`` ask for; None when they asked for something to be printed."""
     raw = compose(arguments, speak=speak, folder=CONFIGS)
     if raw is None:
         return None
     settings = checked(raw, Settings)
     _check(settings)
+    if settings.threads is None and RankInfo.from_environment(os.environ).local_world_size > 1:
+        return dataclasses.replace(settings, threads=1)  # ranks of one host then compete for cores alike
     return settings
-
-
-def with_default_threads(settings: Settings, place: RankInfo) -> Settings:
-    """One thread a rank where several ranks share a host: contenders then compete for cores alike."""
-    if settings.threads is None and place.local_world_size > 1:
-        return dataclasses.replace(settings, threads=1)
-    return settings
-
-
-def what_is_measured(settings: Settings, program: str) -> str:
-    """A short name, for the output directory and the title."""
-    if program != "steps":
-        return program
-    return ("memory-" if settings.memory else "") + ("suite" if settings.suite else settings.model)
 
 
 def _check(settings: Settings) -> None:
-    for name in settings.contenders or ():
+    names = settings.contenders
+    listed = f"contenders=[{','.join(names or ())}]"
+    for name in names or ():
         if name not in TITLES:
             raise UserError(f"contenders: {name}{nearest(name, TITLES)} (valid: {', '.join(TITLES)})")
-    if settings.contenders == ():
-        raise UserError(f"contenders=[]: expected at least one of {', '.join(TITLES)}")
-    if len(set(settings.chosen)) < len(settings.chosen):
-        raise UserError(f"contenders=[{','.join(settings.chosen)}]: a name is listed twice")
-    if settings.reference not in settings.chosen:
+    if names == ():
+        raise UserError(f"{listed}: expected at least one of {', '.join(TITLES)}")
+    if names and len(set(names)) < len(names):
+        raise UserError(f"{listed}: a name is listed twice")
+    if names and settings.reference not in names:
         raise UserError(
-            f"reference={settings.reference} is not among contenders=[{','.join(settings.chosen)}]: "
-            "add it there, or choose another reference"
+            f"reference={settings.reference} is not among {listed}: add it there, or choose another reference"
         )
     if settings.suite and settings.memory:
         raise UserError("suite=true measures time and memory=true memory: choose one, and model=NAME")
-    if settings.collectives.smallest_kib > settings.collectives.largest_kib:
+    sizes, worlds = settings.collectives, settings.host.world_sizes
+    if sizes.smallest_kib > sizes.largest_kib:
         raise UserError(
-            f"collectives.smallest_kib={settings.collectives.smallest_kib} is more than "
-            f"collectives.largest_kib={settings.collectives.largest_kib}"
+            f"collectives.smallest_kib={sizes.smallest_kib} is more than "
+            f"collectives.largest_kib={sizes.largest_kib}"
         )
-    if not settings.host.world_sizes or min(settings.host.world_sizes) < 2:
-        raise UserError(
-            f"host.world_sizes=[{','.join(map(str, settings.host.world_sizes))}]: expected numbers of ranks, "
-            "each at least 2"
-        )
+    if not worlds or min(worlds) < 2:
+        listed = ",".join(map(str, worlds))
+        raise UserError(f"host.world_sizes=[{listed}]: expected numbers of ranks, each at least 2")

@@ -1,119 +1,121 @@
-"""Whole training steps: every contender on one case, then what their times say."""
+"""Whole training steps: every contender on one case, or on each case of the suite."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
-
-import torch
+from statistics import geometric_mean
+from typing import Any
 
 from shardtrain import comm
 from shardtrain.bench import contenders
-from shardtrain.bench.contenders import POOL, TITLES, Case, Contender, build_data, build_model
-from shardtrain.bench.interleave import (
-    Progress,
-    Runner,
-    Spread,
-    Track,
-    attempt,
-    difference,
-    interleave,
-    judge_of,
-    objection,
-    ratios,
-    spread,
-)
-from shardtrain.bench.settings import Settings
+from shardtrain.bench.comparison import EXEMPT, Comparison
+from shardtrain.bench.contenders import POOL, SUITE, TITLES, Case, Contender
+from shardtrain.bench.interleave import Runner, Samples, attempt
+from shardtrain.bench.report import Program, Results, median, quartiles, table
+from shardtrain.job.format import counted
+
+SUITE_REFERENCES = ("fsdp2", "ddp", "no_communication")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What is said of one contender. ``status``: ok, wrong (other losses than the judge's) or failed."""
+class StepBench(Program):
+    def measure(self) -> None:
+        self.comparisons: dict[Case, Comparison] = {}
+        for name in SUITE if self.settings.suite else (self.settings.model,):
+            self._measure(self.settings.case(name))
 
-    status: str
-    reason: str | None = None
-    seconds: Spread | None = None
-    ratio: Spread | None = None  # to the reference
-    loss_difference: float | None = None  # relative to the judge's losses
+    def _measure(self, case: Case) -> None:
+        gc.collect()  # wrappers refer to one another: the case before is freed only now
+        settings, device = self.settings, self.device
+        samples = {name: Samples() for name in settings.to_run()}
+        self.comparisons[case] = Comparison(settings.reference, settings.precision, samples)
+        data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
+        runners: dict[str, Runner] = {}
+        for name in samples:
 
+            def build(name: str = name) -> Contender:
+                model = case.build_model(settings.seed, device)
+                return contenders.build(name, model, settings.setup(device))
 
-@dataclass
-class Measurement:
-    """One case under way, or done."""
+            contender = attempt(build, samples[name], device)
+            if contender is not None:
+                runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
+        gc.collect()
+        self.interleave(runners, samples, case.shape)
 
-    case: Case
-    reference: str
-    tracks: dict[str, Track] = field(default_factory=dict)
-    precision: str = "fp32"
-
-    @property
-    def rounds(self) -> int:
-        return max((len(track.seconds) for track in self.tracks.values()), default=0)
-
-    @property
-    def judge(self) -> str | None:
-        """Whose losses count as right."""
-        return judge_of(self.tracks)
-
-    def verdicts(self) -> dict[str, Verdict]:
-        return {name: self._verdict(name) for name in self.tracks}
-
-    def ratios_to(self, reference: str) -> dict[str, Spread]:
-        """Of the right ones, in their own order; nothing when the reference itself is not right."""
-        verdicts = self.verdicts()
-        if reference not in verdicts or verdicts[reference].status != "ok":
-            return {}
-        base = self.tracks[reference].seconds
-        right = [name for name, verdict in verdicts.items() if verdict.status == "ok"]
-        return {name: ratios(self.tracks[name].seconds, base) for name in right}
-
-    def _verdict(self, name: str) -> Verdict:
-        track = self.tracks[name]
-        if track.failure is not None or not track.seconds:
-            return Verdict("failed", track.failure or "interrupted before its first timed round")
-        apart = difference(name, self.tracks)
-        wrong = objection(name, self.tracks, self.precision)
-        if wrong is not None:
-            return Verdict("wrong", wrong, loss_difference=apart)
-        base = self.tracks[self.reference] if self.reference in self.tracks else Track()
-        comparable = base.seconds and base.failure is None
-        ratio = ratios(track.seconds, base.seconds) if comparable else None
-        return Verdict("ok", None, spread(track.seconds), ratio, apart)
+    def results(self) -> Results:
+        reference, found = self.settings.reference, self.comparisons
+        lines = [line for case, comparison in found.items() for line in step_table(case, comparison)]
+        facts: dict[str, Any] = {
+            "reference": reference,
+            "cases": {c.name: _facts(c, found[c]) for c in found},
+        }
+        if self.settings.suite:
+            means = facts["geometric_means"] = suite_means(list(found.values()))
+            lines += _suite_table(means, len(found))
+        panels = {case.shape: comparison.bars() for case, comparison in found.items()}
+        return Results(lines, facts, f"time of a step over {TITLES[reference]}'s (less is better)", panels)
 
 
-def measure(measurement: Measurement, settings: Settings, device: torch.device) -> None:
-    """Fill ``measurement``, which holds what has been measured so far at any moment."""
-    gc.collect()  # wrappers refer to one another: the case before is freed only now
-    case = measurement.case
-    data = build_data(case, settings.accumulate, settings.seed, comm.rank(), device)
-    setup = settings.setup(device)
-    runners: dict[str, Runner] = {}
-    for name in to_run(settings):
-        track = measurement.tracks[name] = Track()
-        built: list[Contender] = []
+def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
+    """Return by reference and contender the geometric mean of the contender's median ratios.
 
-        def build(name: str = name, built: list[Contender] = built) -> None:
-            model = build_model(case, settings.seed, device)
-            built.append(contenders.build(name, model, setup))
-
-        track.failure = attempt(build, device)
-        if track.failure is None:
-            runners[name] = lambda number, contender=built[0]: contender.step(data[number % POOL])  # type: ignore[misc]
-    gc.collect()
-    progress = Progress(case.shape, settings.warmup + settings.rounds, speaks=comm.rank() == 0)
-    interleave(
-        runners,
-        measurement.tracks,
-        device,
-        warmup=settings.warmup,
-        rounds=settings.rounds,
-        tick=progress.tick,
-    )
+    Only contenders that are right in every case have one.
+    """
+    means = {}
+    for reference in SUITE_REFERENCES:
+        columns = [comparison.ratios_to(reference) for comparison in comparisons]
+        names = [name for name in TITLES if columns and all(name in column for column in columns)]
+        if names:
+            means[reference] = {name: geometric_mean([c[name].median for c in columns]) for name in names}
+    return means
 
 
-def to_run(settings: Settings) -> list[str]:
-    """The contenders asked for; if none are, those that differ on these ranks, and the reference."""
-    if settings.contenders is not None:
-        return settings.chosen
-    superfluous = contenders.superfluous() - {settings.reference}
-    return [name for name in TITLES if name not in superfluous]
+def step_table(case: Case, comparison: Comparison) -> list[str]:
+    """Return a line per contender, best first: time per step, ratio to the reference, loss difference."""
+    rows = []
+    for name, verdict in comparison.ranked().items():
+        difference = f"{'differ by' if name in EXEMPT else 'equal to'} {verdict.loss_difference or 0:.0e}"
+        rows.append(
+            [
+                ("", TITLES[name]),
+                ("ms per step", median(verdict.value, 1, 1e3)),
+                (f"of {TITLES[comparison.reference]}", median(verdict.ratio)),
+                ("quartiles", quartiles(verdict.ratio)),
+                ("losses", "not compared" if verdict.loss_difference is None else difference),
+            ]
+        )
+    precision = "" if comparison.precision == "fp32" else f" in {comparison.precision}"
+    title = f"{case.shape}{precision}, {counted(comparison.rounds, 'round')}"
+    return table(title, rows, comparison.left_out())
+
+
+def _suite_table(means: dict[str, dict[str, float]], cases: int) -> list[str]:
+    rows = []
+    for name in TITLES:
+        cells = [
+            (f"of {TITLES[to]}", f"{row[name]:.2f}" if name in row else "-") for to, row in means.items()
+        ]
+        if any(cell != "-" for _, cell in cells):
+            rows.append([("", TITLES[name]), *cells])
+    return table(f"geometric means over {cases} cases", rows)
+
+
+def _facts(case: Case, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "image_size": case.image_size,
+        "batch_size_per_rank": case.batch_size,
+        "rounds": comparison.rounds,
+        "judge": comparison.judge,
+        "contenders": {
+            name: {
+                "status": verdict.status,
+                "reason": verdict.reason,
+                "step_seconds": verdict.value,
+                "ratio": verdict.ratio,
+                "loss_difference": verdict.loss_difference,
+                "losses": comparison.samples[name].losses,
+                "seconds": comparison.samples[name].values,
+            }
+            for name, verdict in comparison.verdicts().items()
+        },
+    }
