@@ -211,7 +211,7 @@ def by_hand_of(unit: Any, values: dict[str, torch.Tensor], own: bool) -> dict[st
     """What ``values``, whole and exact, become on their way to this rank; ``own``: its interval, too."""
     found = {}
     for segment in unit.segments:
-        names = [place.name for place in segment.places]
+        names = [place.name for place in segment.infos]
         flat = torch.cat([values[name].flatten() for name in names])
         flat = torch.cat([flat, flat.new_zeros(segment.layout.padded - len(flat))])
         for rank in range(segment.layout.world):
@@ -239,7 +239,7 @@ def one_step_by_hand() -> None:
         each(x.flatten(1)).square().sum().backward()
     for unit in units:
         for segment in unit.segments:
-            names = [place.name for place in segment.places]
+            names = [place.name for place in segment.infos]
             grads = torch.cat([plain.get_parameter(name).grad.flatten() for name in names])  # type: ignore[union-attr]
             grads = torch.cat([grads, grads.new_zeros(segment.layout.padded - len(grads))])
             theirs = [full[segment.layout.interval(rank)] for full in from_all(grads)]
@@ -250,7 +250,7 @@ def one_step_by_hand() -> None:
                 expected = total[piece.offset : piece.offset + piece.numel] / world
                 assert param.grad is not None
                 assert torch.equal(param.grad, expected)
-    assert not any(s.traffic.gather for u in units for s in u.segments if "1.weight" in s.places[0].name)
+    assert not any(s.traffic.gather for u in units for s in u.segments if "1.weight" in s.infos[0].name)
     whole = shardtrain.full_state_dict(model)
     assert all(torch.equal(whole[name], value) for name, value in exact.items()), "shards stay exact"
     with shardtrain.unsharded(model):

@@ -683,7 +683,7 @@ def tied_in_a_unit_and_across(units: Any, home: str) -> None:
         place.name: unit.name
         for unit in engine_of(model).units
         for segment in unit.segments
-        for place in segment.places
+        for place in segment.infos
     }
     assert unit_of["0.0.weight"] == home
     assert unit_of["1.weight"] == "1"

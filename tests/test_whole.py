@@ -341,7 +341,7 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
                     value = torch.cat(parts) if parts[0].ndim else parts[0]
                     shape = segment.shapes[index] if value.ndim else value.shape
                     stride = segment.strides[index] if value.ndim else ()
-                    found[f"{segment.places[index].name} {key}"] = value.as_strided(shape, stride)
+                    found[f"{segment.infos[index].name} {key}"] = value.as_strided(shape, stride)
     return found
 
 

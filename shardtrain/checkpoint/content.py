@@ -69,7 +69,7 @@ def local_shards(engine: Engine) -> list[LocalShard]:
     for unit in engine.units:
         for segment in unit.segments:
             pieces = list(zip(*(segment.layout.pieces(number) for number in range(len(files))), strict=True))
-            for index, info in enumerate(segment.places):
+            for index, info in enumerate(segment.infos):
                 param, own = segment.params[index], segment.pieces[index]
                 cut = zip(files, pieces[index], strict=True)
                 slices = tuple(Slice(file, p.start, p.stop) for file, p in cut if p.numel)

@@ -76,7 +76,7 @@ class Twins:
         units = [unit.name for unit in engine.units]
         self.sharded, self.whole = Side(job.model, job.optimizer, units), Side(whole, optimizer, units)
         self._units = {
-            place.name: unit.title for unit in engine.units for s in unit.segments for place in s.places
+            info.name: unit.title for unit in engine.units for s in unit.segments for info in s.infos
         }
         self.exact = _is_exact(job, config)
 

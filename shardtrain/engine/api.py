@@ -14,12 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
-from shardtrain.engine.deferred_init import Initial, become, forget
+from shardtrain.engine.deferred_init import InitialValues, become, unmark
 from shardtrain.engine.hooks import Engine, engine_of, is_sharded
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import ParamInfo, segments_of
+from shardtrain.engine.shard import ParamInfo, dense_stride, in_memory_order, segments_of
 from shardtrain.engine.unit import Unit
-from shardtrain.engine.units import UnitChoice, check_forward, parameters_of, places_by_unit, unit_modules
+from shardtrain.engine.units import UnitChoice, check_forward, infos_by_unit, parameters_of, unit_modules
 from shardtrain.layout import Policy, cut_of
 
 
@@ -78,39 +78,37 @@ def shard(
     _check(module, transport, mesh, precision)
     left_alone = parameters_of(ignored)
     anchors = unit_modules(module, units)
-    places = places_by_unit(module, anchors, left_alone)
-    initial = Initial(module, None if device is None else torch.device(device))
-    on_cpu = all(initial.device(param).type in ("cpu", "meta") for param in module.parameters())
+    infos = infos_by_unit(module, anchors, left_alone)
+    initial = InitialValues(module, None if device is None else torch.device(device))
+    if initial.deferred and mesh is not None and 0 not in mesh.mesh:
+        raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
+    places = [initial.device(param) for param in module.parameters()]
+    on_cpu = all(place.type in ("cpu", "meta") for place in places)
     in_messages = precision.quantises or not on_cpu
     kind = "process_group" if transport == "auto" and in_messages else transport
     link = _open(kind, mesh) if isinstance(kind, str) else kind
     if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
-    link = _offloaded(link, module, initial) if offload else link
+    if offload and places and places[0].type not in ("cpu", "meta"):
+        link = comm.Offloaded(link, places[0])
     control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
-    lines = [f"layout {layout}", *_model_lines(places)]
-    comm.require_same(lines, "the model to shard", link.all_ranks, control)
+    comm.require_same(
+        [f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks, control
+    )
     cut = cut_of(layout, link.world)
     segments = {
-        name: segments_of(places[name], link, precision, cut, initial)
-        for name in sorted(places, key=lambda name: -_largest(places[name]))  # balances best
+        name: segments_of(infos[name], link, precision, cut, initial)
+        for name in sorted(infos, key=lambda name: -_largest(infos[name]))  # balances best
     }
-    built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(places)]
-    _place_the_rest(module, left_alone, initial)
-    _broadcast_buffers(module, link.all_ranks)
+    built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
+    _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, reshard_after_forward, precision, left_alone, layout)
     return module
 
 
-def _largest(places: Sequence[ParamInfo]) -> int:
-    """Elements of the largest of these parameters."""
-    return max((place.parameter.numel() for place in places), default=0)
-
-
-def _offloaded(link: Transport, module: nn.Module, initial: Initial) -> Transport:
-    """``link`` for shards in host memory, if that is not where the units compute."""
-    device = next((initial.device(param) for param in module.parameters()), torch.device("cpu"))
-    return link if device.type in ("cpu", "meta") else comm.Offloaded(link, device)
+def _largest(infos: Sequence[ParamInfo]) -> int:
+    """Return the elements of the largest of these parameters."""
+    return max((info.parameter.numel() for info in infos), default=0)
 
 
 @contextmanager
@@ -180,33 +178,31 @@ def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
     return comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
 
 
-def _model_lines(places: Mapping[str, list[ParamInfo]]) -> list[str]:
-    """What must be the same on every rank, a line for each parameter."""
+def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:
+    """Return what must be the same on every rank, a line for each parameter."""
     return [
-        f"{place.name} {tuple(p.shape)} {p.dtype} strides {p.stride()}{'' if p.requires_grad else ' frozen'}"
+        f"{info.name} {tuple(p.shape)} {p.dtype} strides {p.stride()}{'' if p.requires_grad else ' frozen'}"
         f" in {unit or 'the root'}"
-        for unit, found in places.items()
-        for place in found
-        for p in [place.parameter]
+        for unit, members in infos.items()
+        for info in members
+        for p in [info.parameter]
     ]
 
 
-def _place_the_rest(module: nn.Module, ignored: set[nn.Parameter], initial: Initial) -> None:
-    """What is not sharded: give ignored parameters their values, move them and buffers; drop the tapes."""
-    for name, param in module.named_parameters():
-        if param in ignored:
-            value = initial.value(name, param).to(initial.device(param))
-            if param.is_meta and not value.is_meta:
-                become(param, value)
-            else:
-                param.data = value
+def _place_uncut(
+    module: nn.Module, ignored: set[nn.Parameter], initial: InitialValues, all_ranks: Ranks
+) -> None:
+    """Move what is not sharded; give all ranks rank 0's buffers, and its values of what is deferred."""
+    for param in [param for param in module.parameters() if param in ignored]:
+        value = initial.placed(param)
+        if param in initial.deferred:
+            all_ranks.broadcast(in_memory_order(value, dense_stride(value)))
+        become(param, value)
+    buffers = {buffer: initial.placed(buffer) for buffer in module.buffers()}
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else buffer.to(initial.device(buffer))
-    forget(module)
-
-
-def _broadcast_buffers(root: nn.Module, all_ranks: Ranks) -> None:
-    for buffer in root.buffers():
+            part._buffers[name] = None if buffer is None else buffers[buffer]
+    for buffer in buffers.values():
         if not buffer.is_meta:
             all_ranks.broadcast(buffer)
+    unmark(module)

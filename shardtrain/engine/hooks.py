@@ -139,7 +139,7 @@ class Engine:
         """The modules whose call needs ``unit``: its own, and for the root every direct holder."""
         if unit is not self.units[0]:
             return [unit.module]
-        holders = [m for s in unit.segments for place in s.places for m, _ in place.holders]
+        holders = [m for s in unit.segments for info in s.infos for m, _ in info.holders]
         return list(dict.fromkeys([unit.module, *holders]))
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
@@ -233,11 +233,11 @@ class Engine:
         """``load_state_dict`` knows pieces only, and would list every parameter."""
         for unit in self.units:
             for segment in unit.segments:
-                for place, shape in zip(segment.places, segment.shapes, strict=True):
-                    given = state.get(prefix + place.name)
-                    if given is not None and given.shape == shape and shape != place.parameter.shape:
+                for info, shape in zip(segment.infos, segment.shapes, strict=True):
+                    given = state.get(prefix + info.name)
+                    if given is not None and given.shape == shape and shape != info.parameter.shape:
                         raise ValueError(
-                            f"load_state_dict() was given the whole {place.name}, of which a rank has a "
+                            f"load_state_dict() was given the whole {info.name}, of which a rank has a "
                             "piece; use shardtrain.load_full_state_dict(model, state)"
                         )
 
@@ -255,7 +255,7 @@ class Engine:
             self._hook_output(self.units[0], self.module, precision.output)
 
     def _wide_modules(self, unit: Unit) -> list[tuple[nn.Module, torch.dtype]]:
-        found = [(m, s.local.dtype) for s in unit.segments for place in s.places for m, _ in place.holders]
+        found = [(m, s.local.dtype) for s in unit.segments for info in s.infos for m, _ in info.holders]
         return [(m, dtype) for m, dtype in dict(found).items() if self.precision.wants_wide_inputs(m)]
 
     def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
@@ -293,7 +293,7 @@ class Engine:
         if self._tree.has_changed():
             refuse_strangers(self.module, self._ignored.union(self._sharded()))
             self._tree = Tree(self.module)
-        on_meta = [p.name for u in self.units for s in u.segments if s.local.is_meta for p in s.places]
+        on_meta = [p.name for u in self.units for s in u.segments if s.local.is_meta for p in s.infos]
         if on_meta:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "

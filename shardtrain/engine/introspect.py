@@ -45,7 +45,7 @@ class Introspection:
             info.name: unit.title
             for unit in self._engine.units
             for segment in unit.segments
-            for info in segment.places
+            for info in segment.infos
         }
 
     @property

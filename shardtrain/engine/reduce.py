@@ -110,13 +110,13 @@ class FlatGradient:
         now = self.segment.held_grad(index)
         if now is shown.grad and now._version == shown.version:
             if shown.own:
-                self.segment.drop_grad(index)
+                self.segment.set_grad(index, None)
         elif now is None or not now.any():
             self.filled.discard(index)
         else:
             self._shown[index] = shown
             raise ValueError(
-                f"the gradient of parameter {self.segment.places[index].name} was changed while it waits "
+                f"the gradient of parameter {self.segment.infos[index].name} was changed while it waits "
                 "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
             )
 
@@ -130,7 +130,7 @@ class FlatGradient:
         grad, param.grad = param.grad, None
         assert grad is not None
         if grad.layout is not torch.strided:
-            name = self.segment.places[index].name
+            name = self.segment.infos[index].name
             raise ValueError(
                 f"parameter {name} has a sparse gradient, which cannot be sharded; "
                 "use nn.Embedding(..., sparse=False)"
@@ -202,7 +202,7 @@ class FlatGradient:
         self.arrived.clear()
         for index, shown in self._shown.items():
             if shown.own and self.segment.held_grad(index) is shown.grad:
-                self.segment.drop_grad(index)
+                self.segment.set_grad(index, None)
         if self._full is not None:
             self.segment.transport.discard(self._full)
         self._clear()
@@ -296,7 +296,7 @@ class Reduction:
             nowhere = absent([own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
-                if index not in segment.elsewhere:
+                if index not in segment.owned_elsewhere:
                     segment.give_grad(index, own[index])
                     given.append(segment.params[index])
         self._means = []

@@ -1,21 +1,21 @@
-"""What one rank owns of a unit, and what the unit's parameters show.
+"""A segment: what one rank owns of a unit's parameters, and what these parameters show.
 
-A unit's parameters fall into segments of one dtype and one ``requires_grad``, so that frozen
-parameters never enter a reduction. A segment has two storages, or three:
+A unit's parameters fall into segments of one dtype and one ``requires_grad``, so that frozen parameters
+never enter a reduction. A segment has two or three storages:
 
-``local``  this rank's interval of the flat vector; what the optimizer updates, always valid
-``wire``   the same in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
-``full``   the whole vector in that dtype; filled by a gather from ``wire``, emptied by a release
+``local``  this rank's shard: its interval of the flat vector. The optimizer updates it; it is always valid
+``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
+``full``   the full flat vector in that dtype; a gather fills it from ``wire``, a release empties it
 
-Where shards are offloaded ``local`` and ``wire`` lie in host memory, ``full`` on the device that computes;
-and a segment's parameters show one of them. At rest each shows its piece of ``local`` with that piece's
-gradient (`shown`); while its unit computes it shows its shaped view of ``full``, and has no gradient but the
-one that autograd is just handing over. The parameter objects stay the same for ever: only ``.data`` and
-``.grad`` change, which leaves autograd's version counters alone.
+With offload, ``local`` and ``wire`` lie in host memory and ``full`` on the device that computes.
 
-``full`` is one tensor for the life of the segment. Autograd may have saved a parameter, or a view of
-one such as ``weight.t()``; resizing the storage and filling it again makes both right again, where a
-new tensor would leave the view with stale memory.
+At rest each parameter shows its piece of ``local`` with that piece's gradient (`shown`). While its unit
+computes it shows its shaped view of ``full``, and has no gradient but the one that autograd just hands over.
+The parameter objects stay the same: only ``.data`` and ``.grad`` change, and no version counter of autograd.
+
+``full`` is one tensor for the life of the segment. Autograd may have saved a parameter or a view of one, such
+as ``weight.t()``. Resizing the storage and filling it again makes both valid again; a new tensor would leave
+the view with stale memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from shardtrain.comm.transport import Flat, Transport
-from shardtrain.engine.deferred_init import Initial, become
+from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout, Piece
 
@@ -60,60 +60,58 @@ class Segment:
 
     Making one is collective: all ranks get rank 0's values.
 
-    ``compute``: the dtype of ``full``. ``like_gradient``: empty, of the dtype in which gradients meet.
-    ``traffic``: which movements go as int8.
+    ``compute``: the dtype of ``full``. ``like_gradient``: empty, of the dtype in which gradients are summed
+    up. ``traffic``: which movements go as int8. ``owned_elsewhere``: indices of parameters that are whole on
+    another rank, so that there is nothing to update here.
     """
 
     def __init__(
         self,
-        places: Sequence[ParamInfo],
+        infos: Sequence[ParamInfo],
         transport: Transport,
         precision: Precision,
         cut: Cut,
-        initial: Initial,
+        initial: InitialValues,
     ) -> None:
-        self.places = tuple(places)
-        self.params = [place.parameter for place in places]
+        self.infos = tuple(infos)
+        self.params = [info.parameter for info in infos]
         self.shapes = [param.shape for param in self.params]
         self.strides = [dense_stride(param) for param in self.params]
         self._precision = precision
-        self.traffic = precision.traffic(self.params[0], self.places[0].holder)
+        self.traffic = precision.traffic(self.params[0], self.infos[0].holder)
         narrowest = min(self.params[0].element_size(), self._compute_dtype().itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in self.params], align)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(transport.rank)
-        # Parameters that are whole on another rank, so that there is nothing to update here.
         sizes = zip(self.pieces, self.layout.sizes, strict=True)
         missing = [index for index, (piece, size) in enumerate(sizes) if piece.numel < size]
-        self.elsewhere = frozenset(missing if self.layout.whole else ())
+        self.owned_elsewhere = frozenset(missing if self.layout.whole else ())
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
         self.transport = transport
         self._adopt(self._cut(initial))
         for param, view in zip(self.params, self.local_views, strict=True):
             param.grad = None
-            if param.is_meta and not view.is_meta:
-                become(param, view)
-        self.show_local()
+            become(param, view)
 
-    def _cut(self, initial: Initial) -> torch.Tensor:
-        """Lay rank 0's parameters end to end, give all ranks their values, keep this rank's interval.
+    def _cut(self, initial: InitialValues) -> torch.Tensor:
+        """Broadcast rank 0's parameters as one flat vector; return this rank's interval.
 
-        Of the unit that is whole for a moment nothing else remains: other units are whole after it.
+        Frees the full vector before the next segment is cut.
         """
         first = self.params[0]
         full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
         if not full.is_meta:
             all_ranks = self.transport.all_ranks
             if all_ranks.rank == 0:
-                for place, param, view in zip(self.places, self.params, self.views_of(full), strict=True):
-                    view.copy_(initial.value(place.name, param))
+                for param, view in zip(self.params, self.views_of(full), strict=True):
+                    view.copy_(param.detach())
             all_ranks.broadcast(full)
         own = full[self.layout.interval(self.transport.rank)]
         return own if own.numel() == full.numel() else own.clone()
 
     def _compute_dtype(self) -> torch.dtype:
-        return self._precision.of_parameter(self.params[0], self.places[0].holder)
+        return self._precision.of_parameter(self.params[0], self.infos[0].holder)
 
     def _adopt(self, local: torch.Tensor) -> None:
         """Give the segment memory, and this rank's interval the values of ``local``."""
@@ -137,26 +135,25 @@ class Segment:
         self.empty_full()
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's shaped view of a full flat vector."""
         rows = zip(self.layout.offsets, self.layout.sizes, self.shapes, self.strides, strict=True)
         return [full[at : at + size].as_strided(shape, stride) for at, size, shape, stride in rows]
 
     def part_of(self, local: torch.Tensor, index: int) -> torch.Tensor:
-        """The piece of parameter ``index`` in an interval that is laid out as ``local`` is; 1-D."""
+        """Return the piece of parameter ``index`` in an interval that is laid out as ``local`` is; 1-D."""
         piece = self.pieces[index]
         return local[piece.offset : piece.offset + piece.numel]
 
     def shown(self, index: int, piece: torch.Tensor) -> torch.Tensor:
-        """``piece`` (1-D, of parameter ``index`` or its gradient) as the parameter shows it at rest; a view.
+        """Return a view of ``piece`` (1-D, of parameter ``index`` or its gradient) as it is shown at rest.
 
         A piece is 1-D, unless parameters are whole: then it has their shape, or on the ranks that have
         nothing of them as many dimensions. Nothing without dimensions is empty, so such a parameter has one.
         """
-        if not self.layout.whole:
-            return piece
-        return shown(piece, self.shapes[index] or (1,), self.strides[index])
+        return shown(piece, self.shapes[index] or (1,), self.strides[index]) if self.layout.whole else piece
 
     def flattened(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The reverse: 1-D, in the order of the flat vector."""
+        """Undo `shown`: 1-D, in the order of the flat vector."""
         return flattened(tensor, self.shapes[index], self.strides[index])
 
     def cast(self) -> None:
@@ -207,29 +204,27 @@ class Segment:
         held = self.held_grad(index)
         if held is not None:
             held.add_(piece)
-        elif self.shows_full:
-            self.kept_grads[index] = piece
         else:
-            self.params[index].grad = piece
+            self.set_grad(index, piece)
 
     def held_grad(self, index: int) -> torch.Tensor | None:
-        """The gradient of this rank's piece of parameter ``index``, on show or put away."""
+        """Return the gradient of this rank's piece of parameter ``index``, on show or put away."""
         return self.kept_grads[index] if self.shows_full else self.params[index].grad
 
-    def drop_grad(self, index: int) -> None:
-        """Let the piece of parameter ``index`` have no gradient."""
+    def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
+        """Replace the gradient of this rank's piece of parameter ``index``."""
         if self.shows_full:
-            self.kept_grads[index] = None
+            self.kept_grads[index] = grad
         else:
-            self.params[index].grad = None
+            self.params[index].grad = grad
 
     def was_replaced(self) -> bool:
-        """Whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage.
+        """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage.
 
-        The old one is held here, so another one lies elsewhere.
+        The old storage is held here, so a new one has another address.
         """
-        for place, param, address in zip(self.places, self.params, self._addresses, strict=True):
-            module, attribute = place.holders[0]
+        for info, param, address in zip(self.infos, self.params, self._addresses, strict=True):
+            module, attribute = info.holders[0]
             if module._parameters[attribute] is not param or _address(param) != address:
                 return True
         return False
@@ -241,19 +236,19 @@ class Segment:
             ValueError: a piece has another size than this rank's part, or dtypes or devices differ.
         """
         assert not self.shows_full
-        self.params = [place.parameter for place in self.places]
+        self.params = [info.parameter for info in self.infos]
         first = self.params[0]
-        for place, param, view in zip(self.places, self.params, self.local_views, strict=True):
+        for info, param, view in zip(self.infos, self.params, self.local_views, strict=True):
             if param.shape != view.shape:
                 raise ValueError(
-                    f"parameter {place.name} now has shape {tuple(param.shape)} on this rank, but its local "
+                    f"parameter {info.name} now has shape {tuple(param.shape)} on this rank, but its local "
                     f"piece has {tuple(view.shape)}; change whole parameters inside "
                     "shardtrain.unsharded(model)"
                 )
             if (param.dtype, param.device) != (first.dtype, first.device):
                 raise ValueError(
-                    f"parameter {place.name} is now {param.dtype} on {param.device}, while "
-                    f"{self.places[0].name} of the same unit is {first.dtype} on {first.device}; "
+                    f"parameter {info.name} is now {param.dtype} on {param.device}, while "
+                    f"{self.infos[0].name} of the same unit is {first.dtype} on {first.device}; "
                     "convert the whole model, or convert it before shard()"
                 )
         local = torch.zeros(self.layout.length(self.transport.rank), dtype=first.dtype, device=first.device)
@@ -263,53 +258,50 @@ class Segment:
         self.show_local()
 
     def copied(self, memo: Mapping[int, Any]) -> Segment:
-        """The same over copies of its modules, whose parameters hold clones of the pieces. Collective.
+        """Return a segment over copies of its modules, whose parameters hold copied pieces. Collective.
 
         ``memo``: from the ids of modules to their copies, as ``copy.deepcopy`` leaves it.
         """
         twin = copy.copy(self)
-        twin.places = tuple(
-            ParamInfo(place.name, tuple((memo[id(module)], attribute) for module, attribute in place.holders))
-            for place in self.places
+        twin.infos = tuple(
+            ParamInfo(info.name, tuple((memo[id(module)], attribute) for module, attribute in info.holders))
+            for info in self.infos
         )
-        twin.kept_grads = [None] * len(self.params)
+        twin.drop_kept_grads()
         twin.take_over()
         return twin
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where it lies; of an empty one, which has no address, its storage: all ranks must see a replacement."""
+    """Return where it lies; an empty tensor has no address, so its storage identifies it on all ranks."""
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)
 
 
 def segments_of(
-    places: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: Initial
+    infos: Sequence[ParamInfo],
+    transport: Transport,
+    precision: Precision,
+    cut: Cut,
+    initial: InitialValues,
 ) -> list[Segment]:
-    """Group a unit's parameters by dtypes, traffic, device and ``requires_grad``, keeping their order.
-
-    Collective, since making a segment is.
-    """
+    """Group parameters by dtypes, traffic, device and ``requires_grad``, keeping their order. Collective."""
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
-    for place in places:
-        param, holder = place.parameter, place.holder
+    for info in infos:
+        param, holder = info.parameter, info.holder
         moves_as = precision.of_parameter(param, holder), precision.traffic(param, holder)
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad
-        groups.setdefault(kind, []).append(place)
+        groups.setdefault(kind, []).append(info)
     return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
 
 
-# Strides: how a parameter of some shape lies in flat memory, and back.
+# Two forms of a tensor of a parameter's shape, since channels_last has an order of memory of its own:
 #
-# A piece of a parameter is 1-D, in the order of the parameter's memory, which channels_last makes another
-# than
-# that of its shape. So there are two forms of everything, and two functions between them::
-#
-#     flattened   1-D, in the order of the memory: what moves between ranks and into files
-#     shown       in the shape that a parameter has at rest: what an optimizer and its state have
+#     flattened   1-D, in the order of the parameter's memory: what moves between ranks and into files
+#     shown       in the shape that the parameter has at rest: what an optimizer and its state have
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether ``stride`` visits each element of ``shape`` once, without gaps, as channels_last does."""
+    """Return whether ``stride`` visits each element of ``shape`` once, without gaps (channels_last does)."""
     if 0 in shape:
         return len(stride) == len(shape)
     expected = 1
@@ -321,13 +313,13 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """``tensor``'s strides if they are dense, else row-major."""
+    """Return ``tensor``'s strides if they are dense, else row-major ones."""
     dense = is_dense(tensor.shape, tensor.stride())
     return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
 
 
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` as 1-D, in the order of ``stride``; a view when it already lies that way."""
+    """Return ``tensor`` as 1-D, in the order of ``stride``; a view when it already lies that way."""
     if tensor.stride() != stride:
         ordered = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)
@@ -335,7 +327,7 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
 
 
 def shown(piece: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
-    """``piece`` (1-D, in the order of ``stride``) in ``shape``; in ``(0, *shape[1:])`` if empty; a view."""
+    """Return ``piece`` (1-D, in the order of ``stride``) viewed in ``shape``, or ``(0, *shape[1:])``."""
     if len(shape) == 1:
         return piece
     if piece.numel() == math.prod(shape):
@@ -344,5 +336,5 @@ def shown(piece: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) ->
 
 
 def flattened(tensor: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
-    """The reverse, of a whole ``shape`` or a piece of it: 1-D; a view if ``tensor`` lies that way."""
+    """Undo `shown`: 1-D; a view if ``tensor`` lies that way."""
     return in_memory_order(tensor, stride) if tensor.shape == torch.Size(shape) else tensor.reshape(-1)

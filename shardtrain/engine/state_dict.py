@@ -125,7 +125,7 @@ def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor
     """
     if whole.shape != segment.shapes[index]:
         raise ValueError(
-            f"parameter {segment.places[index].name} or its gradient was given shape {tuple(whole.shape)} "
+            f"parameter {segment.infos[index].name} or its gradient was given shape {tuple(whole.shape)} "
             f"inside unsharded(), expected {tuple(segment.shapes[index])}"
         )
     piece = segment.pieces[index]
@@ -201,23 +201,23 @@ def _load_segment(segment: Segment, state: Mapping[str, torch.Tensor], missing: 
     all_ranks = segment.transport.all_ranks
     full = segment.local.new_zeros(segment.layout.padded)
     if all_ranks.rank == 0:
-        for place, view in zip(segment.places, segment.views_of(full), strict=True):
-            if place.name not in missing:
-                view.copy_(state[place.name])
+        for info, view in zip(segment.infos, segment.views_of(full), strict=True):
+            if info.name not in missing:
+                view.copy_(state[info.name])
     all_ranks.broadcast(full)
     own = full[segment.layout.interval(segment.transport.rank)]
-    for index, place in enumerate(segment.places):
-        if place.name not in missing:
+    for index, info in enumerate(segment.infos):
+        if info.name not in missing:
             segment.part_of(segment.local, index).copy_(segment.part_of(own, index))
 
 
 def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) -> tuple[list[str], list[str]]:
     """What does not fit between ``state`` and the module, and which names ``state`` lacks."""
     expected = {
-        place.name: Spec(segment.local.dtype, tuple(shape))
+        info.name: Spec(segment.local.dtype, tuple(shape))
         for unit in engine.units
         for segment in unit.segments
-        for place, shape in zip(segment.places, segment.shapes, strict=True)
+        for info, shape in zip(segment.infos, segment.shapes, strict=True)
     }
     expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]

@@ -33,7 +33,7 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     return {"": root, **chosen}
 
 
-def places_by_unit(
+def infos_by_unit(
     root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, list[ParamInfo]]:
     """Each parameter under the innermost unit that holds all of its uses.
@@ -57,11 +57,11 @@ def places_by_unit(
             if (module, attribute) not in holders[param]:
                 holders[param].append((module, attribute))
             homes.setdefault(param, set()).add(home)
-    places: dict[str, list[ParamInfo]] = {name: [] for name in anchors}
+    infos: dict[str, list[ParamInfo]] = {name: [] for name in anchors}
     for param, found in homes.items():
         home = _innermost(_common_ancestor(found), modules, units)
-        places[home].append(ParamInfo(names[param][0], tuple(holders[param])))
-    return {name: found for name, found in places.items() if found or name == ""}
+        infos[home].append(ParamInfo(names[param][0], tuple(holders[param])))
+    return {name: found for name, found in infos.items() if found or name == ""}
 
 
 def _common_ancestor(names: set[str]) -> str:
