@@ -82,15 +82,13 @@ def shard(
     initial = InitialValues(module, None if device is None else torch.device(device))
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
-    places = [initial.device(param) for param in module.parameters()]
-    on_cpu = all(place.type in ("cpu", "meta") for place in places)
-    in_messages = precision.quantises or not on_cpu
+    homes = [initial.device(param) for param in module.parameters()]
+    in_messages = precision.quantises or not all(_on_host(home) for home in homes)
     kind = "process_group" if transport == "auto" and in_messages else transport
     link = _open(kind, mesh) if isinstance(kind, str) else kind
     if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
-    if offload and places and places[0].type not in ("cpu", "meta"):
-        link = comm.Offloaded(link, places[0])
+    link = _offloaded(link, homes) if offload else link
     control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
     comm.require_same(
         [f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks, control
@@ -104,6 +102,15 @@ def shard(
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, reshard_after_forward, precision, left_alone, layout)
     return module
+
+
+def _on_host(device: torch.device) -> bool:
+    return device.type in ("cpu", "meta")
+
+
+def _offloaded(link: Transport, homes: Sequence[torch.device]) -> Transport:
+    """Return ``link`` for shards in host memory, if that is not where the units compute."""
+    return comm.Offloaded(link, homes[0]) if homes and not _on_host(homes[0]) else link
 
 
 def _largest(infos: Sequence[ParamInfo]) -> int:
