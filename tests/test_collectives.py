@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from torch import distributed as torch_dist
 
 from shardtrain import comm
 from shardtrain import comm as dist
-from shardtrain.comm import messages
+from shardtrain.comm import messages, native, public
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.public import calls
 
 Ranks = Callable[..., list[Any]]
 several = pytest.mark.parametrize("world", [2, 3, 4])
@@ -268,16 +268,13 @@ def sums_in_rank_order_across_chunks(window: int) -> list[float]:
         for full in inputs[1:]:
             expected += full[rank]
         output = torch.empty(n)
-        mailbox = messages.Mailbox(torch_dist.group.WORLD, rank, world)
-        call = calls.reduce_tensor(output, inputs[rank], comm.ReduceOp.SUM, mailbox)
-        call.by_messages(window).wait()
-        equal(output, expected)
+        public.WINDOW, saved = window, public.WINDOW
         for async_op in (False, True):
             output.zero_()
             finish(comm.reduce_scatter_tensor(output, inputs[rank], async_op=async_op), async_op)
             equal(output, expected)
     finally:
-        messages.CHUNK_BYTES = chunk
+        messages.CHUNK_BYTES, public.WINDOW = chunk, saved
     return output.tolist()
 
 
@@ -524,14 +521,14 @@ REFUSALS: list[tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] = 
     (_reduce_list, lambda: (torch.empty(2),),
      "rank 1: expected output of the size of input_list[1], float32 [3], found float32 [2]"),
     (_reduce_list, lambda: (None, [torch.ones(2), torch.ones(3)]),
-     "rank 1: expected the same as on rank 0, reduce_scatter (SUM) of a list of float32 [3], [3], "
-     "found reduce_scatter (SUM) of a list of float32 [2], [3]"),
+     "rank 1: expected the same as on rank 0, reduce_scatter (SUM) of float32 [3], [3], "
+     "found reduce_scatter (SUM) of float32 [2], [3]"),
     (_to_all, lambda: ([torch.empty(3), torch.empty(4)],),
      "all_to_all refused on every rank: "
      "rank 1: expected 3 elements from itself, as many as it sends itself, found room for 4"),
     (_to_all, lambda: (None, [torch.ones(4), torch.ones(3)]),
-     "rank 0: expected 12 bytes from rank 1 (all_to_all from a list of float32 [3], [3] to a list of "
-     "float32 [3], [3]), found that rank 1 sends it 16 (all_to_all from a list of float32 [4], [3]"),
+     "rank 0: expected 12 bytes from rank 1 (all_to_all of float32 [3], [3], sending [3, 3] and expecting "
+     "[3, 3] elements), found that rank 1 sends it 16 (all_to_all of float32 [4], [3], sending [4, 3]"),
     (_to_all, lambda: ([torch.empty(3), torch.empty(6).view(3, 2)[:, 0]],),
      "rank 1: expected output_list[1] to be contiguous, found strides (2,) of float32 [3]"),
     (_single, lambda: (None, None, [1, 2]),
@@ -546,8 +543,8 @@ REFUSALS: list[tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] = 
     (_single, lambda: (torch.tensor(1.0),),
      "rank 1: expected output to have a first dimension to split, found a tensor without any"),
     (_single, lambda: (None, torch.ones(3, 3), None, [2, 1]),
-     "rank 0: expected 12 bytes from rank 1 (all_to_all_single from float32 [2, 3] split into [3, 3] to "
-     "float32 [2, 3] split into [3, 3] elements), found that rank 1 sends it 24"),
+     "rank 0: expected 12 bytes from rank 1 (all_to_all_single of float32 [2, 3], sending [3, 3] and "
+     "expecting [3, 3] elements), found that rank 1 sends it 24 "),
     (_single, lambda: (torch.empty(2, 3, dtype=torch.int64), torch.ones(2, 3) * 1j),
      "rank 1: expected all tensors to have one dtype, found float32, int64"),
 ]  # fmt: skip
@@ -635,8 +632,6 @@ def test_asynchronous_refusals_come_from_wait(on_ranks: Ranks) -> None:
 
 def by_the_backend() -> list[str]:
     rank, world = comm.rank(), comm.world_size()
-    from shardtrain.comm import native
-
     native.has_gloo, saved = lambda _: False, native.has_gloo
     try:
         output = torch.empty(world * 3)
@@ -696,6 +691,35 @@ def reduced_by_name_and_by_torchs_own() -> list[list[float]]:
 def test_all_reduce_takes_torchs_operations_too(on_ranks: Ranks) -> None:
     expected = [[2.0, 9.0], [1.0, 5.0], [1.0, 4.0]]
     assert on_ranks(2, reduced_by_name_and_by_torchs_own) == [expected * 2] * 2
+
+
+def torchs_arguments() -> None:
+    """Snippets that were written for torch: its keywords, groups, and results that are waited for."""
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2])
+    with dist.meter() as meter:
+        output = torch.empty(3, 1)
+        dist.all_gather_into_tensor(output_tensor=output, input_tensor=torch.full((1,), float(rank)))
+        equal(output.flatten(), [0.0, 1.0, 2.0])
+        outputs = [torch.empty(1) for _ in range(3)]
+        dist.all_to_all(output_tensor_list=outputs, input_tensor_list=list(torch.arange(3.0).split(1)))
+        equal(torch.cat(outputs), [float(rank)] * 3)
+        mine = torch.full((2,), float(rank))
+        for start in (dist.all_reduce, partial(dist.broadcast, src=1)):
+            work = start(mine, async_op=True)
+            assert isinstance(work, dist.Work)
+            work.wait()
+        equal(mine, [3.0, 3.0])
+    assert meter.calls == {"all_gather": 1, "all_to_all": 1, "all_reduce": 1, "broadcast": 1}
+    if rank:
+        equal(dist.all_reduce(torch.tensor([rank]), op=dist.ReduceOp.MAX, group=group), [2])
+        equal(dist.broadcast(torch.tensor([rank]), src=2, group=group), [2])
+    with pytest.warns(FutureWarning, match="reduce_op"):
+        equal(dist.all_reduce(torch.ones(1), dist.reduce_op.SUM), [3.0])
+
+
+def test_torchs_keywords_groups_and_results(on_ranks: Ranks) -> None:
+    on_ranks(3, torchs_arguments)
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, "mean"])

@@ -2,29 +2,20 @@
 
 Read in this order; imports point upwards:
 
-- ``transport``: what the engine asks for, two movements and memory for flat vectors
+- ``movement``, ``transport``: which movements there are, and what the engine asks of a transport
 - ``trace``, ``meter``: when things happen; what moves, and what is waited for
-- ``intervals``, ``arithmetic``: what is moved, and how it is added up
-- ``messages``, ``tags``: movements made of messages, and how these are told apart
-- ``native``, ``natively``: the backend's own collectives, and movements made of them
-- ``guard``: which path every rank takes through the model, and who strays; ranks tell one another by
-  ``signals`` (on one host), by ``ring`` and ``reports`` (over gloo) and by ``digests`` (elsewhere)
+- ``arithmetic``, ``messages``, ``native``: how values are added up; movements made of messages, and of the
+  backend's own collectives
+- ``guard``: which path every rank takes through the model, and who takes another; ranks tell one another by
+  ``signals`` on one host, by ``reports`` over gloo
 - ``process_group``: the transport over a process group
-- ``host_memory``, ``shared_memory``: the transport inside a host, over ``signals``
-- ``column``, ``replicated``: several shard groups
+- ``shared_memory``: the transport inside a host; ``hosts``: that one inside hosts, messages between them
+- ``replicated``: several shard groups
 - ``quantised``, ``offload``: around another transport: int8, and shards in host memory
 - ``simulated``: without other ranks
 - ``opening``: which of these it is to be
-- ``texts``, ``host_scatter``: for the code around the engine: texts, and tensors handed out on each host
-- ``public``: collectives for all_ranks, under torch's names
-- ``clocks``: how far the ranks' clocks are apart
-
-A movement has a name in each of three tables, by what is asked of it::
-
-    what the engine starts    meter, as torch says    trace, what a rank does    guard, what it is doing
-    gather                    all_gather              gather                     gathering
-    reduce                    reduce_scatter          reduce                     reducing
-    average, of replicas      all_reduce              (in reduce)                averaging
+- ``texts``: for the code around the engine: texts, and tensors handed out on each host
+- ``agreement``, ``public``: collectives for everybody, under torch's names
 
 The functions below serve the code around the engine. They work on the default process group, and without
 one they act as a single rank: nothing moves.
@@ -35,101 +26,68 @@ collectives, the few names that such programs need are passed on as they are. Th
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    ReduceOp,
-    destroy_process_group,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    is_initialized,
-    new_group,
-    scatter,
-)
+from torch import Tensor
+from torch.distributed import ReduceOp as ReduceOp
+from torch.distributed import Work as Work
+from torch.distributed import destroy_process_group as destroy_process_group
+from torch.distributed import get_rank as get_rank
+from torch.distributed import get_world_size as get_world_size
+from torch.distributed import init_process_group as init_process_group
+from torch.distributed import is_initialized as is_initialized
+from torch.distributed import new_group as new_group
+from torch.distributed import reduce_op as reduce_op
+from torch.distributed import scatter as scatter
 
 from shardtrain.comm import native
-from shardtrain.comm.guard import Diverged, PeerLost
-from shardtrain.comm.meter import Meter, Wait, meter
-from shardtrain.comm.native import set_time_out
-from shardtrain.comm.offload import Offloaded
-from shardtrain.comm.opening import host_key, open_replicated, open_transport
-from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.public.collectives import (
-    Work,
-    all_gather_into_tensor,
-    all_to_all,
-    all_to_all_single,
-    reduce_scatter,
-    reduce_scatter_tensor,
-)
-from shardtrain.comm.quantised import Quantised
-from shardtrain.comm.replicated import Replicated
-from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
-from shardtrain.comm.simulated import Simulated, simulated
-from shardtrain.comm.texts import HostScatter, broadcast_text, gather_texts, require_same
-from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
+from shardtrain.comm.guard import Diverged as Diverged
+from shardtrain.comm.guard import PeerLost as PeerLost
+from shardtrain.comm.meter import Meter as Meter
+from shardtrain.comm.meter import Wait as Wait
+from shardtrain.comm.meter import count
+from shardtrain.comm.meter import meter as meter
+from shardtrain.comm.movement import ALL_REDUCE, BROADCAST
+from shardtrain.comm.native import set_time_out as set_time_out
+from shardtrain.comm.offload import Offloaded as Offloaded
+from shardtrain.comm.opening import TRANSPORTS as TRANSPORTS
+from shardtrain.comm.opening import host_key
+from shardtrain.comm.opening import open_replicated as open_replicated
+from shardtrain.comm.opening import open_transport as open_transport
+from shardtrain.comm.process_group import ProcessGroupTransport as ProcessGroupTransport
+from shardtrain.comm.public import all_gather_into_tensor as all_gather_into_tensor
+from shardtrain.comm.public import all_to_all as all_to_all
+from shardtrain.comm.public import all_to_all_single as all_to_all_single
+from shardtrain.comm.public import reduce_scatter as reduce_scatter
+from shardtrain.comm.public import reduce_scatter_tensor as reduce_scatter_tensor
+from shardtrain.comm.quantised import Quantised as Quantised
+from shardtrain.comm.shared_memory import HostsTransport as HostsTransport
+from shardtrain.comm.shared_memory import SharedMemoryTransport as SharedMemoryTransport
+from shardtrain.comm.simulated import Simulated as Simulated
+from shardtrain.comm.simulated import simulated as simulated
+from shardtrain.comm.texts import HostScatter as HostScatter
+from shardtrain.comm.texts import broadcast_text as broadcast_text
+from shardtrain.comm.texts import gather_texts as gather_texts
+from shardtrain.comm.texts import require_same as require_same
+from shardtrain.comm.transport import Alone as Alone
+from shardtrain.comm.transport import Flat as Flat
+from shardtrain.comm.transport import Gradient as Gradient
+from shardtrain.comm.transport import Pending as Pending
+from shardtrain.comm.transport import Ranks
+from shardtrain.comm.transport import Tag as Tag
+from shardtrain.comm.transport import Transport as Transport
+
+Op = str | ReduceOp.RedOpType
+Group = dist.ProcessGroup
+Moved = Tensor | Work | None
 
 # What torch calls them from 2.13 on.
 all_gather_single = all_gather_into_tensor
 reduce_scatter_single = reduce_scatter_tensor
 
-__all__ = [
-    "Alone",
-    "Diverged",
-    "Flat",
-    "Gradient",
-    "HostScatter",
-    "HostsTransport",
-    "Meter",
-    "Offloaded",
-    "PeerLost",
-    "Pending",
-    "ProcessGroupTransport",
-    "Quantised",
-    "Ranks",
-    "ReduceOp",
-    "Replicated",
-    "SharedMemoryTransport",
-    "Simulated",
-    "Tag",
-    "Transport",
-    "Wait",
-    "Work",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_text",
-    "control_device",
-    "destroy_process_group",
-    "gather_texts",
-    "get_rank",
-    "get_world_size",
-    "host_scatter",
-    "init_process_group",
-    "is_initialized",
-    "meter",
-    "new_group",
-    "open_replicated",
-    "open_transport",
-    "plain_transport",
-    "rank",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "require_same",
-    "scatter",
-    "set_time_out",
-    "simulated",
-    "world_size",
-]
-
-
-_OPS: dict[str | ReduceOp.RedOpType, str] = {
+_OPS: dict[Op, str] = {
     **{name: name for name in ("sum", "max", "min")},
     ReduceOp.SUM: "sum",
     ReduceOp.MAX: "max",
@@ -138,17 +96,23 @@ _OPS: dict[str | ReduceOp.RedOpType, str] = {
 
 
 def rank() -> int:
-    """This rank in the default process group; 0 without one."""
+    """Return this rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Ranks in the default process group; 1 without one."""
+    """Return the ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def all_reduce(tensor: torch.Tensor, op: str | ReduceOp.RedOpType = "sum") -> torch.Tensor:
-    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks, and return it.
+@overload
+def all_reduce(tensor: Tensor, op: Op = ..., group: Group | None = ...) -> Tensor: ...
+@overload
+def all_reduce(tensor: Tensor, op: Op = ..., group: Group | None = ..., *, async_op: bool) -> Moved: ...
+def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async_op: bool = False) -> Moved:
+    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks of ``group``, and return it.
+
+    With ``async_op`` torch's ``Work`` is returned at once.
 
     Raises:
         ValueError: ``op`` is neither one of these, nor the ``ReduceOp`` of that name.
@@ -156,31 +120,42 @@ def all_reduce(tensor: torch.Tensor, op: str | ReduceOp.RedOpType = "sum") -> to
     name = _OPS.get(op)
     if name is None:
         raise ValueError(f"expected op to be ReduceOp.SUM, MAX or MIN, found {op}")
-    plain_transport().all_reduce(tensor, name)
+    if async_op:
+        world = dist.get_world_size(group)
+        count(ALL_REDUCE, [2 * tensor.nbytes * (world - 1) // world])
+        return dist.all_reduce(tensor, getattr(ReduceOp, name.upper()), group, async_op=True)
+    plain_transport(group).all_reduce(tensor, name)
     return tensor
 
 
-def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-    """Overwrite ``tensor`` with rank ``src``'s on every rank, and return it."""
-    plain_transport().broadcast(tensor, src)
+@overload
+def broadcast(tensor: Tensor, src: int = ..., group: Group | None = ...) -> Tensor: ...
+@overload
+def broadcast(tensor: Tensor, src: int = ..., group: Group | None = ..., *, async_op: bool) -> Moved: ...
+def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op: bool = False) -> Moved:
+    """Overwrite ``tensor`` with rank ``src``'s on every rank of ``group``; return it, or a ``Work``."""
+    if async_op:
+        count(BROADCAST, [tensor.nbytes * (dist.get_world_size(group) - 1) if dist.get_rank() == src else 0])
+        return dist.broadcast(tensor, src, group, async_op=True)
+    plain_transport(group).broadcast(tensor, src if group is None else dist.get_group_rank(group, src))
     return tensor
 
 
-def plain_transport() -> Ranks:
-    """Over the default group, for a few movements outside the engine: nobody watches over them."""
-    group = dist.group.WORLD if world_size() > 1 else None
-    return Alone() if group is None else ProcessGroupTransport(group)
+def plain_transport(group: Group | None = None) -> Ranks:
+    """Return movements over ``group`` (default: the world), for use outside the engine: without a guard."""
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    return Alone() if group is None or group.size() == 1 else ProcessGroupTransport(group)
 
 
 def host_scatter() -> HostScatter | None:
-    """Between the ranks of each host; None for a single rank. Collective."""
+    """Return what hands out tensors between the ranks of each host; None for a single rank. Collective."""
     if world_size() == 1:
         return None
     return HostScatter(gather_texts(host_key(), plain_transport(), control_device()))
 
 
-def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a small tensor must lie that ranks of ``group`` (default: the world) exchange."""
+def control_device(group: Group | None = None) -> torch.device:
+    """Return where a small tensor must lie that ranks of ``group`` (default: the world) exchange."""
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     return torch.device("cpu" if group is None else native.device_types(group)[0])
 

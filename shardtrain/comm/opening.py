@@ -1,16 +1,18 @@
 """How ranks find out which transport they have between them. All of this is collective, and agreed upon.
 
-``"auto"`` shares memory where it can. Without gloo it does not ask, since there are GPUs; else each rank
-tells which host it is on, and::
+``"auto"`` shares memory where it can. Without gloo it does not ask, since there are accelerators; else each
+rank says which host it is on, and::
 
     all on one host                          `SharedMemoryTransport`
     several hosts of equally many ranks      `HostsTransport`: memory inside a host, messages between hosts
     a host for every rank, or unequal ones,  `ProcessGroupTransport`, and one log line says why
     or no sockets between processes
 
-``"process_group"`` asks for the last of these at once, and ``"shared_memory"`` for an error instead of it.
-With several replicas the same is asked of every shard group, which must be on one host. A single rank has
-nothing between ranks: `Alone`. Over messages there is a guard wherever these go over gloo.
+``"process_group"`` is the last of these at once, and ``"shared_memory"`` an error instead of it. With several
+replicas the same holds of every shard group, which must be on one host. A single rank has nothing between
+ranks: `Alone`. Over messages there is a guard wherever these go over gloo.
+
+A transport of another kind is one more entry in `TRANSPORTS`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,30 +35,90 @@ from shardtrain.comm.signals import Signals, connect
 from shardtrain.comm.transport import Alone, Transport
 
 
-def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
-    """The transport between the ranks of ``group`` (default: the world). Collective.
+class Opening:
+    """Who the ranks are, for the entries of `TRANSPORTS`.
 
-    Args:
-        kind: ``"process_group"``; ``"shared_memory"``; ``"auto"``, which shares memory where it can and
-            says in one log line why it cannot.
+    ``groups``: the ranks of every shard group. ``own``: those of this rank's; ``inside``: its process group.
+    ``plain``: movements between all ranks of all groups, without a guard.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        groups: Sequence[Sequence[int]] | None = None,
+        inside: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.plain = self.all_ranks = ProcessGroupTransport(group)
+        self.groups = groups or [range(self.plain.world)]
+        self.own = next(ranks for ranks in self.groups if self.plain.rank in ranks)
+        self.inside = inside or group
+
+    def guarded(self, signals: Signals | None = None) -> ProcessGroupTransport:
+        """Put a guard over the messages of all ranks; return movements of the shard group. Collective.
+
+        Without gloo there are no messages. ``signals``: by which this rank waits for some others besides.
+        """
+        if self.plain.has_gloo:
+            abort = signals.abort if signals is not None else lambda: None
+            self.all_ranks = ProcessGroupTransport(self.plain.group, Reports(self.plain.group, abort))
+        return self.all_ranks.part(self.own, self.inside) if len(self.groups) > 1 else self.all_ranks
+
+
+def _shared_memory(opening: Opening) -> Transport:
+    try:
+        return _shared(opening)
+    except ValueError as error:
+        raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
+
+
+def _auto(opening: Opening) -> Transport:
+    if opening.plain.has_gloo:
+        try:
+            return _shared(opening)
+        except ValueError as error:
+            if opening.plain.rank == 0:
+                logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
+    return opening.guarded()
+
+
+def _shared(opening: Opening) -> Transport:
+    """Let ranks share memory with those of their host.
+
+    Raises:
+        ValueError: they cannot, with the reason, on every rank.
+    """
+    hosts = _hosts(opening)
+    signals = _connect(opening.plain, next(ranks for ranks in hosts if opening.plain.rank in ranks))
+    if len(opening.groups) > 1:
+        return SharedMemoryTransport(opening.guarded(signals), signals)
+    if len(hosts) > 1:
+        return HostsTransport(opening.guarded(signals), signals, hosts)
+    return SharedMemoryTransport(opening.plain, signals)
+
+
+TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
+    "auto": _auto,
+    "process_group": Opening.guarded,
+    "shared_memory": _shared_memory,
+}
+
+
+def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
+    """Open the transport ``kind`` of `TRANSPORTS` between the ranks of ``group`` (default: the world).
+
+    Collective. ``"auto"`` shares memory where it can, and logs one line where it cannot.
 
     Raises:
         ValueError: ``"shared_memory"`` is asked for and the ranks cannot share memory.
     """
-    if not dist.is_initialized():
-        return Alone()
-    group = group or dist.group.WORLD
-    assert group is not None
-    if dist.get_world_size(group) == 1:
-        return Alone()
-    inner = ProcessGroupTransport(group)
-    return _where_possible(kind, inner, lambda: _open_shared_memory(inner)) or _guarded(inner, None)
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    return Alone() if group is None or group.size() == 1 else TRANSPORTS[kind](Opening(group))
 
 
 def open_replicated(
     kind: str, groups: Sequence[Sequence[int]], inside: dist.ProcessGroup, across: dist.ProcessGroup
 ) -> Transport:
-    """The transport between all ranks of the world, of which each of ``groups`` is a replica. Collective.
+    """Open the transport between all ranks of the world, where each of ``groups`` is a replica. Collective.
 
     Args:
         kind: as for `open_transport`; memory is shared inside shard groups.
@@ -69,135 +130,76 @@ def open_replicated(
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    plain = ProcessGroupTransport(world)
-    own = next(ranks for ranks in groups if plain.rank in ranks)
-    column = [ranks[own.index(plain.rank)] for ranks in groups]
-    signals = _where_possible(kind, plain, lambda: _share_in_groups(plain, groups)) if len(own) > 1 else None
-    all_ranks = _guarded(plain, signals)
-    row = all_ranks.part(own, inside)
-    shards: Transport = SharedMemoryTransport(row, signals) if signals is not None else row
-    shards = Alone() if len(own) == 1 else shards
-    return Replicated(shards, ReplicaGroup(all_ranks.part(column, across)), all_ranks, groups[0])
+    opening = Opening(world, groups, inside)
+    if len(opening.own) > 1:
+        shards = TRANSPORTS[kind](opening)
+    else:
+        opening.guarded()
+        shards = Alone()
+    column = [ranks[opening.own.index(opening.plain.rank)] for ranks in groups]
+    replicas = ReplicaGroup(opening.all_ranks.part(column, across))
+    return Replicated(shards, replicas, opening.all_ranks, groups[0])
 
 
-def _guarded(inner: ProcessGroupTransport, signals: Signals | None) -> ProcessGroupTransport:
-    """``inner``'s group with a guard over its messages. Collective; without gloo there are no messages.
-
-    ``signals``: by which this rank waits for some of the others besides.
-    """
-    if not inner.has_gloo:
-        return inner
-    abort = signals.abort if signals is not None else lambda: None
-    return ProcessGroupTransport(inner.group, Reports(inner.group, abort))
-
-
-Shared = TypeVar("Shared")
-
-
-def _where_possible(kind: str, inner: ProcessGroupTransport, share: Callable[[], Shared]) -> Shared | None:
-    """What ``share`` opens; None where ``kind`` does not ask for it, or leaves open what is not possible.
-
-    Collective. That it is not possible is logged, in one line.
-
-    Raises:
-        ValueError: ``kind`` is ``"shared_memory"`` and the ranks cannot share memory.
-    """
-    if kind == "process_group" or (kind == "auto" and not inner.has_gloo):
-        return None
-    try:
-        return share()
-    except ValueError as error:
-        if kind == "shared_memory":
-            raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
-        if inner.rank == 0:
-            logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
-        return None
-
-
-def _open_shared_memory(inner: ProcessGroupTransport) -> SharedMemoryTransport:
-    """Let the ranks of ``inner`` share memory with those of their host. Collective; all succeed or all raise.
-
-    Raises:
-        ValueError: they cannot, with the reason, on every rank.
-    """
-    hosts = _hosts(inner)
-    own = next(ranks for ranks in hosts if inner.rank in ranks)
-    signals = _connect(inner, own)
-    if len(hosts) == 1:
-        return SharedMemoryTransport(inner, signals)
-    return HostsTransport(_guarded(inner, signals), signals, hosts)
-
-
-def _share_in_groups(plain: ProcessGroupTransport, groups: Sequence[Sequence[int]]) -> Signals:
-    hosts = _host_numbers(plain)
-    for ranks in groups:
-        if len({hosts[rank] for rank in ranks}) > 1:
-            raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
-    return _connect(plain, next(ranks for ranks in groups if plain.rank in ranks))
-
-
-def _connect(inner: ProcessGroupTransport, own: Sequence[int]) -> Signals:
-    """Connect the ranks ``own``, this one among them, of one host. Collective over ``inner``.
+def _connect(plain: ProcessGroupTransport, own: Sequence[int]) -> Signals:
+    """Connect the ranks ``own`` of one host, this one among them. Collective over ``plain``.
 
     Raises:
         ValueError: they cannot, with the reason, on every rank.
     """
     token = torch.zeros(2, dtype=torch.int64)
-    if inner.rank == 0:
+    if plain.rank == 0:
         token.copy_(torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.int64))
-    inner.broadcast(token)
+    plain.broadcast(token)
     meeting = f"shardtrain-{token[0].item():x}{token[1].item():x}"
     signals, problem = None, ""
     try:
-        signals = connect(inner.rank, own, meeting, lambda: _barrier(inner))
+        signals = connect(plain.rank, own, meeting, lambda: plain.all_reduce(torch.zeros(1)))
     except OSError as error:
         problem = f"the ranks cannot reach one another on this host: {error}"
     failed = torch.tensor([1 if problem else 0])
-    inner.all_reduce(failed, "max")
+    plain.all_reduce(failed, "max")
     if failed.item() or signals is None:
         raise ValueError(problem or "another rank cannot share memory")
     return signals
 
 
-def _hosts(inner: ProcessGroupTransport) -> list[list[int]]:
-    """The ranks of every host, in the order of their first ranks; the same answer on all ranks.
+def _hosts(opening: Opening) -> list[Sequence[int]]:
+    """Return the ranks that share memory, in the order of their first ranks; the same on all ranks.
+
+    Collective. With replicas these are the shard groups, else the ranks of every host.
 
     Raises:
         ValueError: not every rank can share memory with as many others.
     """
+    able = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+    numbers = torch.zeros(opening.plain.world, dtype=torch.int64)
+    digest = hashlib.sha256(host_key().encode()).digest()
+    numbers[opening.plain.rank] = int.from_bytes(digest[:7], "big") if able else -1
+    opening.plain.all_reduce(numbers)
+    if numbers.min() < 0:
+        raise ValueError("that needs Linux")
     hosts: dict[int, list[int]] = {}
-    for rank, key in enumerate(_host_numbers(inner)):
-        hosts.setdefault(key, []).append(rank)
+    for rank, number in enumerate(numbers.tolist()):
+        hosts.setdefault(number, []).append(rank)
+    if len(opening.groups) > 1:
+        for ranks in opening.groups:
+            if not any(set(ranks) <= set(host) for host in hosts.values()):
+                raise ValueError(f"the shard group of ranks {', '.join(map(str, ranks))} is on several hosts")
+        return [*opening.groups]
     sizes = [len(ranks) for ranks in hosts.values()]
     if max(sizes) == 1:
         raise ValueError("every rank is on a host of its own")
     if min(sizes) != max(sizes):
         raise ValueError(f"the hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
-    return list(hosts.values())
-
-
-def _host_numbers(inner: ProcessGroupTransport) -> list[int]:
-    """A number of each rank's host, on every rank. Collective.
-
-    Raises:
-        ValueError: not every rank can share memory at all.
-    """
-    able = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
-    keys = torch.zeros(inner.world, dtype=torch.int64)
-    digest = hashlib.sha256(host_key().encode()).digest()
-    keys[inner.rank] = int.from_bytes(digest[:7], "big") if able else -1
-    inner.all_reduce(keys)
-    if keys.min() < 0:
-        raise ValueError("that needs Linux")
-    return keys.tolist()
+    return [*hosts.values()]
 
 
 def host_key() -> str:
-    """Equal on ranks that can share memory. ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts."""
+    """Return a text that is equal on ranks that can share memory.
+
+    ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     default = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
     return os.environ.get("SHARDTRAIN_HOST_KEY", default)
-
-
-def _barrier(inner: ProcessGroupTransport) -> None:
-    inner.all_reduce(torch.zeros(1))

@@ -143,8 +143,9 @@ def _check(
             "precision must be a shardtrain.Precision, such as Precision(param=torch.bfloat16), "
             f"got {precision!r}"
         )
-    if isinstance(transport, str) and transport not in ("auto", "process_group", "shared_memory"):
-        raise ValueError(f"transport must be 'auto', 'process_group' or 'shared_memory', got {transport!r}")
+    if isinstance(transport, str) and transport not in comm.TRANSPORTS:
+        *names, last = map(repr, comm.TRANSPORTS)
+        raise ValueError(f"transport must be {', '.join(names)} or {last}, got {transport!r}")
     if mesh is not None:
         _check_mesh(mesh)
     for name, child in module.named_modules():

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from shardtrain import optim
+from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
 from shardtrain.job.schema import UserError, above, at_least, checked, fraction, one_of
 from shardtrain.layout import Policy
@@ -289,7 +290,7 @@ class Parallel:
     shard: int | None = at_least(1)
     layout: str = one_of("auto", "even", "whole")
     reshard_after_forward: bool
-    transport: str = one_of("auto", "process_group", "shared_memory")
+    transport: str = one_of(*TRANSPORTS)
     precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
     sync_batchnorm: bool
