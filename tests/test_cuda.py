@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.checkpoint.saving import Snapshot
+from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Tag, native
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.movement import GATHER

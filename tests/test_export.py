@@ -59,7 +59,9 @@ def test_the_stock_model_loads_an_export(
     tag = {"raw": "val/acc1", "ema": "val/ema_acc1"}[weights]
     acc1 = json.loads((trained / "result.json").read_text())[tag]
     said = capsys.readouterr().out
-    assert f"the plain model answers as the checkpoint does to 13 held-out images, acc1 {acc1:.2f} %" in said
+    assert (
+        f"the plain model answers as the checkpoint does to 13 validation images, acc1 {acc1:.2f} %" in said
+    )
     assert "step-00000005" in said
     state = load_file(out) if suffix == "safetensors" else torch.load(out, weights_only=True)
     stock = mobilenet_v3_small(num_classes=10)

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.checkpoint import saving as checkpoint_saving
+from shardtrain.checkpoint import store as checkpoint_store
 from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.job import evaluate
@@ -387,17 +387,17 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
 
 def on_a_full_disk(folder: str, *arguments: str) -> str:
     """Every write of rank 1 fails, from step 6 on."""
-    write = checkpoint_saving.write_tensors
+    write = checkpoint_store.write_tensors
 
     def fails(place: Path, *args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
     def fill() -> None:
         if comm.rank() == 1:
-            checkpoint_saving.write_tensors = fails  # type: ignore[assignment]
+            checkpoint_store.write_tensors = fails  # type: ignore[assignment]
 
     def empty() -> None:
-        checkpoint_saving.write_tensors = write
+        checkpoint_store.write_tensors = write
 
     try:
         return run(folder, "monitor.tensorboard=false", *arguments, at={6: fill, 9: empty})

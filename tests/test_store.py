@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardtrain import checkpoint, comm
-from shardtrain.checkpoint import saving
+from shardtrain.checkpoint import store as checkpoint_store
 from shardtrain.checkpoint.loading import load_into
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
@@ -116,7 +116,7 @@ def test_no_whole_one_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None
 
 def slow_disk(path: str) -> Any:
     """Trains on while nothing can be written yet, then loads what was saved."""
-    write, there_is_room = saving.write_tensors, threading.Event()
+    write, there_is_room = checkpoint_store.write_tensors, threading.Event()
 
     def slowly(*args: Any) -> Any:
         assert there_is_room.wait(60)
@@ -126,7 +126,7 @@ def slow_disk(path: str) -> Any:
     train(model, optimizer, 2)
     store = opened(path, asynchronous=True)
     before = [p.detach().clone() for p in model.parameters()]
-    saving.write_tensors = slowly  # type: ignore[assignment]
+    checkpoint_store.write_tensors = slowly  # type: ignore[assignment]
     try:
         store.save(2, model, optimizer, extra={}, facts={}, best=None)
         assert store.busy
@@ -141,7 +141,7 @@ def slow_disk(path: str) -> Any:
         assert store.exposed_s > 0.2
         store.finish()
     finally:
-        saving.write_tensors = write
+        checkpoint_store.write_tensors = write
     assert not store.under_way
     assert steps_in(Path(path)) == [2, 4]
     other, its_optimizer = fresh()
@@ -162,16 +162,16 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(
 
 def slow_copy(path: str) -> None:
     """An update waits for the copy and a forward does not; the copy is of the state before both."""
-    copy, forward_is_over = saving.Snapshot.copy, threading.Event()
+    copy, forward_is_over = checkpoint_store.Snapshot.copy, threading.Event()
 
-    def slowly(memory: saving.Snapshot, tensors: Any) -> Any:
+    def slowly(memory: checkpoint_store.Snapshot, tensors: Any) -> Any:
         assert forward_is_over.wait(60)
         return copy(memory, tensors)
 
     model, optimizer = fresh()
     train(model, optimizer, 1)
     store = opened(path, asynchronous=True)
-    with patch.object(saving.Snapshot, "copy", slowly):
+    with patch.object(checkpoint_store.Snapshot, "copy", slowly):
         before = [value.detach().clone() for value in [*model.parameters(), *model.buffers()]]
         store.save(1, model, optimizer, extra={}, facts={}, best=None)
         model(torch.randn(4, 3, 5, 5))  # moves the running statistics
@@ -191,12 +191,12 @@ def test_only_an_update_waits_for_the_copy(on_ranks: Ranks, tmp_path: Path) -> N
 
 
 def thread_fails(path: str) -> str:
-    def fails(memory: saving.Snapshot, tensors: Any) -> Any:
+    def fails(memory: checkpoint_store.Snapshot, tensors: Any) -> Any:
         raise MemoryError("no room for a copy")
 
     model, optimizer = fresh()
     store = opened(path, asynchronous=True)
-    with patch.object(saving.Snapshot, "copy", fails):
+    with patch.object(checkpoint_store.Snapshot, "copy", fails):
         store.save(1, model, optimizer, extra={}, facts={}, best=None)
         store.settle()
         with pytest.raises(checkpoint.SaveFailed) as caught:
@@ -215,13 +215,13 @@ def full_disk(path: str, asynchronous: bool, call: str) -> str:
     store = opened(path, asynchronous=asynchronous)
     fill(store, [1])
     store.finish()
-    before = saving.write_tensors
+    before = checkpoint_store.write_tensors
 
     def fails(place: Path, *args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
     if dist.get_rank() == 1:
-        saving.write_tensors = fails  # type: ignore[assignment]
+        checkpoint_store.write_tensors = fails  # type: ignore[assignment]
     try:
         with pytest.raises(checkpoint.SaveFailed) as caught:  # noqa: PT012
             store.save(2, model, optimizer, extra={}, facts={}, best=None)
@@ -229,7 +229,7 @@ def full_disk(path: str, asynchronous: bool, call: str) -> str:
                 time.sleep(0.01)
             {"advance": store.advance, "finish": store.finish, "save": lambda: fill(store, [3])}[call]()
     finally:
-        saving.write_tensors = before
+        checkpoint_store.write_tensors = before
     assert not store.under_way
     assert store.newest().step == 1
     fill(store, [4])

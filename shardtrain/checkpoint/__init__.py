@@ -1,8 +1,8 @@
 """Checkpoints: saved completely or not at all, verified before anything is loaded, no pickle anywhere.
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
-``content.py`` (what each rank writes), ``saving.py`` (the commit protocol), ``loading.py``, and ``store.py``
-(the checkpoints of a run).
+``content.py`` (what each rank writes), ``loading.py``, and ``store.py`` (how a save is committed, and the
+checkpoints of a run).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
-from shardtrain.checkpoint.saving import SaveFailed, begin
+from shardtrain.checkpoint.store import SaveFailed, begin
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import require_rest
 

@@ -1,11 +1,11 @@
-"""Whole weights out of a run, checked.
+"""Export the full weights of a run, checked.
 
     python -m shardtrain.export run=outputs/NAME out=weights.safetensors weights=ema
 
-One process reads the newest whole checkpoint, whatever the number of ranks that wrote it, and writes every
-parameter whole, or its moving average, with the mean of the ranks' buffers. Before it says done, it loads
-the file into the plain model and compares its answers to the held-out images with those of the checkpoint,
-loaded as a training run would.
+One process reads the newest complete checkpoint, whatever the number of ranks that wrote it, and writes every
+full parameter, or its moving average, with the mean of the ranks' buffers. Then it loads the file into the
+plain model, and compares its answers to the validation images with those of the checkpoint, loaded as a
+training run would.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import newest
+from shardtrain.device import ACCELERATOR
 from shardtrain.job import data, launch
 from shardtrain.job.config import Data
 from shardtrain.job.dist_env import RankInfo
@@ -40,23 +41,23 @@ _RANDOM_IMAGES = 32
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExportSettings:
     run: str
     out: str
-    device: str = one_of("auto", "cpu", "cuda")
+    device: str = one_of("auto", "cpu", ACCELERATOR)
     threads: int | None = at_least(1)
     weights: str = one_of("raw", "ema")
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What an export reads of a run's saved configuration: other keys come and go with versions."""
+class SavedConfig:
+    """What an export reads of a run's saved configuration. Other keys come and go with versions."""
 
     model: dict[str, Any]
     data: Data
 
 
-class Check(NamedTuple):
+class Comparison(NamedTuple):
     images: int
     acc1: float | None  # percent; None of random images
     largest: float  # difference between two logits
@@ -66,65 +67,62 @@ def main() -> None:
     launch.start(_read, _export)
 
 
-def _read(arguments: Sequence[str], speak: bool) -> Settings | None:
+def _read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
     config_folder()  # a checkout that is not installed finds its recipes by this
     raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
-    return None if raw is None else checked(raw, Settings)
+    return None if raw is None else checked(raw, ExportSettings)
 
 
-def _export(settings: Settings, place: RankInfo, device: torch.device) -> None:
-    if place.world_size > 1:
+def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:
+    if rank_info.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
-    opened = find(Path(settings.run).expanduser(), device)
+    opened = _find_checkpoint(Path(settings.run).expanduser(), device)
     saved = opened.manifest.facts["config"]
-    config = checked(OmegaConf.create({key: saved[key] for key in ("model", "data")}), Trained)
+    config = checked(OmegaConf.create({key: saved[key] for key in ("model", "data")}), SavedConfig)
     model = shardtrain.shard(plain_model(config.model).to(device))
     with _loaded(opened, model, settings):
         _write(opened, config, model, Path(settings.out).expanduser(), device)
 
 
 @contextlib.contextmanager
-def _loaded(opened: Opened, model: nn.Module, settings: Settings) -> Iterator[None]:
-    """Inside, the model has the checkpoint's weights, or their average."""
+def _loaded(opened: Opened, model: nn.Module, settings: ExportSettings) -> Iterator[None]:
+    """Give the model the checkpoint's weights, or their average while inside."""
     if settings.weights == "ema" and not opened.manifest.ema:
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     ema = Ema(model, 0.0) if settings.weights == "ema" else None
     try:
-        extra = load_into(opened, model, None, ema.averages if ema else None)
+        extra = load_into(opened, model, averages=ema.averages if ema else None)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if ema is None:
-        yield
-        return
-    ema.restore(extra["ema"], opened.manifest.world_size)
-    with ema.swapped():
+    if ema is not None:
+        ema.restore(extra["ema"], opened.manifest.world_size)
+    with ema.swapped() if ema is not None else contextlib.nullcontext():
         yield
 
 
-def _write(opened: Opened, config: Trained, model: nn.Module, out: Path, device: torch.device) -> None:
+def _write(opened: Opened, config: SavedConfig, model: nn.Module, out: Path, device: torch.device) -> None:
     state = shardtrain.full_state_dict(model)
     write_weights(out, state)
     plain = plain_model(config.model)
     load_weights(plain, out)
-    check = compare(config, model.eval(), plain.to(device).eval(), device)
+    check = _compare(config, model.eval(), plain.to(device).eval(), device)
     if not check.largest < 1e-3:
         out.unlink()
         raise UserError(f"{out} answers otherwise than the checkpoint: logits differ by {check.largest:.3g}")
     mib = sum(value.nbytes for value in state.values()) / MIB
-    answers = "random images" if check.acc1 is None else f"held-out images, acc1 {check.acc1:.2f} %"
+    answers = "random images" if check.acc1 is None else f"validation images, acc1 {check.acc1:.2f} %"
     print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
     print(f"checked: the plain model answers as the checkpoint does to {check.images} {answers}")
 
 
-def find(run: Path, device: torch.device) -> Opened:
-    """The checkpoint ``run``, or the newest whole one of the run ``run``."""
+def _find_checkpoint(run: Path, device: torch.device) -> Opened:
+    """Open the checkpoint ``run``, or the newest complete one of the run ``run``."""
     alone = comm.Alone()
     try:
-        opened = (
-            open_checkpoint(run, alone, device)
-            if (run / NAME).exists()
-            else newest(run / CHECKPOINTS, alone, device).opened
-        )
+        if (run / NAME).exists():
+            opened: Opened | None = open_checkpoint(run, alone, device)
+        else:
+            opened = newest(run / CHECKPOINTS, alone, device).opened
     except Damaged as error:
         raise UserError(f"run={run}: {error}") from None
     if opened is None or "config" not in opened.manifest.facts:
@@ -132,31 +130,30 @@ def find(run: Path, device: torch.device) -> Opened:
     return opened
 
 
-def compare(config: Trained, model: nn.Module, plain: nn.Module, device: torch.device) -> Check:
-    """What both models answer to the held-out images; to random ones where the data set is not at hand."""
-    right = count = 0
-    largest, known = 0.0, True
-    with torch.no_grad():
-        for images, labels in _images(config, device):
-            ours, theirs = model(images), plain(images)
-            largest = max(largest, float((ours - theirs).abs().max()))
-            known = labels is not None
-            count += len(images)
-            right += 0 if labels is None else int((theirs.argmax(1) == labels).sum())
-    return Check(count, 100 * right / count if known else None, largest)
+@torch.no_grad()
+def _compare(config: SavedConfig, model: nn.Module, plain: nn.Module, device: torch.device) -> Comparison:
+    """Compare both models' answers to the validation images, or to random ones if the data set is missing."""
+    right, count, largest, labelled = 0, 0, 0.0, True
+    for images, labels in _images(config, device):
+        ours, theirs = model(images), plain(images)
+        largest = max(largest, float((ours - theirs).abs().max()))
+        labelled = labels is not None
+        count += len(images)
+        right += 0 if labels is None else int((theirs.argmax(1) == labels).sum())
+    return Comparison(count, 100 * right / count if labelled else None, largest)
 
 
-def _images(config: Trained, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _images(config: SavedConfig, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
     try:
-        held_out = data.load(config.data)
+        validation = data.load(config.data)
     except UserError:
         side = config.data.image_size
         shape = (_RANDOM_IMAGES, config.model["in_channels"], side, side)
         yield torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device), None
         return
-    prepare = data.Prepare(held_out, config.data.side_in_eval, device)
+    prepare = data.Prepare(validation, config.data.side_in_eval, device)
     share = data.Share(1, 1, 0, 1)
-    for batch in data.EvalFeed(held_out, share, prepare, workers=config.data.workers):
+    for batch in data.EvalFeed(validation, share, prepare, workers=config.data.workers):
         yield batch.images[: batch.valid], batch.labels[: batch.valid]
 
 
