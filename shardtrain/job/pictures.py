@@ -1,7 +1,6 @@
-"""Images for people, as uint8 arrays [height, width, 3].
+"""Pictures as uint8 arrays [height, width, 3].
 
-Batches are laid out by Pillow, which torchvision and TensorBoard bring along. Plots need Matplotlib, which is
-optional: without it there are none, and `plot` says so.
+Plots need Matplotlib, which is optional: without it functions return a text that says so.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw
 from torch import Tensor
+from torchvision.utils import make_grid
 
 Picture = np.ndarray[Any, Any]
 
@@ -27,7 +28,7 @@ MOST_CLASSES = 40  # whose numbers fit into a confusion matrix
 
 
 def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 110) -> Picture | str:
-    """What ``draw`` puts onto a new Matplotlib figure, or why there is no picture."""
+    """Return what ``draw`` puts onto a new Matplotlib figure, or why there is no picture."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -41,51 +42,42 @@ def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 11
 
 
 def save(path: Path, picture: Picture) -> None:
-    """As PNG; a missing folder is made."""
+    """Write ``picture`` as PNG, and make its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(picture).save(path)
 
 
 def grid(images: Tensor, captions: Sequence[str], mean: Tensor, std: Tensor) -> Picture:
-    """Images with a caption under each, `COLUMNS` in a row.
+    """Lay out images with a caption under each, `COLUMNS` in a row.
 
     ``images``: float [n, channels, height, width], normalised by ``mean`` and ``std`` [channels, 1, 1]. The
-    brightest value becomes white: data sets differ in their range.
+    brightest value becomes white, because data sets differ in their range.
     """
-    values = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)
-    pixels = (values * (255 / values.max().clamp(min=1))).round().to(torch.uint8)
-    pixels = pixels.expand(-1, 3, -1, -1) if pixels.shape[1] == 1 else pixels[:, :3]
-    scale = max(1, -(-TILE // pixels.shape[-1]))
-    height, width = pixels.shape[-2] * scale, pixels.shape[-1] * scale
-    columns = min(COLUMNS, len(captions))
-    rows = -(-len(captions) // columns)
-    size = (columns * (width + GAP) + GAP, rows * (height + LINE + GAP) + GAP)
-    page = Image.new("RGB", size, "white")
-    pen = ImageDraw.Draw(page)
-    for index, (tile, caption) in enumerate(zip(pixels, captions, strict=True)):
-        row, column = divmod(index, columns)
-        left, top = GAP + column * (width + GAP), GAP + row * (height + LINE + GAP)
-        image = Image.fromarray(tile.permute(1, 2, 0).contiguous().numpy())
-        page.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, top))
-        pen.text((left, top + height), caption, fill="black")
-    return np.asarray(page)
+    pixels = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)[:, :3]
+    pixels = pixels / pixels.max().clamp(min=1)
+    tiles = F.interpolate(pixels, scale_factor=max(1, -(-TILE // pixels.shape[-1])))
+    height, width = tiles.shape[-2:]
+    page = make_grid(F.pad(tiles, (0, 0, 0, LINE), value=1.0), COLUMNS, GAP, pad_value=1.0)
+    sheet = Image.fromarray((255 * page).round().to(torch.uint8).permute(1, 2, 0).numpy())
+    pen = ImageDraw.Draw(sheet)
+    for index, caption in enumerate(captions):
+        row, column = divmod(index, COLUMNS)
+        at = GAP + column * (width + GAP), GAP + row * (height + LINE + GAP) + height
+        pen.text(at, caption, fill="black")
+    return np.asarray(sheet)
 
 
 def confusion(counts: Tensor) -> Picture | str:
-    """``counts[label, prediction]`` as a matrix of colours, a row adding up to 1; or why there is none."""
-    classes = len(counts)
+    """Draw ``counts[label, prediction]`` as a matrix of colours, each row adding up to 1."""
     shares = (counts.double() / counts.sum(1, keepdim=True).clamp(min=1)).numpy()
+    classes, total = len(counts), int(counts.sum())
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
+        axes = figure.subplots(subplot_kw={"xlabel": "predicted", "ylabel": "label"})
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        axes.set_xlabel("taken for")
-        axes.set_ylabel("is")
-        right = 100 * counts.diagonal().sum().item() / max(1, int(counts.sum()))
-        axes.set_title(f"{right:.2f} % of {int(counts.sum())} right", fontsize=10)
+        axes.set_title(f"{100 * int(counts.trace()) / max(1, total):.2f} % of {total} right", fontsize=10)
         if classes <= MOST_CLASSES:
-            axes.set_xticks(range(classes))
-            axes.set_yticks(range(classes))
+            axes.set(xticks=range(classes), yticks=range(classes))
             for label, prediction in counts.nonzero().tolist():
                 color = "white" if shares[label, prediction] > 0.5 else "black"
                 number = str(int(counts[label, prediction]))

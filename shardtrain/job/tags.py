@@ -42,11 +42,12 @@ WORST_MISTAKES = "val/worst_mistakes"
 SUMMARY_LEARNING = "at_a_glance/1_is_it_learning"
 SUMMARY_SPEED = "at_a_glance/2_is_it_fast"
 SUMMARY_MEMORY = "at_a_glance/3_does_it_fit"
+SUMMARY = (SUMMARY_LEARNING, SUMMARY_SPEED, SUMMARY_MEMORY)
 TIMELINE_STEP = "timeline/step"
 TIMELINE_MEMORY = "timeline/memory"
 
 
-def lr(group: int) -> str:
+def lr(group: int | str) -> str:
     """Return the tag of an optimizer group's learning rate."""
     return f"lr/group{group}"
 
@@ -61,7 +62,7 @@ def sent_mib(kind: str) -> str:
     return f"comm/{kind}_mib_per_step"
 
 
-def busy_s(rank: int) -> str:
+def busy_s(rank: int | str) -> str:
     """Return the tag of a rank's seconds per step without waiting for others."""
     return f"ranks/busy_s_{rank}"
 

@@ -1,18 +1,16 @@
-"""What a run tells: progress, tables, TensorBoard, files.
+"""What a run reports: progress, tables, files, TensorBoard.
 
-The loop reports to a `Monitor`, which passes everything on to its sinks. Ranks other than 0 have a monitor
-without sinks, so the loop never asks which rank it is on.
+The loop reports events to a `Monitor`, which passes each on to its writers. Ranks other than 0 have a monitor
+without writers, so the loop never asks which rank it is on.
 
-Read in this order: ``sink`` (where reports go) and ``reporter`` (the monitor); ``phases``, ``stragglers`` and
-``window`` (what is measured between two reports); ``tables``, ``verdict`` and ``comparison`` (what is said of
-it); ``console``, ``files``, ``board`` and ``glance`` (sinks); ``timeline``, ``norms`` and ``watch`` (what is
-looked at between steps); ``opening`` (the monitor of a run, with all of these).
+Read in this order: ``phases`` and ``metrics`` (what is measured between two reports), ``verdict`` and
+``tables`` (what is concluded from it), ``writers`` (where events go), ``summary_figure`` (the first page),
+``monitor`` (all of these together), ``timeline`` and ``watch`` (a step in detail, on request).
 """
 
-from shardtrain.monitor.opening import open_monitor
-from shardtrain.monitor.reporter import Monitor
+from shardtrain.monitor.metrics import StepMetrics
+from shardtrain.monitor.monitor import Monitor, open_monitor
 from shardtrain.monitor.tables import score_table, start_table
 from shardtrain.monitor.watch import Watch
-from shardtrain.monitor.window import StepMetrics
 
 __all__ = ["Monitor", "StepMetrics", "Watch", "open_monitor", "score_table", "start_table"]

@@ -1,15 +1,14 @@
 """Steps of all ranks as a trace for Perfetto or Chrome, and one of them as a picture.
 
-A rank is a lane. In it units compute, under that their gathers and reductions are under way, each from the
-moment it is asked for until its result is there. Where one lies below computing it is hidden; what is not
-hidden shows as waiting, in red.
+A rank is a lane. Its units compute; below them their gathers and reductions are under way, each from the
+request to the result. Computation hides what lies below it. What it does not hide is waiting, in red.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -21,9 +20,9 @@ from shardtrain.job.pictures import Picture, plot
 
 MOST_TRACED = 64  # ranks whose spans are collected
 MOST_DRAWN = 16  # ranks in a picture
+LETTER, UPRIGHT = 0.0055, 0.012  # of a picture's width: what a letter takes, and a name turned upright
 
-STEP = "step"
-TRACKS = {  # kind → what its rows are called in a trace, from top to bottom
+TRACKS = {  # kind of span → its rows in a trace, from top to bottom
     "step": "steps",
     "phase": "phases",
     "forward": "units",
@@ -32,55 +31,55 @@ TRACKS = {  # kind → what its rows are called in a trace, from top to bottom
     "gather": "gathers",
     "reduce": "reductions",
 }
-PHASE_COLORS = {
-    "data": "tab:olive",
-    "forward": "#c6dbef",
-    "backward": "#c7e9ea",
-    "optimizer": "#9fd39a",
-    "checkpoint": "tab:gray",
-}
-COLORS = {
-    "forward": "tab:blue",
-    "backward": "#17708a",
-    "gather": "tab:orange",
-    "reduce": "tab:purple",
-    "wait": "tab:red",
-}
-LEGEND = {
-    "forward": "a unit's forward",
-    "backward": "a unit's backward",
-    "gather": "its gather is under way",
-    "reduce": "its reduction is under way",
-    "wait": "exposed waiting",
-    "data": "reading images",
-    "optimizer": "optimizer",
+
+
+class Style(NamedTuple):
+    """How spans are drawn; ``top`` and ``height`` are parts of a rank's lane."""
+
+    color: str
+    top: float
+    height: float
+    legend: str = ""
+
+
+STYLES = {  # kind of span, or kind and name; later ones are drawn over earlier ones
+    "phase": Style("#c6dde8", 0.05, 0.55),
+    "phase data": Style("tab:olive", 0.05, 0.55, "loading images"),
+    "phase optimizer": Style("#9fd39a", 0.05, 0.55, "optimizer"),
+    "phase checkpoint": Style("tab:gray", 0.05, 0.55),
+    "forward": Style("tab:blue", 0.08, 0.49, "a unit's forward"),
+    "backward": Style("#17708a", 0.08, 0.49, "a unit's backward"),
+    "wait": Style("tab:red", 0.05, 0.55, "exposed waiting"),
+    "gather": Style("tab:orange", 0.63, 0.13, "its all-gather under way"),
+    "reduce": Style("tab:purple", 0.78, 0.13, "its reduce-scatter under way"),
 }
 
 
 class Lanes(NamedTuple):
-    """``spans[rank]`` by rank 0's clock; the steps traced are ``first_step`` and those that follow."""
+    """``spans[rank]`` by rank 0's clock, of the steps from ``first_step`` on."""
 
     spans: list[list[Span]]
     first_step: int
 
     @property
     def steps(self) -> range:
-        traced = sum(span.kind == STEP for span in self.spans[0])
+        traced = sum(span.kind == "step" for span in self.spans[0])
         return range(self.first_step, self.first_step + traced)
 
     def bounds(self, step: int) -> tuple[float, float]:
-        """When the first rank began ``step`` and the last one ended it."""
+        """Return when the first rank began ``step`` and when the last one ended it."""
         index = step - self.first_step
-        found = [[span for span in spans if span.kind == STEP][index] for spans in self.spans if spans]
+        found = [[span for span in spans if span.kind == "step"][index] for spans in self.spans if spans]
         return min(span.start for span in found), max(span.end for span in found)
 
-    def waits(self, rank: int, step: int) -> list[Span]:
-        start, end = self.bounds(step)
-        return [span for span in self.spans[rank] if span.kind == "wait" and start <= span.start < end]
+    @property
+    def drawn(self) -> range:
+        """The ranks in a picture."""
+        return range(min(MOST_DRAWN, len(self.spans)))
 
 
 def collect(spans: Sequence[Span], first_step: int) -> Lanes:
-    """Every rank's spans, on every rank. Collective."""
+    """Return every rank's spans, on every rank. Collective."""
     offset = offsets()[comm.rank()]
     mine = spans if comm.rank() < MOST_TRACED else ()
     rows = [(span.kind, span.name, span.start + offset, span.end + offset) for span in mine]
@@ -89,146 +88,111 @@ def collect(spans: Sequence[Span], first_step: int) -> Lanes:
 
 
 def chrome(lanes: Lanes) -> dict[str, Any]:
-    """In Chrome's trace event format; microseconds since the first span."""
-    start = min((span.start for spans in lanes.spans for span in spans), default=0.0)
+    """Return the spans in Chrome's trace event format, in microseconds since the first one."""
+    zero = min((span.start for spans in lanes.spans for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(lanes.spans):
-        events += [{"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}]
-        for number, (track, row) in enumerate(_rows(_numbered(spans, lanes.first_step))):
-            events += [
-                {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": track}}
-            ]
-            events += [_event(span, rank, number, start) for span in row]
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        steps = count(lanes.first_step)
+        for number, (track, row) in enumerate(_rows(spans)):
+            where = {"pid": rank, "tid": number}
+            events.append({"ph": "M", **where, "name": "thread_name", "args": {"name": track}})
+            for kind, name, start, end in row:
+                title = f"step {next(steps)}" if kind == "step" else name
+                title = f"{kind} {name}" if kind in ("forward", "backward", "gather", "reduce") else title
+                times = {"ts": round(1e6 * (start - zero), 3), "dur": round(1e6 * (end - start), 3)}
+                events.append(
+                    {"ph": "X", **where, **times, "name": title, "cat": kind, "args": {"unit": name}}
+                )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _numbered(spans: Iterable[Span], first_step: int) -> Iterator[Span]:
-    """With the numbers of steps in their names."""
-    numbers = count(first_step)
-    return (span._replace(name=f"step {next(numbers)}") if span.kind == STEP else span for span in spans)
-
-
-def _event(span: Span, rank: int, row: int, start: float) -> dict[str, Any]:
-    title = span.name if span.kind in ("step", "phase", "wait") else f"{span.kind} {span.name}"
-    times = {"ts": round(1e6 * (span.start - start), 3), "dur": round(1e6 * (span.end - span.start), 3)}
-    where = {"ph": "X", "pid": rank, "tid": row, "cat": span.kind}
-    return {"name": title, **where, **times, "args": {"unit": span.name}}
-
-
-def _rows(spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
-    """Rows of a trace with their names, in which no two spans overlap: viewers would drop one."""
+def _rows(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Return rows with their tracks, in which no two spans overlap: viewers would drop one."""
     tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS.values()}
     for span in spans:
         rows = tracks[TRACKS[span.kind]]
-        row = next((row for row in rows if row[-1].end <= span.start), None)
-        if row is None:
+        free = next((row for row in rows if row[-1].end <= span.start), None)
+        if free is None:
             rows.append([span])
         else:
-            row.append(span)
+            free.append(span)
     return [(name, row) for name, rows in tracks.items() for row in rows]
 
 
 def in_words(lanes: Lanes, step: int) -> str:
-    """How long ``step`` took, and what was waited for longest."""
+    """Say how long ``step`` took, and what was waited for longest."""
     start, end = lanes.bounds(step)
     waits = [
-        (span.end - span.start, rank, span.name) for rank in drawn(lanes) for span in lanes.waits(rank, step)
+        (span.end - span.start, rank, span.name)
+        for rank in lanes.drawn
+        for span in lanes.spans[rank]
+        if span.kind == "wait" and start <= span.start < end
     ]
-    shares = [sum(s.end - s.start for s in lanes.waits(rank, step)) / (end - start) for rank in drawn(lanes)]
-    told = f"step {step}: {1e3 * (end - start):.1f} ms"
+    took = f"step {step}: {1e3 * (end - start):.1f} ms"
     if not waits:
-        return f"{told}, no waiting"
-    longest, rank, name = max(waits)
-    each = " / ".join(f"{100 * share:.0f}" for share in shares)
-    return f"{told}, waiting {each} % by rank, longest {1e3 * longest:.1f} ms for {name} (rank {rank})"
-
-
-def drawn(lanes: Lanes) -> range:
-    return range(min(MOST_DRAWN, len(lanes.spans)))
+        return f"{took}, no waiting"
+    longest, slow, name = max(waits)
+    sums = [sum(seconds for seconds, waiting, _ in waits if waiting == rank) for rank in lanes.drawn]
+    shares = " / ".join(f"{100 * waited / (end - start):.0f}" for waited in sums)
+    return f"{took}, waiting {shares} % by rank, longest {1e3 * longest:.1f} ms for {name} (rank {slow})"
 
 
 def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
-    """``step`` of all ranks, or why there is no picture."""
+    """Draw ``step`` of all ranks, or return why there is no picture."""
     start, end = lanes.bounds(step)
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        for rank in drawn(lanes):
+        for rank in lanes.drawn:
             for span in lanes.spans[rank]:
                 if span.end > start and span.start < end:
                     _draw_span(axes, span, rank, start, end)
         axes.set_xlim(0, 1e3 * (end - start))
-        axes.set_ylim(len(drawn(lanes)), 0)
-        axes.set_yticks([rank + 0.3 for rank in drawn(lanes)], [f"rank {rank}" for rank in drawn(lanes)])
+        axes.set_ylim(len(lanes.drawn), 0)
+        axes.set_yticks([rank + 0.3 for rank in lanes.drawn], [f"rank {rank}" for rank in lanes.drawn])
         axes.set_xlabel("ms")
         axes.set_title(f"{title}, {in_words(lanes, step)}", fontsize=9, loc="left")
-        colors = PHASE_COLORS | COLORS
-        handles = [axes.barh([0], [0], color=colors[kind], label=text) for kind, text in LEGEND.items()]
+        styles = [style for style in STYLES.values() if style.legend]
+        handles = [axes.barh([0], [0], color=style.color, label=style.legend) for style in styles]
         figure.legend(handles=handles, ncols=len(handles), fontsize=8, loc="outside lower center")
 
-    return plot(draw, (13, 1.4 + 1.1 * len(drawn(lanes))))
-
-
-# Of the width of a picture: what a letter takes, and what an upright name does.
-LETTER, UPRIGHT = 0.0055, 0.012
-
-# Of a rank's lane, from its top: where each kind of span is drawn, and how high.
-PLACES = {
-    "phase": (0.05, 0.55),
-    "forward": (0.08, 0.49),
-    "backward": (0.08, 0.49),
-    "wait": (0.05, 0.55),
-    "gather": (0.63, 0.13),
-    "reduce": (0.78, 0.13),
-}
+    return plot(draw, (13, 1.4 + 1.1 * len(lanes.drawn)))
 
 
 def _draw_span(axes: Any, span: Span, rank: int, start: float, end: float) -> None:
     computes = span.kind in ("forward", "backward")
-    if span.kind not in PLACES or (computes and span.name == "the root"):  # computes around all others
+    key = f"{span.kind} {span.name}" if f"{span.kind} {span.name}" in STYLES else span.kind
+    if key not in STYLES or (computes and span.name == "the root"):  # which computes around all others
         return
-    top, height = PLACES[span.kind]
+    color, top, height, _ = STYLES[key]
     left, right = 1e3 * (max(span.start, start) - start), 1e3 * (min(span.end, end) - start)
-    middle, order = rank + top + height / 2, list(PLACES).index(span.kind)
-    color = PHASE_COLORS[span.name] if span.kind == "phase" else COLORS[span.kind]
+    middle, order = rank + top + height / 2, list(STYLES).index(key)
     edge = "none" if span.kind == "phase" else "white"
     axes.barh(middle, right - left, height, left, color=color, edgecolor=edge, linewidth=0.5, zorder=order)
     share = (right - left) / (1e3 * (end - start))
     if computes and share > UPRIGHT:
         turned = 0 if share > len(span.name) * LETTER else 90
-        at = (left + right) / 2
-        axes.text(
-            at,
-            middle,
-            span.name,
-            ha="center",
-            va="center",
-            fontsize=7,
-            color="white",
-            zorder=10,
-            rotation=turned,
-        )
+        style = {"ha": "center", "va": "center", "fontsize": 7, "color": "white", "rotation": turned}
+        axes.text((left + right) / 2, middle, span.name, zorder=len(STYLES), **style)
 
 
 # How far the ranks' clocks are apart.
 #
-# Each rank notes when it enters and when it leaves a small all-reduce. Nobody leaves before everybody has
-# entered, which bounds the difference to rank 0's clock from both sides, whatever the network. Rank 0
-# enters at
-# 100.000 and leaves at 100.003, rank 1 by its own clock enters at 7.001 and leaves at 7.002::
+# Each rank notes when it enters and when it leaves a small all-reduce. No rank leaves before all have
+# entered, which bounds the difference d to rank 0's clock from both sides. Rank 0 enters at 100.000 and
+# leaves at 100.003, rank 1 by its own clock enters at 7.001 and leaves at 7.002:
 #
 #     rank 1 leaves after rank 0 enters    7.002 + d >= 100.000    d >= 92.998
 #     rank 1 enters before rank 0 leaves   7.001 + d <= 100.003    d <= 93.002
 #
-# Several rounds leave the narrowest of these. Ranks of one host share a clock: where no difference is
-# possible,
-# there is none.
+# Several rounds leave the narrowest bounds. Ranks of one host share a clock: where d may be 0, it is.
 
 ROUNDS = 10
 
 
 def offsets(clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds to add to every rank's ``clock`` to have rank 0's. Collective."""
+    """Return the seconds to add to every rank's ``clock`` to have rank 0's. Collective."""
     device = comm.control_device()
     met = torch.zeros(comm.world_size(), ROUNDS, 2, dtype=torch.float64, device=device)
     for number in range(ROUNDS):
@@ -238,5 +202,4 @@ def offsets(clock: Callable[[], float] = time.perf_counter) -> list[float]:
     entered_at, left_at = comm.all_reduce(met).cpu().unbind(2)  # each [ranks, rounds]
     least = (entered_at[0] - left_at).amax(1)
     most = (left_at[0] - entered_at).amin(1)
-    middle = (least + most) / 2
-    return torch.where((least <= 0) & (most >= 0), 0.0, middle).tolist()
+    return torch.where((least <= 0) & (most >= 0), 0.0, (least + most) / 2).tolist()

@@ -1,127 +1,66 @@
-"""What is looked at between steps: ranks that fall behind, norms, and steps that somebody wants to see.
+"""What is looked at between steps: slow ranks, norms, and a profile of some steps on request.
 
-A few steps are traced if `monitor.profile_at` says when, or when somebody touches the file `profile` in the
-run directory. Rank 0 looks for it with each report, and tells the others in what they exchange then anyway.
-In the step after these, every rank's memory is watched instead: that slows a step down, and a trace must not.
+A profile is taken where `monitor.profile_at` says, or when somebody touches the file ``profile`` in the run
+directory. Rank 0 looks for it with each report and tells the others in the report's exchange. Three steps are
+traced; in a step after them every rank's memory is recorded, which slows the step down, so not while tracing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from shardtrain import comm, introspect
 from shardtrain.comm import trace
-from shardtrain.job import pictures
+from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.monitor import timeline
-from shardtrain.monitor.reporter import Monitor
-from shardtrain.monitor.window import StepMetrics
+from shardtrain.monitor.metrics import Report, StepMetrics
+from shardtrain.monitor.monitor import Monitor
 from shardtrain.plan.memory import LiveTensors
 
 TRACED = 3  # steps
 REQUEST, FOLDER = "profile", "timeline"
 
+Steps = Generator[
+    None, int, int
+]  # is sent the number of each step that is done; returns the last it was sent
 
-class Watch:
+
+class Watch(AbstractContextManager["Watch"]):
     """Called after every step, on every rank."""
 
     def __init__(
-        self, config: Config, context: Context, job: Job, window: StepMetrics, monitor: Monitor
+        self, config: Config, context: Context, job: Job, metrics: StepMetrics, monitor: Monitor
     ) -> None:
-        self._job, self._window, self._monitor = job, window, monitor
+        self._job, self._metrics, self._monitor = job, metrics, monitor
         self._title = f"{config.model.get('name', 'model')}, {counted(context.rank_info.world_size, 'rank')}"
-        self._speaks = context.rank_info.rank == 0
+        self._rank_0 = context.rank_info.rank == 0
         self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
         self._profile_at = config.monitor.profile_at
-        self._log_every = config.train.log_every
-        self._found: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
-        self._named: tuple[int, str] | None = None  # the slow rank that was told of last
-        self._trace: trace.Trace | None = None
-        self._first_step = 0  # that is traced
-        self._live: LiveTensors | None = None
-        self._memory_due = False
-        self._epoch = config.train.eval_every * job.steps_per_epoch
+        self._evaluates_every = config.train.eval_every * job.steps_per_epoch
         self._norms = Norms(job, config.train.log_every) if config.monitor.norms else None
-        self._open = contextlib.ExitStack()
-        window.wish = self._requested
-
-    def __enter__(self) -> Watch:
-        return self
+        self._last: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
+        self._named: tuple[int, str] | None = None  # the slow rank that was named last
+        self._requested = False
+        self._profiles = self._take_profiles()
+        next(self._profiles)
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def step_done(self, step: int) -> None:
-        """After an update, before gradients are cleared. Collective after steps reported or traced."""
-        if step % self._log_every == 0:
-            self._name_the_slow(step)
+        self._profiles.close()  # which leaves the contexts that it is in
         if self._norms is not None:
-            self._monitor.details(step, self._norms.take(step))
-        last = step == self._job.steps
-        if self._live is not None:
-            with self._window.paused("pictures"):
-                self._tell_memory(self._live, step)
-                comm.barrier()
-        if self._trace is not None and (last or step == self._first_step + TRACED - 1):
-            with self._window.paused("pictures"):
-                self._tell(self._trace)
-                comm.barrier()  # or the others would wait for rank 0 in the next step
-        if self._trace is not None or last:
-            return
-        if self._due(step):
-            self._first_step = step + 1
-            self._trace = self._open.enter_context(trace.record(self._window.device))
-        elif self._memory_due and step % self._epoch:  # no evaluation comes between
-            self._watch_memory()
+            self._norms.hook.remove()
 
-    def _watch_memory(self) -> None:
-        present = self._job.ema.held() if self._job.ema is not None else []
-        self._live = LiveTensors(self._job.model, self._job.optimizer, present)
-        self._memory_due = False
-        self._open.enter_context(self._live)
-
-    def _tell_memory(self, live: LiveTensors, step: int) -> None:
-        """Collective: the ranks' peaks; the picture and the words are rank 0's."""
-        self._open.close()
-        self._live = None
-        seen = live.timeline()
-        peaks = torch.zeros(comm.world_size(), dtype=torch.float64, device=self._window.device)
-        peaks[comm.rank()] = seen.peak.total / MIB
-        comm.all_reduce(peaks)
-        if not self._speaks:
-            return
-        picture = seen.picture()
-        if not isinstance(picture, str):
-            self._monitor.picture("timeline/memory", picture)
-            with self._writing():
-                self._folder.mkdir(exist_ok=True)
-                pictures.save(self._folder / f"memory-{step}.png", picture)
-        ranks = ", ".join(f"{peak:.1f}" for peak in peaks.tolist())
-        self._monitor.say(f"step {step}: {seen.words()} The ranks' peaks: {ranks} MiB.")
-
-    def _name_the_slow(self, step: int) -> None:
-        """What two reports in a row have found is told once; one slow report is often another program's."""
-        slow = self._window.slow
-        found = (slow.rank, slow.phase) if slow else None
-        again, self._found = found == self._found, found
-        if again and found != self._named:
-            if slow:
-                self._monitor.say(f"step {step}: {slow}")
-            elif self._named:
-                self._monitor.say(f"step {step}: rank {self._named[0]} keeps up again")
-            self._named = found
-
-    def _requested(self) -> bool:
-        """Whether somebody has touched the file; it is gone then."""
-        if not self._speaks:
+    def requested(self) -> bool:
+        """Return whether somebody asked for a profile since the last call; the file is gone then."""
+        if not self._rank_0:
             return False
         try:
             self._request.unlink()
@@ -129,66 +68,99 @@ class Watch:
             return False
         return True
 
-    def _due(self, step: int) -> bool:
-        """Whether the next step is to be traced."""
-        planned = self._profile_at is not None and step + 1 >= self._profile_at
-        if planned:
-            self._profile_at = None
-        asked, self._window.wished = self._window.wished, False
-        return planned or asked
+    def step_done(self, step: int, report: Report | None) -> None:
+        """Look at a step after its update; gradients have to be still there. Collective after steps traced or
+        reported."""
+        if report is not None:
+            self._requested |= report.profile_requested
+            self._name_slow_rank(step, report)
+        if self._norms is not None:
+            self._monitor.details(step, self._norms.take(step))
+        self._profiles.send(step)
 
-    def _tell(self, taken: trace.Trace) -> None:
-        self._open.close()
-        self._trace, self._memory_due = None, True
-        lanes = timeline.collect(taken.spans(), self._first_step)
-        if not self._speaks:
-            return
-        with self._writing():
-            self._monitor.say(self._write(lanes))
-        self._monitor.say(timeline.in_words(lanes, lanes.steps[-1]))
+    def _name_slow_rank(self, step: int, report: Report) -> None:
+        """Name a rank once that two reports in a row name: one report is often another program's doing."""
+        slow = (report.slow.rank, report.slow.phase) if report.slow else None
+        again, self._last = slow == self._last, slow
+        if again and slow != self._named:
+            if report.slow:
+                self._monitor.say(f"step {step}: {report.slow}")
+            elif self._named:
+                self._monitor.say(f"step {step}: rank {self._named[0]} keeps up again")
+            self._named = slow
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Whoever asked for a look did not ask for the run to end where the disk is full."""
-        try:
-            yield
-        except OSError as error:
-            self._monitor.say(f"warning: no timeline: cannot write to {self._folder} ({error.strerror})")
+    def _take_profiles(self) -> Steps:
+        step, memory_due = (yield), False
+        while True:
+            if step == self._job.steps:
+                step = yield
+            elif self._requested or (self._profile_at is not None and step + 1 >= self._profile_at):
+                if self._profile_at is not None and step + 1 >= self._profile_at:
+                    self._profile_at = None
+                self._requested, memory_due = False, True
+                step = yield from self._trace(step + 1)
+            elif memory_due and step % self._evaluates_every:  # an evaluation would be recorded too
+                memory_due = False
+                step = yield from self._record_memory()
+            else:
+                step = yield
 
-    def _write(self, lanes: timeline.Lanes) -> str:
-        """The trace and the picture of its last step; where they are."""
+    def _trace(self, first: int) -> Steps:
+        with trace.record(self._metrics.device) as taken:
+            for _ in range(TRACED):
+                step = yield
+                if step == self._job.steps:
+                    break
+        with self._metrics.paused("pictures"):
+            lanes = timeline.collect(taken.spans(), first)
+            if self._rank_0:
+                self._write_trace(lanes)
+            comm.barrier()  # or the others would wait for rank 0 in the next step
+        return step
+
+    def _write_trace(self, lanes: timeline.Lanes) -> None:
         first, last = lanes.steps[0], lanes.steps[-1]
-        self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"steps-{first}-{last}.json"
-        path.write_text(json.dumps(timeline.chrome(lanes)))
-        picture = timeline.picture(lanes, last, self._title)
-        if isinstance(picture, str):
-            drawn = picture
-        else:
-            self._monitor.picture("timeline/step", picture)
-            pictures.save(self._folder / f"step-{last}.png", picture)
-            drawn = f"step-{last}.png shows the last"
-        return f"steps {first} to {last} are in {path} (for ui.perfetto.dev), {drawn}"
+        path, png = self._folder / f"steps-{first}-{last}.json", self._folder / f"step-{last}.png"
+        drawn = self._monitor.picture(tags.TIMELINE_STEP, timeline.picture(lanes, last, self._title), png)
+        if self._monitor.save(path, json.dumps(timeline.chrome(lanes))):
+            shown = f", {png.name} shows the last" if drawn else ""
+            self._monitor.say(f"steps {first} to {last} are in {path} (for ui.perfetto.dev){shown}")
+        self._monitor.say(timeline.in_words(lanes, last))
+
+    def _record_memory(self) -> Steps:
+        present = self._job.ema.held() if self._job.ema is not None else []
+        with LiveTensors(self._job.model, self._job.optimizer, present) as live:
+            step = yield
+        with self._metrics.paused("pictures"):
+            memory = live.timeline()
+            peaks = torch.zeros(comm.world_size(), dtype=torch.float64, device=self._metrics.device)
+            peaks[comm.rank()] = memory.peak.total / MIB
+            comm.all_reduce(peaks)
+            if self._rank_0:
+                png = self._folder / f"memory-{step}.png"
+                self._monitor.picture(tags.TIMELINE_MEMORY, memory.picture(), png)
+                ranks = ", ".join(f"{peak:.1f}" for peak in peaks.tolist())
+                self._monitor.say(f"step {step}: {memory.words()} The ranks' peaks: {ranks} MiB.")
+            comm.barrier()
+        return step
 
 
 # Norms of each parameter's gradient, weight and update, over all ranks.
 #
 # A rank holds pieces, so it has squares of pieces: a parameter cut between two ranks, (3, 4 | 12), gives 25
-# on
-# the one and 144 on the other. One all-reduce adds up a table of three squares a parameter, and their roots
-# are
-# the norms: 13. Gradients are those that the optimizer is given, after clipping. Weights are copied before an
-# update only in steps that are reported.
+# on the one and 144 on the other. One all-reduce adds up a table of three squares per parameter, whose roots
+# are the norms: 13. Gradients are those that the optimizer is given, after clipping. Weights are copied only
+# before updates that are reported.
 
 KINDS = ("gradient", "weight", "update")
 
 
 class Norms:
-    """Of a job's parameters, every ``log_every`` steps and in the last one."""
+    """Norms of a job's parameters, every ``log_every`` steps and in the last one."""
 
     def __init__(self, job: Job, log_every: int) -> None:
         self._names, self._params = zip(*job.model.named_parameters(), strict=True)
-        self._speaks = comm.rank() in introspect(job.model).primary_ranks
+        self._primary = comm.rank() in introspect(job.model).primary_ranks
         self._done, self._last_step, self._log_every = job.first_step, job.steps, log_every
         self._before: list[Tensor] = []
         self.hook = job.optimizer.register_step_pre_hook(self._before_update)
@@ -199,7 +171,7 @@ class Norms:
             self._before = [param.detach().clone() for param in self._params]
 
     def take(self, step: int) -> dict[str, float]:
-        """By tag, if ``step`` has made an update and is to be reported; to be called after every step.
+        """Return norms by tag, if ``step`` made an update and is to be reported; call it after every step.
 
         Collective; gradients have to be still there.
         """
@@ -214,11 +186,11 @@ class Norms:
             norm.double() for kind in (gradients, weights, updates) for norm in torch._foreach_norm(kind)
         ]
         squares = torch.stack(norms).square().view(len(KINDS), -1)
-        if not self._speaks:  # another replica has the same pieces
+        if not self._primary:  # another replica has the same pieces
             squares.zero_()
-        found = comm.all_reduce(squares).sqrt().tolist()
+        values = comm.all_reduce(squares).sqrt().tolist()
         return {
-            f"norms/{kind}/{name}": value
-            for kind, row in zip(KINDS, found, strict=True)
+            tags.norm(kind, name): value
+            for kind, row in zip(KINDS, values, strict=True)
             for name, value in zip(self._names, row, strict=True)
         }

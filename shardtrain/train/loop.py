@@ -42,8 +42,7 @@ def fit(
         """None: a rank was asked to leave meanwhile."""
         with keeper.evaluating() as held_out, window.paused("evaluation"):
             found = evaluate(model, held_out, ema=job.ema, flip=train.eval_flip)
-            monitor.log(step, found.scalars())
-            monitor.evaluated(found)
+            monitor.evaluated(step, found)
             return found
         return None
 
@@ -62,9 +61,11 @@ def fit(
             one.update(step)
         last = step == job.steps
         monitor.step(step)
+        report = None
         if step % train.log_every == 0 or last:
-            monitor.log(step, window.close(step, norm) | keeper.report())
-        watch.step_done(step)
+            report = window.report(step, norm, watch.requested())
+            monitor.log(step, report.scalars | keeper.report())
+        watch.step_done(step, report)
         optimizer.zero_grad()
         job.schedule.step()
         due = step % (train.eval_every * job.steps_per_epoch) == 0 or last

@@ -1,0 +1,223 @@
+"""What is measured between two reports: sums of loss and hits, time, traffic and memory.
+
+Every rank measures; `StepMetrics.report` adds the ranks up and returns scalars by TensorBoard tag.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardtrain import Precision, comm, device, introspect
+from shardtrain.job import tags
+from shardtrain.job.build import Job
+from shardtrain.job.format import MIB
+from shardtrain.monitor.phases import PHASES, Phases, SlowestRank, slowest
+from shardtrain.plan.memory import optimizer_tensors
+
+MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
+REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
+
+# Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity): what
+# convolutions of fp32 tensors use by default. In bf16 and fp16 each of these GPUs has twice that.
+# `perf/mfu` is reported where the peak is known.
+TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
+
+
+@dataclass
+class Spent:
+    """Where the time of this process's training went: seconds, the mean over ranks.
+
+    ``seconds``: by phase of a step without waiting; ``waiting`` for other ranks; and whatever steps were
+    interrupted for. ``slow``: how many of the ``reports`` named which rank slow, in which phase.
+    """
+
+    since: float = field(default_factory=time.perf_counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    slow: Counter[tuple[int, str]] = field(default_factory=Counter)
+    reports: int = 0
+    steps: int = 0
+    images: int = 0
+
+
+class Report(NamedTuple):
+    """What all ranks know of the steps since the last report.
+
+    ``scalars``: by tag. ``slow``: the slowest rank, if it is beyond the margin. ``profile_requested``:
+    whether a rank asks for a profile.
+    """
+
+    scalars: dict[str, float]
+    slow: SlowestRank | None = None
+    profile_requested: bool = False
+
+
+class StepMetrics:
+    """Measures steps; each `report` covers those since the one before."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.device = job, job.device
+        self.peak = _peak_flops(job.device, introspect(job.model).precision)
+        self.spent = Spent()
+        self._phases = Phases(job.device)
+        self.phase = self._phases.phase
+        self._restart()
+
+    def start(self) -> None:
+        """Leave out of reports what start-up took, of time and of memory."""
+        self.since = self.spent.since = time.perf_counter()
+        device.reset_peak_memory(self.device)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a run that resumes needs; ``total`` is for other world sizes. Collective."""
+        total = comm.all_reduce(self.sums.clone())
+        return {"sums": self.sums.clone(), "total": total, "scored": self.scored}
+
+    def restore(self, state: Mapping[str, Any], ranks: int) -> None:
+        """Continue from the `state` of ``ranks`` ranks; of more or fewer, rank 0 takes over the sums."""
+        if ranks == comm.world_size():
+            self.sums.copy_(state["sums"])
+        elif comm.rank() == 0:
+            self.sums.copy_(state["total"])
+        self.scored = state["scored"] * ranks // comm.world_size()
+
+    def _restart(self) -> None:
+        # Summed on the device, so that no step waits for it: loss times images, right first guesses.
+        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.scored = 0  # images in these sums
+        self._before_step = self.sums.clone(), self.scored
+        # A run that resumes measures the following anew.
+        self.images: Counter[int] = Counter()  # by their side in pixels
+        self.steps = 0
+        self.since = time.perf_counter()
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context for one optimizer step; see `Phases.step`."""
+        self.steps += 1
+        self._before_step = self.sums.clone(), self.scored
+        return self._phases.step()
+
+    @contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """Leave the block's time out of the steps'; it counts as ``what``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.since += elapsed
+            self.spent.seconds[what] += elapsed
+
+    def add(self, images: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a micro-batch: images [batch, channels, side, side], mean loss, logits [batch, classes], labels
+        [batch] or soft ones as the logits."""
+        with torch.no_grad():
+            labels = labels.argmax(1) if labels.ndim == 2 else labels
+            losses, hits = self.sums.unbind()
+            losses.add_(loss, alpha=len(labels))
+            hits.add_((logits.argmax(1) == labels).sum())
+        self.images[images.shape[-1]] += len(labels)
+        self.scored += len(labels)
+
+    def loss_of_step(self) -> Tensor:
+        """Return this rank's loss of the step under way, summed over images; 0-dim."""
+        return self.sums[0] - self._before_step[0][0]
+
+    def drop_step(self) -> None:
+        """Leave the step under way out of loss and accuracy."""
+        self.sums.copy_(self._before_step[0])
+        self.scored = self._before_step[1]
+
+    def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
+        """Report the steps since the last call; gradients have to be still there. Collective.
+
+        Raises:
+            RuntimeError: the loss is not finite.
+        """
+        times = self._phases.take()
+        own = torch.tensor([times.waited, profile_requested, *times.busy.values()], device=self.device)
+        rows = torch.zeros(comm.world_size(), 2 + len(own), dtype=torch.float64, device=self.device)
+        rows[comm.rank()] = torch.cat([self.sums, own])
+        rows = comm.all_reduce(rows).cpu()
+        (loss, right), waited = rows[:, :2].sum(0).tolist(), rows[:, 2].mean().item()
+        busy = [dict(zip(PHASES, row, strict=True)) for row in rows[:, 4:].tolist()]
+        if not math.isfinite(loss):
+            raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
+        scored = self.scored * len(rows) or math.nan
+        scalars = {
+            tags.TRAIN_LOSS: loss / scored,
+            tags.TRAIN_ACC1: 100 * right / scored,
+            tags.GRAD_NORM: float(grad_norm),
+        }
+        scalars |= {
+            tags.lr(index): float(group["lr"]) for index, group in enumerate(self.job.optimizer.param_groups)
+        }
+        scalars |= self._speed(busy, waited, len(rows))
+        scalars |= {tags.sent_mib(kind): times.sent[kind] / self.steps / MIB for kind in REPORTED_TRAFFIC}
+        ranks, slow = self._ranks(busy)
+        scalars |= ranks | _memory(self.job)
+        self._restart()
+        return Report(scalars, slow, bool(rows[:, 3].any()))
+
+    def _speed(self, busy: list[dict[str, float]], waited: float, ranks: int) -> dict[str, float]:
+        elapsed = time.perf_counter() - self.since
+        images = self.images.total() * ranks  # every rank has equally many
+        seconds = {phase: fmean(row[phase] for row in busy) for phase in PHASES}
+        self.spent.reports += 1
+        self.spent.steps += self.steps
+        self.spent.images += images
+        for what, value in (seconds | {"waiting": waited}).items():
+            self.spent.seconds[what] += value
+        scalars = {tags.phase_pct(phase): 100 * value / elapsed for phase, value in seconds.items()} | {
+            tags.EXPOSED_COMM_PCT: 100 * waited / elapsed,
+            tags.IMG_PER_S: images / elapsed,
+            tags.IMG_PER_S_PER_RANK: images / elapsed / ranks,
+            tags.STEP_S: elapsed / self.steps,
+        }
+        if self.peak is not None:
+            costs = self.job.forward_flops  # not of sizes that an augmentation makes
+            forward = sum(count * costs.get(side, math.nan) for side, count in self.images.items())
+            scalars[tags.MFU] = 3 * forward / elapsed / self.peak  # backward takes twice a forward's
+        return scalars
+
+    def _ranks(self, busy: list[dict[str, float]]) -> tuple[dict[str, float], SlowestRank | None]:
+        """Return each rank's own time per step, and the slowest rank if it is beyond the margin."""
+        per_step = [{phase: value / self.steps for phase, value in row.items()} for row in busy]
+        last = slowest(per_step)
+        if last is None:
+            return {}, None
+        if last.beyond_margin:
+            self.spent.slow[last.rank, last.phase] += 1
+        each = {tags.busy_s(rank): sum(row.values()) for rank, row in enumerate(per_step[:MOST_RANKS])}
+        each |= {tags.SLOWEST_RANK: float(last.rank), tags.SLOWEST_EXCESS_PCT: last.excess_pct}
+        return each, last if last.beyond_margin else None
+
+
+def _memory(job: Job) -> dict[str, float]:
+    """Return MiB that this rank holds at the end of a step; the peak is the device's, or the process's."""
+    params = list(job.model.parameters())
+    held = {
+        tags.PARAMS_MIB: sum(param.nbytes for param in params),
+        tags.GRADS_MIB: sum(param.grad.nbytes for param in params if param.grad is not None),
+        tags.OPTIMIZER_MIB: sum(tensor.nbytes for tensor in optimizer_tensors(job.optimizer)),
+        tags.GATHERED_PEAK_MIB: introspect(job.model).take_gathered_peak().bytes,
+        tags.PEAK_MIB: device.peak_memory(job.device),
+    }
+    return {tag: size / MIB for tag, size in held.items()}
+
+
+def _peak_flops(where: torch.device, precision: Precision | None) -> float | None:
+    if not device.is_accelerator(where):
+        return None
+    name = device.name(where)
+    times = 2 if precision is not None and precision.param in (torch.bfloat16, torch.float16) else 1
+    return next((times * peak for model, peak in TF32_PEAK.items() if model in name), None)

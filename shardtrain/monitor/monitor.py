@@ -1,0 +1,200 @@
+"""The monitor of a run: what passes its events on to the writers, and what is reported when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from shardtrain import device, introspect
+from shardtrain.job import pictures, tags
+from shardtrain.job.build import Job
+from shardtrain.job.config import Config
+from shardtrain.job.data import Batch
+from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.format import MIB
+from shardtrain.job.launch import Context
+from shardtrain.job.pictures import Picture
+from shardtrain.job.schema import UserError, plain, writing
+from shardtrain.monitor.metrics import StepMetrics
+from shardtrain.monitor.summary_figure import SummaryFigure
+from shardtrain.monitor.tables import compare_with_plan, end_table
+from shardtrain.monitor.verdict import judge
+from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
+
+
+class Monitor:
+    """Passes each event on to its writers. One that cannot write does not end the run.
+
+    It is warned of once, and still gets every event: a disk that is full may have room again.
+    """
+
+    def __init__(self, writers: Sequence[Writer] = (), summary: SummaryFigure | None = None) -> None:
+        self.writers, self.summary = writers, summary
+        self._warned: set[object] = set()
+
+    def say(self, text: str) -> None:
+        self._each(lambda writer: writer.say(text))
+
+    def step(self, step: int) -> None:
+        self._each(lambda writer: writer.step(step))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._each(lambda writer: writer.log(step, scalars))
+        if self.summary is not None:
+            self.summary.log(step, scalars)
+
+    def details(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._each(lambda writer: writer.details(step, scalars))
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self._each(lambda writer: writer.facts(facts))
+
+    def flush(self) -> None:
+        self._each(lambda writer: writer.flush())
+
+    def close(self, status: str) -> None:
+        self._each(lambda writer: writer.close(status))
+
+    def picture(self, tag: str, picture: Picture | str, path: Path | None = None) -> bool:
+        """Pass a picture on, and write it to ``path``. A text instead says why there is none: once.
+
+        Returns whether there is a picture.
+        """
+        if isinstance(picture, str):
+            if picture not in self._warned:
+                self._warned.add(picture)
+                self.say(picture)
+            return False
+        self._each(lambda writer: writer.picture(tag, picture))
+        if path is not None:
+            self.save(path, picture)
+        return True
+
+    def save(self, path: Path, content: Picture | str) -> bool:
+        """Write a file of the run directory; return whether that worked, and warn if it did not."""
+        try:
+            path.parent.mkdir(exist_ok=True)
+            if isinstance(content, str):
+                path.write_text(content)
+            else:
+                pictures.save(path, content)
+        except OSError as error:
+            self.say(f"warning: cannot write {path} ({error.strerror}); training goes on")
+            return False
+        return True
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Log an evaluation's scores, and draw the summary if that is due."""
+        self.log(step, evaluation.scalars())
+        if self.summary is not None:
+            self.summary.evaluation = evaluation
+            if self.summary.due:
+                self.draw_summary()
+
+    def draw_summary(self) -> None:
+        if self.summary is None or not self.summary.curves:
+            return
+        drawn = self.summary.draw()
+        if all(self.picture(tag, picture) for tag, picture in drawn.items()):
+            self.save(self.summary.path, np.hstack([drawn[tag] for tag in tags.SUMMARY]))
+
+    def showing(self, feed: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the feed's batches, and make a picture of the first one."""
+        for index, batch in enumerate(feed):
+            if index == 0 and self.summary is not None:
+                self.picture(tags.SAMPLES, self.summary.samples(batch))
+            yield batch
+
+    def _each(self, event: Callable[[Writer], None]) -> None:
+        for writer in self.writers:
+            try:
+                event(writer)
+            except OSError as error:
+                if writer not in self._warned:
+                    self._warned.add(writer)
+                    with contextlib.suppress(OSError):  # the terminal may be what is gone
+                        text = f"warning: {type(writer).__name__}: {error}; training goes on"
+                        print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def open_monitor(
+    config: Config, context: Context, job: Job, metrics: StepMetrics, best_acc1: float | None = None
+) -> Iterator[Monitor]:
+    """Open the run's monitor; however the block is left, files are complete afterwards.
+
+    ``best_acc1``: that of the run which continues here, if it has been evaluated.
+    """
+    if config.monitor.norms and not config.monitor.tensorboard:
+        raise UserError("monitor.norms=true: norms are for plots alone, so monitor.tensorboard must be true")
+    if not (config.dry_run or config.eval_only):
+        on_rank_0(lambda: _make_run_dir(context.run_dir, config))
+    monitor, result = _open(config, context, job, best_acc1)
+    status = "failed"
+    try:
+        yield monitor
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        if result is not None:
+            spent = metrics.spent
+            verdict = judge(spent, config, job.share.world_size, job.device.type) if spent.steps else {}
+            monitor.facts({"status": status, **verdict})
+            if status == "finished" and config.monitor.plan and tags.PARAMS_MIB in result:
+                monitor.say(compare_with_plan(config, job, result))
+            if status != "failed":  # what follows a failure is its report
+                monitor.draw_summary()
+                monitor.say(end_table(result))
+        monitor.close(status)
+
+
+def _make_run_dir(path: Path, config: Config) -> None:
+    """Make the directory and write the configuration, complete enough to be used again."""
+    with writing("run.dir", path):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(OmegaConf.to_yaml(plain(config)))
+
+
+def _open(
+    config: Config, context: Context, job: Job, best_acc1: float | None
+) -> tuple[Monitor, Mapping[str, Any] | None]:
+    """Return this rank's monitor and what result.json holds, as it changes; None if there is no such file."""
+    if context.rank_info.rank > 0:
+        return Monitor(), None
+    length = job.steps, job.steps_per_epoch, job.first_step
+    if config.dry_run or config.eval_only:
+        return Monitor([Console("none", *length)]), None
+    facts = {
+        "run_dir": str(context.run_dir),
+        "model": str(config.model.get("name", config.model["_target_"])),
+        "data": config.data.name,
+        "seed": config.seed,
+        "reference": None if config.reference is None else dataclasses.asdict(config.reference),
+        "steps": job.steps,
+        "batch_size": job.share.batch_size,
+        "world_size": context.rank_info.world_size,
+        "device": context.device.type,
+        "parameters": sum(unit.parameters for unit in introspect(job.model).units),
+        **({} if best_acc1 is None else {tags.BEST_ACC1: best_acc1}),
+    }
+    progress = config.monitor.progress
+    if progress == "auto":
+        progress = "bar" if sys.stdout.isatty() else "lines"
+    log = LogFile(context.run_dir)
+    result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
+    writers: list[Writer] = [result, Console(progress, *length), log]
+    if not config.monitor.tensorboard:
+        return Monitor(writers), result.result
+    writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+    summary = SummaryFigure(context.run_dir, job, device.total_memory(context.device) / MIB)
+    return Monitor(writers, summary), result.result

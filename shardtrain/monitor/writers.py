@@ -1,0 +1,260 @@
+"""Where a run's events go: the console, log.txt, result.json and TensorBoard. Rank 0 alone has writers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from shardtrain.job import tags
+from shardtrain.job.config import Config
+from shardtrain.job.dist_env import versions
+from shardtrain.job.pictures import Picture
+from shardtrain.job.schema import plain
+
+WIDTH = 24  # characters of the bar
+REDRAW_S = 0.1
+
+
+class Writer:
+    """Ignores every event. A writer overrides what concerns it."""
+
+    def say(self, text: str) -> None:
+        """Write lines for people."""
+
+    def step(self, step: int) -> None:
+        """Note that a step is done; called after each."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars by TensorBoard tag."""
+
+    def details(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars that are too many for anything but plots."""
+
+    def picture(self, tag: str, picture: Picture) -> None:
+        """Write a picture of the latest step."""
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        """Write entries of result.json that no curve has."""
+
+    def flush(self) -> None:
+        """Make what was written survive the end of the process."""
+
+    def close(self, status: str) -> None:
+        """End with the run: ``finished``, ``interrupted`` or ``failed``."""
+
+
+class Console(Writer):
+    """Progress as a ``bar`` that is drawn over and over, as ``lines``, one per report, or as ``none``."""
+
+    def __init__(self, progress: str, steps: int, steps_per_epoch: int, first_step: int = 0) -> None:
+        self.progress = progress
+        self.steps, self.steps_per_epoch, self.first_step = steps, steps_per_epoch, first_step
+        self.started, self.drawn_at = time.perf_counter(), 0.0
+        self.latest = ""  # figures beside the bar
+
+    def say(self, text: str) -> None:
+        print(f"\r\x1b[K{text}" if self.progress == "bar" else text, flush=True)
+
+    def step(self, step: int) -> None:
+        now = time.perf_counter()
+        if self.progress == "bar" and (now - self.drawn_at >= REDRAW_S or step >= self.steps):
+            self.drawn_at = now
+            done = WIDTH * step // self.steps
+            bar = "█" * done + "·" * (WIDTH - done)
+            sys.stdout.write(f"\r\x1b[K{bar} {step}/{self.steps}  {self.latest}{self.left(step)} left")
+            sys.stdout.flush()
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        where = f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {step / self.steps_per_epoch:.1f}"
+        if self.progress == "none":
+            return
+        if tags.VAL_LOSS in scalars:
+            loss, acc1, acc5 = (scalars[tag] for tag in tags.VAL)
+            self.say(f"{where}  val loss {loss:.4f}  acc1 {acc1:.2f} %  acc5 {acc5:.2f} %")
+            return
+        loss, acc1, speed = (scalars[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
+        self.latest = f"loss {loss:.3f}  acc1 {acc1:.1f} %  {speed:.0f} img/s  "
+        if self.progress == "lines":
+            rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed:.0f} img/s  {self.left(step)} left"
+            self.say(f"{where}  loss {loss:.4f}  acc1 {acc1:.2f} %  {rate}")
+
+    def left(self, step: int) -> str:
+        """Return the time to the end, at the mean pace so far."""
+        seconds = (time.perf_counter() - self.started) / (step - self.first_step) * (self.steps - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class LogFile(Writer):
+    """What the console says, with the time, in log.txt; a later run in the same directory appends to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = (directory / "log.txt").open("a", encoding="utf-8", buffering=1)
+        self.say(" ".join(sys.argv))
+
+    def say(self, text: str) -> None:
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        self.file.writelines(f"{now}  {line}\n" for line in text.splitlines())
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.say(f"step {step}  " + "  ".join(f"{tag} {value:.5g}" for tag, value in scalars.items()))
+
+    def close(self, status: str) -> None:
+        with self.file:
+            self.say(status)
+
+
+class ResultFile(Writer):
+    """result.json: the latest value of every tag, and what it takes to compare runs."""
+
+    def __init__(
+        self, directory: Path, facts: Mapping[str, Any], steps_per_epoch: int, first_step: int = 0
+    ) -> None:
+        self.path = directory / "result.json"
+        self.steps_per_epoch = steps_per_epoch
+        earlier = self._read() if first_step else {}
+        self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
+        self.result: dict[str, Any] = {"status": "running", "step": first_step, "epoch": 0.0, "seconds": 0.0}
+        packages = versions("hydra-core", "tensorboard", "numpy", "safetensors")
+        self.facts({**earlier, **facts, "versions": packages})
+
+    def step(self, step: int) -> None:
+        self.result["step"] = step
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.result.update(scalars)
+        if tags.VAL_ACC1 in scalars:
+            judged = scalars.get(tags.VAL_EMA_ACC1, scalars[tags.VAL_ACC1])
+            self.facts({tags.BEST_ACC1: max(self.result.get(tags.BEST_ACC1, 0.0), judged)})
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        """Replace the file at once: a reader finds the old one or the new one, complete."""
+        self.result.update(facts)
+        self.result["epoch"] = self.result["step"] / self.steps_per_epoch
+        self.result["seconds"] = round(time.perf_counter() - self.started, 3)
+        valid = {  # JSON has neither NaN nor infinity
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in self.result.items()
+        }
+        temporary = self.path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(valid, indent=2) + "\n")
+        os.replace(temporary, self.path)
+
+    def _read(self) -> dict[str, Any]:
+        """Return the tags and the seconds of the process that this one continues."""
+        try:
+            result = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        kept = {key: value for key, value in result.items() if "/" in key or key == "seconds"}
+        return {key: value for key, value in kept.items() if value is not None}
+
+
+# TensorBoard's custom-scalars page: page → chart → tags as regular expressions.
+LINES = "Multiline"
+LAYOUT: dict[str, dict[str, list[Any]]] = {
+    "Is it learning?": {
+        "loss": [LINES, [tags.TRAIN_LOSS, tags.VAL_LOSS, tags.VAL_EMA_LOSS]],
+        "accuracy, %": [LINES, [tags.TRAIN_ACC1, tags.VAL_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC5]],
+        "learning rate": [LINES, [tags.lr(".*")]],
+        "gradient norm": [LINES, [tags.GRAD_NORM]],
+    },
+    "Is it fast?": {
+        "images per second": [LINES, [tags.IMG_PER_S, tags.IMG_PER_S_PER_RANK]],
+        "seconds per step, by rank without waiting": [LINES, [tags.STEP_S, tags.busy_s(".*")]],
+        "where the time goes, %": [LINES, [tags.phase_pct(".*")]],
+        "traffic, MiB per step": [LINES, [tags.sent_mib(".*")]],
+    },
+    "Does it fit?": {
+        "memory of rank 0, MiB": [LINES, ["memory/.*"]],
+        "model state of rank 0, MiB": [LINES, [tags.PARAMS_MIB, tags.GRADS_MIB, tags.OPTIMIZER_MIB]],
+    },
+}
+
+METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
+
+# What tells runs apart on the HParams page, besides facts: keys of the command line, the same for every run.
+COMPARED = (
+    *("data.image_size", "optim.lr", "optim.weight_decay", "train.batch_size", "train.accumulate"),
+    *("train.label_smoothing", "train.loss", "train.mixup", "train.cutmix", "train.clip_grad_norm"),
+    *("ema.decay", "parallel.precision", "parallel.transport", "parallel.replicate", "parallel.layout"),
+    *("parallel.offload", "parallel.activation_checkpoint", "parallel.compile", "parallel.traffic"),
+    *("parallel.reshard_after_forward", "seed"),
+)
+
+
+class TensorBoard(Writer):
+    """One file of events per process, flushed with every evaluation and checkpoint.
+
+    Torch's `add_hparams` makes a run of its own per call; here hyperparameters go into the run's own file.
+    """
+
+    def __init__(
+        self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # which takes 1.5 s
+        from torch.utils.tensorboard.summary import hparams
+
+        self.latest = first_step
+        # TensorBoard drops what an earlier process wrote of later steps than the one this continues from.
+        purge = first_step + 1 if first_step else 0
+        self.writer: Any = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
+        experiment, session, self._end = hparams(hyperparameters(config, facts), dict.fromkeys(METRICS, 0))
+        for summary in (experiment, session):
+            self.writer.file_writer.add_summary(summary)
+        self.writer.add_custom_scalars(LAYOUT)
+        resolved = OmegaConf.to_yaml(plain(config))
+        self.writer.add_text("config", f"```yaml\n{resolved}```", self.latest)
+        self.writer.flush()
+
+    def step(self, step: int) -> None:
+        self.latest = step
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.details(step, scalars)
+        if tags.VAL_LOSS in scalars:
+            self.flush()
+
+    def details(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+
+    def picture(self, tag: str, picture: Picture) -> None:
+        self.writer.add_image(tag, picture, self.latest, dataformats="HWC")
+
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        if "verdict" in facts:
+            self.writer.add_text("verdict", f"{facts['verdict']}\n\n{facts['time']}", self.latest)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self, status: str) -> None:
+        if status == "finished":  # without it, TensorBoard shows the run as running
+            self.writer.file_writer.add_summary(self._end)
+        self.writer.close()
+
+
+def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return what tells runs apart, under the names of the command line."""
+    found: dict[str, float | str] = {
+        **{key: facts[key] for key in ("model", "parameters", "world_size", "device")},
+        **{"data": config.data.name, "optim": config.optim.name, "sched": config.sched.name},
+        "augment": (config.augment.get("_target_") or "none").rpartition(".")[2],
+        "train.steps": facts["steps"],
+    }
+    for key in COMPARED:
+        value = attrgetter(key)(config)
+        found[key] = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return found
