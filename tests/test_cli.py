@@ -64,7 +64,7 @@ def test_alone_from_another_directory(tmp_path: Path) -> None:
 def test_two_ranks_make_one_run(tmp_path: Path) -> None:
     done = ended(2, *PROGRAM, *TINY, "train.max_steps=2", folder=tmp_path)
     assert done.codes == [0, 0], done.errors
-    assert done.output.count("GFLOP an image") == 1
+    assert done.output.count("GFLOP per image") == 1
     assert done.output.count("finished") == 1
     (run,) = (tmp_path / "outputs").iterdir()
     result = json.loads((run / "result.json").read_text())

@@ -1,4 +1,4 @@
-"""What a run tells: console, files, TensorBoard."""
+"""What a run reports on the console, in files and in tables, and what is measured for that."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ from unittest.mock import patch
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tiny import CPU, configure
 
+from shardtrain import device
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import GATHER
+from shardtrain.comm.movement import Movement
 from shardtrain.engine.precision import Precision
 from shardtrain.job.build import build
-from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.format import MIB
-from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
-from shardtrain.monitor import Monitor, open_monitor, start_table
-from shardtrain.monitor import opening as monitor_opening
-from shardtrain.monitor.console import Bar, Lines, LogFile, ResultFile, Tables
-from shardtrain.monitor.opening import Comparison
-from shardtrain.monitor.reporter import Sink
-from shardtrain.monitor.window import StepMetrics, _peak_flops
+from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, tables
+from shardtrain.monitor.metrics import _peak_flops
+from shardtrain.monitor.writers import Console, LogFile, ResultFile, Writer
 from shardtrain.plan.memory import optimizer_tensors
 
-CPU = torch.device("cpu")
+QUIET = ("monitor.tensorboard=false", "monitor.plan=false")
 SCALARS = {
     "train/loss": 0.5,
     "train/acc1": 80.0,
@@ -42,20 +39,13 @@ SCALARS = {
     "perf/img_per_s": 123.0,
     "grad_norm": 2.0,
 }
-
-
 TWO = torch.zeros(2, 1, 8, 8)  # images
-
-
-def configure(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", "monitor.tensorboard=false", "monitor.plan=false", *arguments])
-    assert raw is not None
-    return from_hydra(raw)
+ONE = torch.ones(())
 
 
 def opened(run_dir: Path, *arguments: str, rank: int = 0) -> tuple[Any, Context, Any]:
     context = Context(RankInfo(rank, 1, 0, 1), CPU, run_dir)
-    job, config = build(configure(*arguments), 0, 1, CPU)
+    job, config = build(configure(*QUIET, *arguments), 0, 1, CPU)
     return open_monitor(config, context, job, StepMetrics(job)), context, job
 
 
@@ -65,7 +55,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         monitor.step(1)
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
-        monitor.log(1, Evaluation(Scores(0.25, 98.5, 100.0), None, ()).scalars())
+        monitor.evaluated(1, Evaluation(Scores(0.25, 98.5, 100.0), None, ()))
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
@@ -74,9 +64,9 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     saved = OmegaConf.load(tmp_path / "a/run/config.yaml")
     assert (saved.model.num_classes, saved.model.in_channels, saved.model.image_size) == (10, 1, 8)
     log = (tmp_path / "a/run/log.txt").read_text()
-    output = capsys.readouterr().out
     assert "train/loss 0.5" in log
     assert "finished  step 1" in log
+    output = capsys.readouterr().out
     assert f"step   1/{job.steps}  epoch 0.0  loss 0.5000  acc1 80.00 %  lr 0.1  123 img/s" in output
     assert "val loss 0.2500  acc1 98.50 %  acc5 100.00 %" in output
     assert "finished" in output
@@ -100,66 +90,64 @@ def test_files_are_complete_however_a_run_ends(
     assert (tmp_path / "log.txt").read_text().endswith(f"{status}\n")
 
 
-class Full(Sink):
-    """Its disk is full; it knows what it was told to do."""
+class Full(Writer):
+    """A writer whose disk is full."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.given: list[str] = []
 
     def say(self, text: str) -> None:
-        self.told.append(text)
+        self.given.append(text)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def close(self, status: str) -> None:
         self.say(status)
 
 
-def test_a_sink_that_cannot_write_disturbs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_writer_that_cannot_write_disturbs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = Full(), Full()
-    monitor = Monitor([first, Tables(), second])
-    monitor.say("heard")
-    monitor.say("again")
+    monitor = Monitor([first, Console("none", 1, 1), second])
+    for text in ("one", "two"):
+        monitor.say(text)
     monitor.close("finished")
-    assert first.told == second.told == ["heard", "again", "finished"]
-    found = capsys.readouterr()
-    assert found.out == "heard\nagain\n"
-    assert found.err == 2 * "warning: Full: [Errno 28] No space left on device; training goes on\n"
+    assert first.given == second.given == ["one", "two", "finished"]
+    written = capsys.readouterr()
+    assert written.out == "one\ntwo\n"
+    assert written.err == 2 * "warning: Full: [Errno 28] No space left on device; training goes on\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
 def test_a_full_disk_does_not_end_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opening, _, _ = opened(tmp_path)
     with opening as monitor:
-        (log,) = (sink for sink in monitor.sinks if isinstance(sink, LogFile))
+        (log,) = (writer for writer in monitor.writers if isinstance(writer, LogFile))
         log.close("full")
-        log.file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - the sink closes it
+        log.file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - the writer closes it
         monitor.say("warning: checkpoint was not saved; training goes on")
         monitor.log(1, SCALARS)
     assert log.file.closed
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "finished"
-    found = capsys.readouterr()
-    assert "finished  step 0" in found.out
-    assert found.err.count("warning: LogFile: [Errno 28] No space left on device") == 1
+    written = capsys.readouterr()
+    assert "finished  step 0" in written.out
+    assert written.err.count("warning: LogFile: [Errno 28] No space left on device") == 1
 
 
-def test_a_run_that_cannot_be_planned_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_planned_ends_well() -> None:
     job: Any = SimpleNamespace(device=CPU, scaler=torch.amp.GradScaler("cpu"))
-    end = Comparison(configure(), job, Tables())
-    end.log(1, {"memory/params_mib": 1.0})
-    with patch.object(monitor_opening, "plan_of", side_effect=UserError("it takes no such images\nat all")):
-        end.close("finished")
-    assert capsys.readouterr().out == "no plan to compare with: UserError: it takes no such images\n"
+    with patch.object(tables, "plan_of", side_effect=UserError("it takes no such images\nat all")):
+        text = tables.compare_with_plan(configure(), job, {"memory/params_mib": 1.0})
+    assert text == "no plan to compare with: UserError: it takes no such images"
 
 
 def test_results_are_valid_json(tmp_path: Path) -> None:
     result = ResultFile(tmp_path, {}, 5)
     result.log(1, {"train/loss": float("nan"), "grad_norm": float("inf"), "perf/img_per_s": 2.0})
-    result.close("finished")
+    result.facts({"status": "finished"})
     text = result.path.read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
-    found = json.loads(text)
-    assert (found["train/loss"], found["grad_norm"], found["perf/img_per_s"]) == (None, None, 2.0)
+    read = json.loads(text)
+    assert (read["train/loss"], read["grad_norm"], read["perf/img_per_s"]) == (None, None, 2.0)
     assert "train/loss" not in ResultFile(tmp_path, {}, 5, first_step=1).result
 
 
@@ -170,22 +158,19 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
         monitor.log(1, SCALARS)
         monitor.step(1)
     assert capsys.readouterr().out == ""
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [
-        "config.yaml"
-    ]  # made by rank 0 of the group
+    written = [path.name for path in (tmp_path / "run").iterdir()]
+    assert written == ["config.yaml"]  # made by rank 0 of the group
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     opening, _, _ = opened(tmp_path / "file/run")
-    with (
-        pytest.raises(UserError, match=r"run.dir=.*: cannot write there \(Not a directory\); choose another"),
-        opening,
-    ):
+    message = r"run.dir=.*: cannot write there \(Not a directory\); choose another"
+    with pytest.raises(UserError, match=message), opening:
         pass
 
 
-def test_start_table_says_what_a_rank_holds(tmp_path: Path) -> None:
+def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
     _, context, job = opened(tmp_path, "optim=adamw", "train.accumulate=2")
     table = start_table(configure("optim=adamw"), context, job)
     for expected in (
@@ -198,12 +183,11 @@ def test_start_table_says_what_a_rank_holds(tmp_path: Path) -> None:
         assert expected in table
 
 
-def test_start_table_says_what_muon_will_keep(tmp_path: Path) -> None:
+def test_start_table_shows_what_muon_will_keep(tmp_path: Path) -> None:
     """Most of a ViT are hidden matrices with one moment; the rest, which AdamW steps on, has two."""
     vit = ("model=vit_cifar", "model.layers=1", "data=fake", "data.train_images=12", "train.batch_size=4")
-    arguments = (*vit, "optim=muon")
-    _, context, job = opened(tmp_path, *arguments)
-    table = start_table(configure(*arguments), context, job)
+    _, context, job = opened(tmp_path, *vit, "optim=muon")
+    table = start_table(configure(*vit, "optim=muon"), context, job)
     images, labels, _ = next(iter(job.train))
     job.loss(job.model(images), labels).backward()
     job.optimizer.step()
@@ -219,7 +203,7 @@ def test_deep_models_are_summed_up(tmp_path: Path) -> None:
 
 
 def test_the_bar_draws_one_line_and_keeps_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(steps=4, steps_per_epoch=2)
+    bar = Console("bar", steps=4, steps_per_epoch=2)
     bar.log(2, SCALARS)
     bar.step(4)
     bar.log(4, {"val/loss": 0.1, "val/acc1": 99.0, "val/acc5": 100.0})
@@ -230,24 +214,29 @@ def test_the_bar_draws_one_line_and_keeps_evaluations(capsys: pytest.CaptureFixt
 
 
 def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = Lines(steps=1000, steps_per_epoch=10)
+    lines = Console("lines", steps=1000, steps_per_epoch=10)
     monkeypatch.setattr("time.perf_counter", lambda: lines.started + 100)
-    assert lines.left(10) == "2:45:00"
-    assert lines.left(900) == "0:11"
+    assert (lines.left(10), lines.left(900)) == ("2:45:00", "0:11")
 
 
-def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
+def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> None:
+    """A step over micro-batches of ``images``, half of them right, which moves a MiB."""
+    with metrics.step():
+        count(Movement.GATHER, [MIB])
+        for batch in images:
+            logits = torch.eye(2)[torch.arange(len(batch)) % 2]
+            metrics.add(batch, torch.tensor(loss), logits, torch.zeros(len(batch), dtype=torch.int64))
+
+
+def test_metrics_are_of_the_steps_between_reports(tmp_path: Path) -> None:
     _, _, job = opened(tmp_path)
-    window = StepMetrics(job)
-    logits = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    with window.step():
-        for loss in (1.0, 2.0):
-            with window.phase("data"):
-                time.sleep(0.02)
-            window.add(TWO, torch.tensor(loss), logits, torch.tensor([0, 0]))
-    scalars = window.close(1, torch.tensor(3.0))
+    metrics = StepMetrics(job)
+    with metrics.step(), metrics.phase("data"):
+        time.sleep(0.02)
+    step_of(metrics, TWO, TWO, loss=1.5)
+    scalars = metrics.report(2, 3 * ONE).scalars
     assert (scalars["train/loss"], scalars["train/acc1"], scalars["grad_norm"]) == (1.5, 50.0, 3.0)
-    assert scalars["perf/img_per_s"] == pytest.approx(4 / scalars["time/step_s"])
+    assert scalars["perf/img_per_s"] == pytest.approx(2 / scalars["time/step_s"])
     assert 50 < scalars["time/data_pct"] < 100
     assert scalars["time/forward_pct"] == 0 < scalars["time/optimizer_pct"]
     assert scalars["time/exposed_comm_pct"] == 0
@@ -255,56 +244,44 @@ def test_windows_measure_what_happens_between_reports(tmp_path: Path) -> None:
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
     assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
     assert "perf/mfu" not in scalars
-    with window.step():
-        window.add(TWO, torch.tensor(float("nan")), logits, torch.tensor([0, 0]))
+    step_of(metrics, TWO, loss=float("nan"))
     with pytest.raises(RuntimeError, match=r"train/loss is nan at step 7; a lower optim.lr may help"):
-        window.close(7, torch.tensor(3.0))
-
-
-def step_of(window: StepMetrics, *images: torch.Tensor) -> None:
-    """A step over micro-batches of ``images``, which moves a MiB."""
-    with window.step():
-        count(GATHER, [MIB])
-        for batch in images:
-            labels = torch.zeros(len(batch), dtype=torch.int64)
-            window.add(batch, torch.tensor(1.0), torch.eye(2)[labels], labels)
+        metrics.report(7, ONE)
 
 
 def test_start_up_is_no_part_of_the_first_report(tmp_path: Path) -> None:
     _, _, job = opened(tmp_path)
-    window = StepMetrics(job)
-    window.since = window.spent.since = time.perf_counter() - 1000
-    window.start()
-    step_of(window, TWO)
-    assert window.close(1, torch.ones(()))["time/step_s"] < 100
-    assert time.perf_counter() - window.spent.since < 100
+    metrics = StepMetrics(job)
+    metrics.since = metrics.spent.since = time.perf_counter() - 1000
+    metrics.start()
+    step_of(metrics, TWO)
+    assert metrics.report(1, ONE).scalars["time/step_s"] < 100
+    assert time.perf_counter() - metrics.spent.since < 100
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_traffic_is_that_of_the_steps_that_were_metered(tmp_path: Path, ranks: int) -> None:
-    """A run that continues on as many ranks, or on fewer, has metered none of the steps before."""
+    """A run that resumes on as many ranks, or on fewer, has metered none of the steps before."""
     _, _, job = opened(tmp_path)
     before, after = StepMetrics(job), StepMetrics(job)
     step_of(before, TWO)
     after.restore(before.state(), ranks)
     step_of(after, TWO)
-    scalars = after.close(2, torch.ones(()))
-    assert scalars["comm/all_gather_mib_per_step"] == 1
+    assert after.report(2, ONE).scalars["comm/all_gather_mib_per_step"] == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a process can set its peak back on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
 def test_the_peak_is_that_of_the_run(tmp_path: Path) -> None:
     """Jobs of a sweep share a process."""
     _, _, job = opened(tmp_path)
     large = torch.ones(400 * MIB, dtype=torch.uint8)
     del large
-    peaks = []
-    for window in (StepMetrics(job), StepMetrics(job)):
-        if peaks:
-            window.start()
-        step_of(window, TWO)
-        peaks.append(window.close(1, torch.ones(()))["memory/peak_mib"])
-    assert peaks[1] < peaks[0] - 300
+    first, second = StepMetrics(job), StepMetrics(job)
+    step_of(first, TWO)
+    peak = first.report(1, ONE).scalars["memory/peak_mib"]
+    second.start()
+    step_of(second, TWO)
+    assert second.report(1, ONE).scalars["memory/peak_mib"] < peak - 300
 
 
 def test_utilisation_counts_the_pixels_shown_and_the_dtype(
@@ -312,14 +289,14 @@ def test_utilisation_counts_the_pixels_shown_and_the_dtype(
 ) -> None:
     _, _, job = opened(tmp_path, "data.grow={from:4,epochs:1,multiple:4}")
     assert job.forward_flops[4] < job.forward_flops[8]
-    window = StepMetrics(job)
-    window.peak = 1e9
-    step_of(window, TWO, torch.zeros(3, 1, 4, 4))
-    scalars = window.close(1, torch.ones(()))
+    metrics = StepMetrics(job)
+    metrics.peak = 1e9
+    step_of(metrics, TWO, torch.zeros(3, 1, 4, 4))
+    scalars = metrics.report(1, ONE).scalars
     seconds = 5 / scalars["perf/img_per_s"]
     flops = 3 * (2 * job.forward_flops[8] + 3 * job.forward_flops[4])
     assert scalars["perf/mfu"] == pytest.approx(flops / seconds / 1e9)
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(device, "name", lambda device: "NVIDIA H200")
     fp32, bf16 = (_peak_flops(torch.device("cuda"), Precision(dtype)) for dtype in (None, torch.bfloat16))
     assert (fp32, bf16) == (494e12, 988e12)

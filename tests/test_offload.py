@@ -19,7 +19,7 @@ from shardtrain.engine.hooks import engine_of
 from shardtrain.job.build import build
 from shardtrain.job.config import from_hydra
 from shardtrain.job.hydra_app import compose
-from shardtrain.monitor.window import StepMetrics
+from shardtrain.monitor import StepMetrics
 from shardtrain.optim import Ema
 
 from small import Block, OddNet, assert_at_rest, assert_same_parameters, images, sgd, shard, train

@@ -16,6 +16,7 @@ from torch import nn
 import shardtrain
 from shardtrain import comm
 from shardtrain.engine.hooks import engine_of
+from shardtrain.job import tags
 from shardtrain.job.build import build
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.dist_env import RankInfo
@@ -23,7 +24,7 @@ from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 from shardtrain.job.step import Step
-from shardtrain.monitor.opening import STATE, TRAFFIC, compare
+from shardtrain.monitor.tables import STATE, TRAFFIC, compare
 from shardtrain.plan.__main__ import MOST_IMAGES, PlanSettings, largest_batch, plan, read
 from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step
 from shardtrain.plan.report import headline, rank_table
@@ -335,19 +336,19 @@ def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_overflows_are_told_in_bytes_that_no_plan_has() -> None:
     found = planned("model=squeezenet1_1", "world_size=2", "parallel.replicate=2")
     scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
-    scalars |= {tag: (found.sent.get(kind, 0) + 4) / MIB for kind, tag in TRAFFIC.items()}
+    scalars |= {tags.sent_mib(kind): (found.sent.get(kind, 0) + 4) / MIB for kind in TRAFFIC.values()}
     scalars["memory/gathered_peak_mib"] = found.gathered / MIB
-    said = [compare(found, scalars, on_cuda=False, scaled=scaled)[-1].verdict for scaled in (True, False)]
+    said = [compare(found, scalars, on_accelerator=False, scaled=scaled)[-1].verdict for scaled in (True, False)]
     assert said == ["+0.0 %", "+0.0 %, which should be exact"]
 
 
 def test_what_a_plan_got_wrong_is_said() -> None:
     found = planned("model=squeezenet1_1", "world_size=2")
     scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
-    scalars |= {tag: found.sent[kind] / MIB for kind, tag in TRAFFIC.items()}
+    scalars |= {tags.sent_mib(kind): found.sent[kind] / MIB for kind in TRAFFIC.values()}
     scalars |= {"memory/gathered_peak_mib": found.gathered / MIB, "memory/peak_mib": 1.25 * found.peak / MIB}
     scalars["memory/grads_mib"] *= 0.5
-    rows = {row.name: row.verdict for row in compare(found, scalars, on_cuda=True, scaled=False)}
+    rows = {row.name: row.verdict for row in compare(found, scalars, on_accelerator=True, scaled=False)}
     assert rows.pop("gradients") == "-50.0 %, which should be exact"
     assert rows.pop("peak") == "+25.0 %"
     assert set(rows.values()) == {"exact"}

@@ -1,4 +1,4 @@
-"""Steps as a trace and as a picture, on clocks that agree."""
+"""What is looked at between steps: traces and pictures of steps, on clocks that agree; and norms."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import re
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import CPU, events_of, run
+from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import comm
@@ -20,18 +23,13 @@ from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.movement import GATHER
 from shardtrain.comm.trace import Span
-from shardtrain.job.config import from_hydra
-from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.hydra_app import compose
-from shardtrain.job.launch import Context
+from shardtrain.job.schema import UserError
 from shardtrain.monitor import timeline
 from shardtrain.monitor.timeline import Lanes
-from shardtrain.train.loop import train
+from shardtrain.monitor.watch import Norms
 
-from small import Block, OddNet, images, sgd, shard
+from small import Block, OddNet, average_gradients, images, sgd, shard
 from small import train as steps_of
-
-CPU = torch.device("cpu")
 
 
 def _offsets(apart: float) -> list[float]:
@@ -141,29 +139,24 @@ def test_a_step_in_words_and_as_a_picture(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def profiled(folder: str, *arguments: str) -> None:
-    tiny = ("data=fake", "data.train_images=96", "data.val_images=11", "data.channels=1", "data.image_size=8")
-    steps = ("train.batch_size=12", "train.max_steps=8", "train.log_every=1")
-    quiet = ("monitor.tensorboard=false", "monitor.plan=false", "monitor.progress=none")
-    raw = compose(["+recipe=resnet", *tiny, *steps, *quiet, *arguments])
-    assert raw is not None
-    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
-    train(from_hydra(raw), Context(place, CPU, Path(folder)))
+    steps = ("data.train_images=96", "train.max_steps=8", "train.log_every=1", "monitor.tensorboard=false")
+    run(folder, *steps, *arguments)
     assert not trace.is_open()
-    comm.barrier()
 
 
 def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("")  # a file where the folder should be
     profiled(str(tmp_path), "debug=profile", "train.max_steps=4")
     log = (tmp_path / "log.txt").read_text()
-    assert f"warning: no timeline: cannot write to {tmp_path}/timeline (File exists)" in log
-    assert "step 4: " in log  # what it would show is told all the same, of the two steps that there were
+    assert f"warning: cannot write {tmp_path}/timeline/step-4.png (File exists); training goes on" in log
+    assert "steps 3 to 4 are in" not in log
+    assert "step 4: " in log  # in words all the same, of the two steps that there were
     assert "no waiting" not in log
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "finished"
 
 
 def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_path: Path) -> None:
-    (tmp_path / "profile").touch()  # heeded with the first report, so steps 2 to 4
+    (tmp_path / "profile").touch()  # seen with the first report, so steps 2 to 4
     on_ranks(2, profiled, str(tmp_path), "debug=profile", "monitor.profile_at=5")
     assert not (tmp_path / "profile").exists()
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == [
@@ -193,3 +186,58 @@ def test_a_meter_that_is_open_for_long_stays_small() -> None:
                 pass
     assert list(meter.exposed()) == [comm.Wait("all_gather", "the unit")]
     assert len(meter._seconds) + len(meter._on_device) == 1
+
+
+# norms of every parameter, against a plain model's
+
+
+def _norms() -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Return what is taken after each of three steps, and what a plain model has in the third."""
+    torch.manual_seed(0)
+    plain, model = OddNet(), OddNet()
+    model.load_state_dict(plain.state_dict())
+    optimizer, other = sgd(shard(model, units=[Block])), sgd(plain)
+    job: Any = SimpleNamespace(model=model, optimizer=optimizer, first_step=4, steps=7)
+    norms, taken, expected = Norms(job, log_every=5), [], {}
+    for step in range(3):
+        x, y = images(step)
+        for each, its in ((model, optimizer), (plain, other)):
+            its.zero_grad()
+            F.cross_entropy(each(x), y).backward()
+        average_gradients(plain)
+        before = {name: param.detach().clone() for name, param in plain.named_parameters()}
+        if step != 1:  # as where a scaled gradient overflows: Muon is not called then
+            other.step()
+            optimizer.step()
+        taken.append(norms.take(5 + step))
+        for name, param in plain.named_parameters():
+            assert param.grad is not None
+            expected[f"norms/gradient/{name}"] = param.grad.norm().item()
+            expected[f"norms/weight/{name}"] = param.detach().norm().item()
+            expected[f"norms/update/{name}"] = (param.detach() - before[name]).norm().item()
+    return taken, expected
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_norms_are_those_of_whole_parameters(ranks: Any, world: int) -> None:
+    for taken, expected in ranks(world, _norms):
+        assert [bool(norms) for norms in taken] == [True, False, True]  # steps 5 and 7, the last
+        assert taken[2] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_norms_need_tensorboard(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"norms=true: norms are for plots alone, so monitor.tensorboard"):
+        run(str(tmp_path), "monitor.norms=true", "monitor.tensorboard=false")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_norms_are_plotted_on_request_and_nowhere_else(tmp_path: Path) -> None:
+    short = ("train.max_steps=2", "train.log_every=2", "checkpoint.keep=0", "data.val_images=5")
+    run(str(tmp_path), *short, "monitor.norms=true")
+    events = events_of(tmp_path)
+    assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("norms/")]) == 3 * 62
+    weight = events.Scalars("norms/weight/layer4.1.conv2.weight")
+    assert [event.step for event in weight] == [2]
+    assert weight[0].value > 10 * events.Scalars("norms/update/layer4.1.conv2.weight")[0].value > 0
+    for name in ("log.txt", "result.json"):
+        assert "norms/" not in (tmp_path / name).read_text()

@@ -12,28 +12,23 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tiny import CPU, configure, run
 
 from shardtrain import comm
-from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.config import Config
 from shardtrain.job.data import Prepare
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
-from shardtrain.monitor.phases import PHASES, Slow, slowest
+from shardtrain.monitor.metrics import Report, Spent
+from shardtrain.monitor.phases import PHASES, SlowestRank, slowest
 from shardtrain.monitor.tables import end_table
 from shardtrain.monitor.verdict import Run, judge, verdict
 from shardtrain.monitor.watch import Watch
-from shardtrain.monitor.window import Spent
-from shardtrain.train.loop import train
-
-CPU = torch.device("cpu")
 
 
 @functools.cache
-def configure(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", "train.batch_size=96", "train.eval_every=3", *arguments])
-    assert raw is not None
-    return from_hydra(raw)
+def configured(*arguments: str) -> Config:
+    return configure("train.batch_size=96", "train.eval_every=3", *arguments)
 
 
 def advice(
@@ -45,81 +40,51 @@ def advice(
     **spent: Any,
 ) -> str:
     found = Spent(**{"steps": 100, "reports": 10, **spent})
-    return verdict(Run(shares, found, configure(*arguments), ranks, device, cores))
+    return verdict(Run(shares, found, configured(*arguments), ranks, device, cores))
 
 
 WAIT = "40 % of the time is waiting for other ranks and their shards: "
 SAVE = "9 % of the time is saving checkpoints: "
-ADVICE: list[tuple[dict[str, float], str, str, str]] = [
+CHECKPOINT, WAITING = {"checkpoint": 9}, {"waiting": 40}
+ADVICE: list[tuple[dict[str, float], str, str]] = [
+    ({"data": 68}, "data.workers=2", "68 % of the time is waiting for images: raise data.workers (now 2)"),
+    ({"data": 30}, "", "let processes of their own load them, data.workers=2 (now 0)"),
     (
-        {"data": 68},
-        "data.workers=2",
-        "cpu",
-        "68 % of the time is waiting for images: raise data.workers (now 2)",
-    ),
-    ({"data": 30}, "", "cpu", "let processes of their own load them, data.workers=2 (now 0)"),
-    (
-        {"waiting": 40},
+        WAITING,
         "parallel.transport=process_group",
-        "cpu",
-        f"{WAIT}parallel.transport=auto lets the ranks of one host share memory",
+        f"{WAIT}parallel.transport=auto lets the ranks of one host",
     ),
+    (WAITING, "parallel.traffic=int8", f"{WAIT}parallel.traffic=null parallel.transport=auto lets the ranks"),
+    (WAITING, "cuda", f"{WAIT}parallel.precision=bf16 moves half the bytes"),
+    (WAITING, "", f"{WAIT}parallel.reshard_after_forward=false spares backward's gathers, if the memory is"),
     (
-        {"waiting": 40},
-        "parallel.traffic=int8",
-        "cpu",
-        f"{WAIT}parallel.traffic=null parallel.transport=auto lets the ranks of one host share memory",
-    ),
-    ({"waiting": 40}, "", "cuda", f"{WAIT}parallel.precision=bf16 moves half the bytes"),
-    (
-        {"waiting": 40},
-        "",
-        "cpu",
-        f"{WAIT}parallel.reshard_after_forward=false spares backward's gathers, if the memory is there",
-    ),
-    (
-        {"waiting": 40},
+        WAITING,
         "parallel.reshard_after_forward=false",
-        "cpu",
-        f"{WAIT}give each rank more to compute, train.batch_size (now 48 images a rank)",
+        f"{WAIT}give each rank more to compute, train.batch_size (now 48 images per rank)",
     ),
-    (
-        {"checkpoint": 9},
-        "checkpoint.asynchronous=false",
-        "cpu",
-        f"{SAVE}checkpoint.asynchronous=true writes them while training goes on",
-    ),
-    ({"checkpoint": 9}, "checkpoint.every_steps=5", "cpu", f"{SAVE}raise checkpoint.every_steps (now 5)"),
-    ({"checkpoint": 9}, "", "cpu", f"{SAVE}raise checkpoint.every_steps (now once an epoch)"),
-    ({"evaluation": 33}, "", "cpu", "33 % of the time is evaluation: raise train.eval_every (now 3 epochs)"),
-    (
-        {"optimizer": 25},
-        "",
-        "cpu",
-        "the optimizer: one update could serve more images, train.batch_size (now 96)",
-    ),
-    (
-        {"the rest": 50},
-        "",
-        "cpu",
-        "neither steps nor evaluation: reports, train.log_every (now 10)",
-    ),
+    (CHECKPOINT, "checkpoint.asynchronous=false", f"{SAVE}checkpoint.asynchronous=true writes them while"),
+    (CHECKPOINT, "checkpoint.every_steps=5", f"{SAVE}raise checkpoint.every_steps (now 5)"),
+    (CHECKPOINT, "", f"{SAVE}raise checkpoint.every_steps (now once per epoch)"),
+    ({"evaluation": 33}, "", "33 % of the time is evaluation: raise train.eval_every (now 3 epochs)"),
+    ({"optimizer": 25}, "", "the optimizer: one update could serve more images, train.batch_size (now 96)"),
+    ({"the rest": 50}, "", "neither steps nor evaluation: reports, train.log_every (now 10)"),
     (
         {"forward": 30, "backward": 60, "data": 4},
         "",
-        "cpu",
         "90 % of the time is computing: more ranks would share it; nothing else stands out",
     ),
-    ({"forward": 90}, "", "cuda", "90 % of the time is computing: parallel.precision=bf16 computes faster"),
-    ({"data": 12, "waiting": 30}, "", "cpu", "30 % of the time is waiting for other ranks"),
+    ({"forward": 90}, "cuda", "90 % of the time is computing: parallel.precision=bf16 computes faster"),
+    ({"data": 12, "waiting": 30}, "", "30 % of the time is waiting for other ranks"),
 ]
 
 
-@pytest.mark.parametrize(("shares", "argument", "device", "expected"), ADVICE)
+@pytest.mark.parametrize(("shares", "setting", "expected"), ADVICE)
 def test_the_advice_is_about_what_stands_out_most(
-    shares: dict[str, float], argument: str, device: str, expected: str
+    shares: dict[str, float], setting: str, expected: str
 ) -> None:
-    assert expected in advice(shares, *argument.split(), device=device)
+    """``setting``: what the run has on the command line, or its device."""
+    arguments, device = ((), setting) if setting == "cuda" else (setting.split(), "cpu")
+    assert expected in advice(shares, *arguments, device=device)
 
 
 def test_waiting_for_a_slow_rank_is_told_as_such() -> None:
@@ -139,7 +104,7 @@ def test_few_steps_are_not_judged() -> None:
 
 
 def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
-    config = configure()
+    config = configured()
     spent = Spent(since=time.perf_counter() - 10, steps=50, images=600)
     spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
     found = judge(spent, config, 2, "cpu")
@@ -162,7 +127,7 @@ def test_the_slowest_rank_is_compared_with_the_median_of_the_others() -> None:
     assert found is not None
     assert found.beyond_margin
     assert str(found) == (
-        "rank 1 is slow: busy 135.0 ms a step, the others 94.5 ms (+43 %), most of it in data (+40.0 ms); "
+        "rank 1 is slow: busy 135.0 ms per step, the others 94.5 ms (+43 %), most of it in data (+40.0 ms); "
         "look at its disk, its loader's workers, its share of the cores"
     )
 
@@ -178,37 +143,21 @@ def test_small_differences_and_single_ranks_are_let_pass() -> None:
 
 def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Path) -> None:
     said: list[str] = []
-    window: Any = SimpleNamespace(slow=None, wished=False)
     monitor: Any = SimpleNamespace(say=said.append)
+    job: Any = SimpleNamespace(steps=99, steps_per_epoch=3)
     context = Context(RankInfo(0, 2, 0, 2), CPU, tmp_path)
-    watch = Watch(
-        configure("train.log_every=1"), context, SimpleNamespace(steps=9, steps_per_epoch=3), window, monitor
-    )  # type: ignore[arg-type]
-    found = {
-        "slow": Slow(1, 0.2, 0.1, "data", 0.09),
-        "slower": Slow(1, 0.3, 0.1, "data", 0.19),
-        "elsewhere": Slow(1, 0.2, 0.1, "backward", 0.09),
+    course = {
         "none": None,
+        "slow": SlowestRank(1, 0.2, 0.1, "data", 0.09),
+        "slower": SlowestRank(1, 0.3, 0.1, "data", 0.19),
+        "elsewhere": SlowestRank(1, 0.2, 0.1, "backward", 0.09),
     }
-    course = [
-        "none",
-        "slow",
-        "none",
-        "slow",
-        "slower",
-        "slow",
-        "elsewhere",
-        "slow",
-        "none",
-        "slow",
-        "none",
-        "none",
-    ]
-    for step, what in enumerate(course, 1):
-        window.slow = found[what]
-        watch.step_done(step)
+    reports = "none slow none slow slower slow elsewhere slow none slow none none"
+    with Watch(configured(), context, job, SimpleNamespace(), monitor) as watch:  # type: ignore[arg-type]
+        for step, what in enumerate(reports.split(), 1):
+            watch.step_done(step, Report({}, course[what]))
     assert said == [
-        "step 5: rank 1 is slow: busy 300.0 ms a step, the others 100.0 ms (+200 %), most of it in data "
+        "step 5: rank 1 is slow: busy 300.0 ms per step, the others 100.0 ms (+200 %), most of it in data "
         "(+190.0 ms); look at its disk, its loader's workers, its share of the cores",
         "step 12: rank 1 keeps up again",
     ]
@@ -222,19 +171,9 @@ def with_a_slow_rank(folder: str) -> None:
         time.sleep(0.25 * comm.rank())
         return prepare(self, *arguments)
 
-    tiny = ("data=fake", "data.train_images=48", "data.val_images=11", "data.channels=1", "data.image_size=8")
-    steps = (
-        "train.batch_size=12",
-        "train.epochs=1",
-        "train.log_every=2",
-        "checkpoint.keep=0",
-        "monitor.plan=false",
-    )
-    place = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    short = ("data.train_images=48", "train.epochs=1", "train.log_every=2", "checkpoint.keep=0")
     with patch.object(Prepare, "__call__", slowly):
-        config = configure(*tiny, *steps, "monitor.tensorboard=false", "monitor.progress=none")
-        train(config, Context(place, CPU, Path(folder)))
-    comm.barrier()
+        run(folder, *short, "monitor.tensorboard=false")
 
 
 def test_a_planted_slow_rank_is_named_with_its_phase(on_ranks: Any, tmp_path: Path) -> None:

@@ -204,15 +204,19 @@ class TensorBoard(Writer):
         self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter  # which takes 1.5 s
-        from torch.utils.tensorboard.summary import hparams
 
         self.latest = first_step
         # TensorBoard drops what an earlier process wrote of later steps than the one this continues from.
         purge = first_step + 1 if first_step else 0
         self.writer: Any = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
+        self._describe(config, facts)
+
+    def _describe(self, config: Config, facts: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
         experiment, session, self._end = hparams(hyperparameters(config, facts), dict.fromkeys(METRICS, 0))
-        for summary in (experiment, session):
-            self.writer.file_writer.add_summary(summary)
+        self.writer.file_writer.add_summary(experiment)
+        self.writer.file_writer.add_summary(session)
         self.writer.add_custom_scalars(LAYOUT)
         resolved = OmegaConf.to_yaml(plain(config))
         self.writer.add_text("config", f"```yaml\n{resolved}```", self.latest)
