@@ -338,7 +338,9 @@ def test_overflows_are_told_in_bytes_that_no_plan_has() -> None:
     scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
     scalars |= {tags.sent_mib(kind): (found.sent.get(kind, 0) + 4) / MIB for kind in TRAFFIC.values()}
     scalars["memory/gathered_peak_mib"] = found.gathered / MIB
-    said = [compare(found, scalars, on_accelerator=False, scaled=scaled)[-1].verdict for scaled in (True, False)]
+    said = [
+        compare(found, scalars, on_accelerator=False, scaled=scaled)[-1].verdict for scaled in (True, False)
+    ]
     assert said == ["+0.0 %", "+0.0 %, which should be exact"]
 
 
