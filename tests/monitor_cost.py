@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 tests/monitor_cost.py [rounds=40] [key=value ...]
 
 With it is everything of the training program at its default settings: phases, traffic and memory measured,
-ranks compared and curves written every `train.log_every` steps. Without it is the loop of a script. They take
-turns step by step, since a machine's speed drifts; a round is `train.log_every` steps of each.
+ranks compared and curves written every `train.log_every` steps. Without it are bare steps. They take turns
+step by step, since a machine's speed drifts; a round is `train.log_every` steps of each.
 
 Three figures, the first two means over rounds, with standard errors: the ratio of time; that of CPU time,
 over all ranks and threads (waiting for one another is not in it, and others on the machine disturb it less);
@@ -25,34 +25,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from shardtrain import clip_grad_norm_, comm
+from shardtrain import comm
 from shardtrain.bench.interleave import Samples, interleave
 from shardtrain.job import launch
-from shardtrain.job.build import Job, build
+from shardtrain.job.build import build
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
+from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor
 
 WARMUP = 2
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
 
-
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def bare(job: Job, batch: Batch) -> torch.Tensor:
-    images, labels = batch
-    loss = job.loss(job.model(images), labels)
-    loss.backward()
-    float(clip_grad_norm_(job.model, math.inf))
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    return loss.detach()
+Result = TypeVar("Result")
 
 
 class Stopwatch:
@@ -61,7 +53,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def call(self, function: Callable[..., object], *arguments: object) -> object:
+    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         start = time.perf_counter()
         try:
             return function(*arguments)
@@ -70,59 +62,54 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def within(self, manager: AbstractContextManager[object]) -> Iterator[None]:
-        """``manager``, of which only entering and leaving are counted."""
+        """Enter ``manager``; only entering and leaving are counted."""
         self.call(manager.__enter__)
-        yield
-        self.call(manager.__exit__, None, None, None)
+        try:
+            yield
+        finally:
+            self.call(manager.__exit__, None, None, None)
 
 
 class Monitored:
-    """The steps of the training program's loop, one by one."""
+    """The steps of the training program's loop, one by one, with a report after every ``steps``."""
 
     def __init__(
-        self, job: Job, batch: Batch, steps: int, window: StepMetrics, monitor: Monitor, watch: Watch
+        self, step: Step, batch: Batch, steps: int, metrics: StepMetrics, monitor: Monitor, watch: Watch
     ) -> None:
-        """``steps``: from one report to the next."""
-        self.job, self.batch, self.steps = job, batch, steps
-        self.window, self.monitor, self.watch = window, monitor, watch
-        self.step = 0
-        self.own = Stopwatch()
+        self.one, self.batch, self.steps = step, batch, steps
+        self.metrics, self.monitor, self.watch = metrics, monitor, watch
+        self.done, self.own = 0, Stopwatch()
 
-    def __call__(self) -> torch.Tensor:
-        job, window, own = self.job, self.window, self.own
-        images, labels = self.batch
-        self.step += 1
-        with own.within(window.step()):
-            with own.within(window.phase("data")):
-                pass
-            with own.within(window.phase("forward")):
-                logits = job.model(images)
-                loss = job.loss(logits, labels)
-            with own.within(window.phase("backward")):
-                loss.backward()
-            own.call(window.add, images, loss, logits, labels)
-            norm = clip_grad_norm_(job.model, math.inf)
-            float(norm)
-            job.optimizer.step()
-        own.call(self.monitor.step, self.step)
-        if self.step % self.steps == 0:
-            own.call(self.monitor.log, self.step, own.call(window.close, self.step, norm))
-        own.call(self.watch.step_done, self.step)
-        job.optimizer.zero_grad()
-        return loss.detach()
+    def __call__(self) -> None:
+        metrics, own, report = self.metrics, self.own, None
+        self.done += 1
+        with own.within(metrics.step()):
+            norm = self.one.gradients(
+                iter([self.batch]),
+                1,
+                lambda name: own.within(metrics.phase(name)),
+                lambda *seen: own.call(metrics.add, *seen),
+            )
+            self.one.update(self.done)
+        own.call(self.monitor.step, self.done)
+        if self.done % self.steps == 0:
+            report = own.call(metrics.report, self.done, norm, own.call(self.watch.requested))
+            own.call(self.monitor.log, self.done, report.scalars)
+        own.call(self.watch.step_done, self.done, report)
+        self.one.optimizer.zero_grad()
 
 
 class CpuTime:
-    """Of this process, all its threads, in each round of one runner."""
+    """CPU seconds of this process, all its threads, in each step of one runner."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def of(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def of(self, work: Callable[[], object]) -> torch.Tensor:
         start = time.process_time()
-        loss = work()
+        work()
         self.seconds.append(time.process_time() - start)
-        return loss
+        return torch.zeros(())  # runners return a loss
 
 
 def mean_ratio(of: list[float], to: list[float], steps: int, device: torch.device) -> tuple[float, float]:
@@ -134,17 +121,21 @@ def mean_ratio(of: list[float], to: list[float], steps: int, device: torch.devic
     return statistics.fmean(found), error
 
 
-def measure(config: Config, place: RankInfo, device: torch.device, folder: Path, rounds: int) -> None:
-    job, config = build(config, place.rank, place.world_size, device)
+def measure(config: Config, rank_info: RankInfo, device: torch.device, folder: Path, rounds: int) -> None:
+    job, config = build(config, rank_info.rank, rank_info.world_size, device)
     images, labels, _ = next(iter(job.train))
-    window, context, steps = StepMetrics(job), Context(place, device, folder), config.train.log_every
+    batch, step, metrics = (images, labels), Step.of(job, None), StepMetrics(job)
+    context, steps = Context(rank_info, device, folder), config.train.log_every
     cpu_without, cpu_with = CpuTime(), CpuTime()
     samples = {"without": Samples(), "with": Samples()}
-    with contextlib.redirect_stdout(io.StringIO()), open_monitor(config, context, job, window) as monitor:
-        watch = Watch(config, context, job, window, monitor)
-        monitored = Monitored(job, (images, labels), steps, window, monitor, watch)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        open_monitor(config, context, job, metrics) as monitor,
+        Watch(config, context, job, metrics, monitor) as watch,
+    ):
+        monitored = Monitored(step, batch, steps, metrics, monitor, watch)
         runners = {
-            "without": lambda _: cpu_without.of(lambda: bare(job, (images, labels))),
+            "without": lambda _: cpu_without.of(lambda: step([batch])),
             "with": lambda _: cpu_with.of(monitored),
         }
         interleave(runners, samples, device, warmup=WARMUP * steps, rounds=0)
@@ -154,12 +145,12 @@ def measure(config: Config, place: RankInfo, device: torch.device, folder: Path,
     (time_of, error), (cpu, cpu_error) = (
         mean_ratio(of, to, steps, device) for of, to in (seconds, (cpu_with.seconds, cpu_without.seconds))
     )
-    if place.rank == 0:
+    if rank_info.rank == 0:
         print(
             f"with over without: {time_of:.4f} (± {error:.4f}), CPU time {cpu:.4f} (± {cpu_error:.4f}), "
             f"inside monitoring's calls: {monitored.own.seconds / sum(seconds[0]):.2%} of the steps, "
             f"{rounds} rounds of {steps} steps of {1e3 * statistics.median(seconds[1]):.1f} ms, "
-            f"{place.world_size} ranks on {device}"
+            f"{rank_info.world_size} ranks on {device}"
         )
 
 
@@ -168,11 +159,11 @@ def main() -> None:
     rounds = int(own[-1].removeprefix("rounds=")) if own else 40
     raw = compose([*DEFAULTS, *(text for text in sys.argv[1:] if text not in own)])
     assert raw is not None
-    config, place = from_hydra(raw), RankInfo.from_environment(os.environ)
-    device = choose_device(config.device, place)
-    torch.set_num_threads(config.threads or cpu_threads(place, os.environ))
-    with tempfile.TemporaryDirectory() as folder, launch.process_group(place, device):
-        measure(config, place, device, Path(folder), rounds)
+    config, rank_info = from_hydra(raw), RankInfo.from_environment(os.environ)
+    device = choose_device(config.device, rank_info)
+    torch.set_num_threads(config.threads or cpu_threads(rank_info, os.environ))
+    with tempfile.TemporaryDirectory() as folder, launch.process_group(rank_info, device):
+        measure(config, rank_info, device, Path(folder), rounds)
 
 
 if __name__ == "__main__":

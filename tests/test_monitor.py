@@ -18,7 +18,7 @@ from tiny import CPU, configure
 
 from shardtrain import device
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import Movement
+from shardtrain.comm.movement import GATHER
 from shardtrain.engine.precision import Precision
 from shardtrain.job.build import build
 from shardtrain.job.dist_env import RankInfo
@@ -222,7 +222,7 @@ def test_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> None:
     """A step over micro-batches of ``images``, half of them right, which moves a MiB."""
     with metrics.step():
-        count(Movement.GATHER, [MIB])
+        count(GATHER, [MIB])
         for batch in images:
             logits = torch.eye(2)[torch.arange(len(batch)) % 2]
             metrics.add(batch, torch.tensor(loss), logits, torch.zeros(len(batch), dtype=torch.int64))
