@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -155,3 +158,16 @@ def assert_at_rest(model: nn.Module) -> None:
                 elif shape:
                     assert param.shape == (shape if piece.numel == shape.numel() else (0, *shape[1:]))
                 assert param.grad is None or param.grad.shape == param.shape
+
+
+def mesh(replicate: int, group: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicate, group), mesh_dim_names=("replicate", "shard"))
+
+
+def raised_soon(error: type[Exception], body: Callable[[], object]) -> str:
+    """Return the text of the ``error`` that ``body`` raises, within 10 s."""
+    started = time.monotonic()
+    with pytest.raises(error) as caught:
+        body()
+    assert time.monotonic() - started < 10
+    return str(caught.value)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +25,6 @@ from shardtrain.comm import Tag
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.precision import Precision
 
-from pool import Pool, RankFailed
 from small import (
     Block,
     OddNet,
@@ -35,6 +32,8 @@ from small import (
     assert_same_parameters,
     average_gradients,
     images,
+    mesh,
+    raised_soon,
     sgd,
     shard,
     train,
@@ -42,10 +41,6 @@ from small import (
 
 Ranks = Callable[..., list[Any]]
 HYBRID = (2, 2)
-
-
-def mesh(replicate: int, group: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicate, group), mesh_dim_names=("replicate", "shard"))
 
 
 def mean_of_means(group: int):  # type: ignore[no-untyped-def]
@@ -147,28 +142,30 @@ def test_any_shape_of_mesh_equals_ddp(ranks: Ranks, sizes: tuple[int, int]) -> N
 
 
 class Sometimes(nn.Module):
-    """One layer is used on some ranks only, or on none."""
+    """One layer is used on some ranks only, or on none; the loss may leave the second output alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.always, self.sometimes, self.head = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 5)
 
-    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, uses: bool) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.always(x)
-        return self.sometimes(x) if uses else x
+        return self.sometimes(x) if uses else x, self.head(x)
 
 
-def used_on(users: list[int]) -> None:
+def trains_where_used(users: list[int], skips: bool) -> None:
     """Weight decay would move what has a gradient of zeros; what has none must stay as it is."""
     torch.manual_seed(0)
     plain = Sometimes()
-    model = shard(copy.deepcopy(plain), mesh=mesh(*HYBRID), units=[])
+    model = shard(copy.deepcopy(plain), mesh=mesh(*HYBRID), units=[] if skips else [nn.Linear])
     optimizers = [sgd(plain), sgd(model)]
+    uses = dist.get_rank() in users
     for step in range(3):
         x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
         for net, optimizer in zip((plain, model), optimizers, strict=True):
             optimizer.zero_grad()
-            net(x, dist.get_rank() in users).square().mean().backward()
+            first, second = net(x, uses or not skips)
+            (first.square().mean() + (second.mean() if uses else 0.0)).backward()
         average_gradients(plain)
         for optimizer in optimizers:
             optimizer.step()
@@ -176,52 +173,14 @@ def used_on(users: list[int]) -> None:
     assert_replicas_are_equal(model)
 
 
-def used_here_and_there() -> None:
+def used_here_and_there(skips: bool) -> None:
     for users in ([3], [0], [1, 2], []):
-        used_on(users)
+        trains_where_used(users, skips)
 
 
-def test_a_parameter_used_on_some_ranks_only(ranks: Ranks) -> None:
-    ranks(4, used_here_and_there)
-
-
-class TwoHeads(nn.Module):
-    """A loss may leave the second output alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 3), nn.Linear(7, 5)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.body(x)
-        return self.first(x), self.second(x)
-
-
-def heads_heard_on(users: list[int]) -> None:
-    torch.manual_seed(0)
-    plain = TwoHeads()
-    model = shard(copy.deepcopy(plain), mesh=mesh(*HYBRID), units=[nn.Linear])
-    optimizers = [sgd(plain), sgd(model)]
-    for step in range(2):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        for net, optimizer in zip((plain, model), optimizers, strict=True):
-            optimizer.zero_grad()
-            first, second = net(x)
-            (first.square().mean() + (second.mean() if dist.get_rank() in users else 0.0)).backward()
-        average_gradients(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_parameters(model, plain, tolerance=1e-6)
-    assert_replicas_are_equal(model)
-
-
-def heads_heard_here_and_there() -> None:
-    for users in ([], [3], [1, 2]):
-        heads_heard_on(users)
-
-
-def test_a_unit_whose_output_the_loss_leaves_alone(ranks: Ranks) -> None:
-    ranks(4, heads_heard_here_and_there)
+@pytest.mark.parametrize("skips", [True, False], ids=["layers of the root", "outputs of units"])
+def test_what_is_used_on_some_ranks_only(ranks: Ranks, skips: bool) -> None:
+    ranks(4, used_here_and_there, skips)
 
 
 class Touched(nn.Module):
@@ -443,15 +402,13 @@ def strays(sizes: tuple[int, int], odd: list[int], order: str, folder: str) -> s
     step("first second")
     late_s = [0.4, 0.0, 0.2, 0.2][rank]
     model.first.register_forward_hook(lambda *a: a[2].register_hook(lambda _: time.sleep(late_s)) and None)
-    started = time.monotonic()
-    with pytest.raises(comm.Diverged) as caught:
-        strayed_step_and_another()
-    assert time.monotonic() - started < 10
+    text = raised_soon(comm.Diverged, strayed_step_and_another)
     (Path(folder) / str(rank)).touch()
+    deadline = time.monotonic() + 10
     while len(list(Path(folder).iterdir())) < dist.get_world_size():
-        assert time.monotonic() - started < 20, "another rank has not noticed"
+        assert time.monotonic() < deadline, "another rank has not noticed"
         time.sleep(0.01)
-    return str(caught.value)
+    return text
 
 
 @pytest.mark.parametrize(
@@ -469,38 +426,3 @@ def test_a_rank_or_replica_on_another_path_is_named(
             assert re.search(f"rank {odd[0]} takes another path than ranks 0(, | and )1", text), texts
         else:
             assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, texts
-
-
-def is_killed(folder: str, sizes: tuple[int, int], where: str) -> None:
-    """The last rank ends in the third step; the others say so within 10 s."""
-    rank = dist.get_rank()
-    model = shard(OddNet(), mesh=mesh(*sizes), units=[Block])
-    optimizer = sgd(model)
-    train(model, optimizer, 2)
-    if rank == dist.get_world_size() - 1:
-        block = model.blocks[1]  # type: ignore[index]
-        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        if where == "forward":
-            block.register_forward_hook(kill)
-        else:
-            model.fc.register_full_backward_hook(kill)
-    started = time.monotonic()
-    with pytest.raises(comm.PeerLost) as caught:
-        train(model, optimizer, 2, start=2)
-    (Path(folder) / str(rank)).write_text(f"{time.monotonic() - started} {caught.value}")
-
-
-@pytest.mark.parametrize(
-    ("transport", "where"), [("process_group", "forward"), ("shared_memory", "backward")]
-)
-def test_survivors_of_a_killed_rank_leave(transport: str, where: str, tmp_path: Path) -> None:
-    pool = Pool()
-    try:
-        with pytest.raises(RankFailed):
-            pool.run(transport, 4, is_killed, str(tmp_path), HYBRID, where)
-    finally:
-        pool.stop()
-    for rank in range(3):
-        seconds, text = (tmp_path / str(rank)).read_text().split(" ", 1)
-        assert float(seconds) < 10
-        assert re.match(r"rank [123] has ended: rank \d was at step 3", text), text
