@@ -79,14 +79,9 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
     """Every rank's pieces are those of the ranks at the same place in the other shard groups, to the bit."""
     pieces = torch.cat([param.detach().flatten() for param in model.parameters()])
     transport = engine_of(model).transport
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([pieces.numel()]))
-    longest = int(max(lengths))
-    padded = torch.cat([pieces, pieces.new_zeros(longest - pieces.numel())])
-    all_of_them = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(all_of_them, padded)
-    for other in range(transport.rank, len(all_of_them), transport.world):
-        assert torch.equal(all_of_them[other], padded)
+    found: list[torch.Tensor] = [pieces] * dist.get_world_size()
+    dist.all_gather_object(found, pieces)
+    assert all(torch.equal(other, pieces) for other in found[transport.rank :: transport.world])
 
 
 def small_resnet() -> nn.Module:
@@ -99,6 +94,13 @@ def small_vit() -> nn.Module:
     )
     nn.init.normal_(vit.heads.head.weight, std=0.1)  # torchvision's zeros would give no gradients below
     return vit
+
+
+def freeze() -> nn.Module:
+    net = OddNet()
+    net.stem.requires_grad_(False)
+    net.blocks[1].conv.requires_grad_(False)
+    return net
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -125,8 +127,12 @@ def exactly_like_ddp(
 
 @pytest.mark.parametrize(
     ("make", "size", "optimizer", "steps"),
-    [(small_resnet, 16, momentum_sgd, 4), (small_vit, 16, adamw, 10), (OddNet, 5, sgd, 20)],
-    ids=["resnet", "vit", "odd sizes"],
+    [
+        pytest.param(small_resnet, 16, momentum_sgd, 4, marks=pytest.mark.long),
+        (small_vit, 16, adamw, 10),
+        (OddNet, 5, sgd, 20),
+        (freeze, 5, sgd, 4),
+    ],
 )
 def test_training_equals_ddp_bit_for_bit(
     ranks: Ranks, make: Any, size: int, optimizer: Any, steps: int
@@ -210,12 +216,9 @@ def test_a_gradient_of_minus_zeros_is_none_that_is_absent(ranks: Ranks, sizes: t
     assert ranks(4, minus_zeros_here_or_nowhere, sizes) == [(True, False)] * 4
 
 
-def one_step(model: nn.Module, step: int, micro: int = 1) -> None:
-    for index in range(micro):
-        last = index == micro - 1
-        with contextlib.nullcontext() if last else shardtrain.no_sync(model):
-            x, y = images(10 * step + index)
-            F.cross_entropy(model(x), y).backward()
+def one_backward(model: nn.Module, step: int) -> None:
+    x, y = images(step)
+    F.cross_entropy(model(x), y).backward()
 
 
 def traffic(sizes: tuple[int, int], precision: Precision | None) -> None:
@@ -223,14 +226,13 @@ def traffic(sizes: tuple[int, int], precision: Precision | None) -> None:
     replicate, group = sizes
     model = shard(OddNet(), mesh=mesh(*sizes), units=[Block], precision=precision)
     engine = engine_of(model)
-    one_step(model, 0)
+    one_backward(model, 0)
     with comm.meter() as waiting, shardtrain.no_sync(model):
-        x, y = images(1)
-        F.cross_entropy(model(x), y).backward()
+        one_backward(model, 1)
     assert waiting.bytes["reduce_scatter"] == waiting.bytes["all_reduce"] == 0
     assert waiting.calls["all_reduce"] == 0
     with comm.meter() as found:
-        one_step(model, 2)
+        one_backward(model, 2)
     segments = [segment for unit in engine.units for segment in unit.segments]
     intervals = [s.layout.length(engine.transport.rank) for s in segments]
     reduced = [length * s.like_gradient.itemsize for length, s in zip(intervals, segments, strict=True)]
@@ -260,12 +262,10 @@ def accumulates_and_clips() -> None:
     optimizers = [sgd(model), sgd(replica)]
     for step in range(4):
         for index in range(micro):
-            x, y = images(10 * step + index)
             for net in (model, replica):
-                last = index == micro - 1
                 no_sync = shardtrain.no_sync(net) if net is model else replica.no_sync()
-                with contextlib.nullcontext() if last else no_sync:
-                    F.cross_entropy(net(x), y).backward()
+                with contextlib.nullcontext() if index == micro - 1 else no_sync:
+                    one_backward(net, 10 * step + index)
         with comm.meter() as meter:
             norm = shardtrain.clip_grad_norm_(model, 0.5)
         assert meter.calls == {"all_reduce": 1}
@@ -284,74 +284,44 @@ def test_accumulation_and_clipping_equal_ddp(ranks: Ranks) -> None:
     ranks(4, accumulates_and_clips)
 
 
-def freeze() -> nn.Module:
-    net = OddNet()
-    net.stem.requires_grad_(False)
-    net.blocks[1].conv.requires_grad_(False)
-    return net
-
-
-def test_frozen_parameters_stay_and_are_not_reduced(ranks: Ranks) -> None:
-    ranks(4, exactly_like_ddp, freeze, 5, HYBRID, sgd, 4, {"units": [Block]})
-
-
 def in_bf16() -> None:
+    """Every replica has the same bits, and losses near to fp32's."""
     for replicate in (2, 4):
-        trains_in_bf16(replicate)
-
-
-def trains_in_bf16(replicate: int) -> None:
-    """Every replica the same bits, and near to fp32's losses."""
-    torch.manual_seed(0)
-    plain = OddNet(13)
-    nets = [
-        shard(copy.deepcopy(plain), mesh=mesh(replicate, 4 // replicate), units=[Block], precision=precision)
-        for precision in (None, Precision(param=torch.bfloat16))
-    ]
-    wide, narrow = (train(net, sgd(net), 10) for net in nets)
-    assert narrow == pytest.approx(wide, abs=0.1)
-    assert narrow != wide
-    assert_replicas_are_equal(nets[1])
+        torch.manual_seed(0)
+        plain, losses = OddNet(13), []
+        for precision in (None, Precision(param=torch.bfloat16)):
+            options = {"mesh": mesh(replicate, 4 // replicate), "units": [Block], "precision": precision}
+            model = shard(copy.deepcopy(plain), **options)
+            losses.append(train(model, sgd(model), 10))
+        assert losses[1] == pytest.approx(losses[0], abs=0.1)
+        assert losses[1] != losses[0]
+        assert_replicas_are_equal(model)
 
 
 def test_bf16_keeps_replicas_equal(ranks: Ranks) -> None:
     ranks(4, in_bf16)
 
 
-def raised(make: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        make()
-    return str(caught.value)
-
-
 def bad_meshes() -> list[str]:
-    def on(ranks: Any) -> Callable[[], nn.Module]:
-        return lambda: shard(OddNet(), mesh=DeviceMesh("cpu", ranks))
+    def refused(on: DeviceMesh, **options: Any) -> str:
+        return raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), mesh=on, **options))
 
-    refused = [on([[[0, 1], [2, 3]]]), on([[0, 1]]), on([[0, 2], [3, 1]])]
-    texts = [raised(make) for make in refused]
+    texts = [refused(DeviceMesh("cpu", ranks)) for ranks in ([[[0, 1], [2, 3]]], [[0, 1]], [[0, 2], [3, 1]])]
+    texts.append(refused(mesh(*HYBRID), precision=Precision(reduce=torch.int8)))
     outside = DeviceMesh("cpu", [0, 1])
-    return [*texts, raised(lambda: shard(OddNet(), mesh=outside)) if dist.get_rank() == 3 else ""]
-
-
-def in_int8() -> str:
-    precision = Precision(reduce=torch.int8)
-    return raised(lambda: shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), precision=precision))
-
-
-def test_int8_is_for_one_shard_group(on_ranks: Ranks) -> None:
-    refusal = "int8 gathers and reductions are for one shard group; use a 1-D mesh with them"
-    assert on_ranks(4, in_int8) == [refusal] * 4
+    return [*texts, refused(outside)] if dist.get_rank() == 3 else texts
 
 
 def test_bad_meshes_are_refused(on_ranks: Ranks) -> None:
-    *alike, outside = on_ranks(4, bad_meshes)[3]
-    assert alike == [
+    texts = on_ranks(4, bad_meshes)
+    assert texts[3] == [
         "mesh must be a 1-D DeviceMesh or a 2-D one (replicate, shard), got 3 dimensions",
         "a 2-D mesh must hold every rank: expected 4 ranks, got 1×2",
         "the ranks of a 2-D mesh must ascend along both dimensions, got [[0, 2], [3, 1]]",
+        "int8 gathers and reductions are for one shard group; use a 1-D mesh with them",
+        "rank 3 is not in the mesh, which holds [0, 1]",
     ]
-    assert outside == "rank 3 is not in the mesh, which holds [0, 1]"
+    assert texts[:3] == [texts[3][:4]] * 3
 
 
 def by_the_backend(sizes: tuple[int, int]) -> None:
