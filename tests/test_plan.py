@@ -15,7 +15,6 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.engine.hooks import engine_of
 from shardtrain.job import tags
 from shardtrain.job.build import build
 from shardtrain.job.config import Config, from_hydra
@@ -26,7 +25,13 @@ from shardtrain.job.schema import UserError
 from shardtrain.job.step import Step
 from shardtrain.monitor.tables import STATE, TRAFFIC, compare
 from shardtrain.plan.__main__ import MOST_IMAGES, PlanSettings, largest_batch, plan, read
-from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step
+from shardtrain.plan.memory import (
+    MEMORY_KINDS,
+    MemoryPoint,
+    MemoryTimeline,
+    memory_of_step,
+    optimizer_tensors,
+)
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
 from shardtrain.train.loop import train
@@ -72,53 +77,54 @@ def measured(*arguments: str) -> dict[str, Any]:
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
     step(batches)
     present = [*sum(batches, ()), *(job.ema.held() if job.ema is not None else [])]
-    engine_of(job.model).take_gathered_peak()
+    inside = shardtrain.introspect(job.model)
+    inside.take_gathered_peak()
     with comm.meter() as traffic:
         timeline = memory_of_step(job.model, job.optimizer, present, lambda: step(batches))
-    gathered = engine_of(job.model).take_gathered_peak().bytes
-    growth = allocated(lambda: step(batches))
-    params = list(job.model.parameters())
-    state = [v for entry in job.optimizer.state.values() for v in entry.values()]
+    first = timeline.points[0]
+    gathered = first.bytes[list(MEMORY_KINDS).index("gathered")]
     return {
-        "parameters": sum(p.nbytes for p in params),
-        "optimizer": sum(v.nbytes for v in state if isinstance(v, torch.Tensor)),
-        "gathered": gathered,
+        "parameters": sum(param.nbytes for param in job.model.parameters()),
+        "optimizer": sum(state.nbytes for state in optimizer_tensors(job.optimizer)),
+        "gathered": inside.take_gathered_peak().bytes,
         "sent": dict(traffic.bytes),
         "calls": dict(traffic.calls),
         "peak": timeline.peak.total,
-        "allocated": growth
-        + timeline.points[0].total
-        - timeline.points[0].bytes[list(MEMORY_KINDS).index("gathered")],
+        "allocated": allocated(lambda: step(batches)) + first.total - gathered,
     }
 
 
 def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
     """State and traffic exactly, the peak within a tenth."""
-    assert (plan.parameters, plan.optimizer) == (found["parameters"], found["optimizer"])
-    assert (plan.gathered, plan.sent, plan.calls) == (found["gathered"], found["sent"], found["calls"])
+    for name in ("parameters", "optimizer", "gathered", "sent", "calls"):
+        assert getattr(plan, name) == found[name], name
     assert plan.peak == pytest.approx(found["peak"], rel=0.1)
 
 
-@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "shared_memory"), (4, "process_group")])
-def test_a_plan_is_kept(on_ranks: Any, world: int, transport: str) -> None:
-    assert_plan_is_kept(on_ranks, world, *RESNET, f"parallel.transport={transport}")
+AGAIN = "parallel.activation_checkpoint=true"
+MESSAGES = "parallel.transport=process_group"
 
 
-@pytest.mark.parametrize(("world", "model"), [(1, VIT), (2, RESNET)])
-def test_a_plan_with_activations_computed_again_is_kept(on_ranks: Any, world: int, model: list[str]) -> None:
-    arguments = [*model, "parallel.transport=process_group"]
-    again = [*arguments, "parallel.activation_checkpoint=true"]
-    assert_plan_is_kept(on_ranks, world, *again)
-    with_and_without = (planned(*of, f"world_size={world}", "micro_batch=64") for of in (again, arguments))
-    less, more = (plan.timeline.most("activations") for plan in with_and_without)
-    assert less < 0.7 * more
-
-
-def assert_plan_is_kept(on_ranks: Any, world: int, *arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "arguments"),
+    [
+        pytest.param(1, RESNET, marks=pytest.mark.long),
+        (2, [*RESNET, "parallel.transport=shared_memory"]),
+        pytest.param(4, [*RESNET, MESSAGES], marks=pytest.mark.long),
+        (1, [*VIT, MESSAGES, AGAIN]),
+        pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),
+    ],
+)
+def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None:
     found = on_ranks(world, measured, *arguments)[0]
     plan = planned(*arguments, f"world_size={world}")
     assert_kept(plan, found)
     assert plan.peak == pytest.approx(found["allocated"], rel=0.1)
+
+
+def test_activations_computed_again_take_less_memory() -> None:
+    less, more = (planned(*VIT, "world_size=1", "micro_batch=64", *again) for again in ([AGAIN], []))
+    assert less.timeline.most("activations") < 0.7 * more.timeline.most("activations")
 
 
 def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
@@ -130,7 +136,7 @@ def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
         ("parallel.reshard_after_forward=false", lambda plan: plan.gathered),
         ("ema.decay=0.9", lambda plan: plan.averages),
     ]
-    common = [*TINY, "parallel.transport=process_group"]
+    common = [*TINY, MESSAGES]
     plain = planned(*common, "world_size=2")
     for change, look in changes:
         assert look(planned(*common, "world_size=2", change)) != look(plain), change
@@ -148,13 +154,6 @@ def test_a_plan_of_int8_traffic_is_kept(on_ranks: Any) -> None:
     exact = planned(*arguments, "world_size=3", "parallel.traffic=null")
     for kind in ("all_gather", "reduce_scatter"):
         assert plan.sent[kind] == pytest.approx(exact.sent[kind] * (1 + 4 / 256) / 4, rel=0.03)
-
-
-def test_a_plan_says_what_it_leaves_out() -> None:
-    arguments = ["model=squeezenet1_1", "parallel.compile=true", "parallel.activation_checkpoint=true"]
-    found = settings(*arguments)
-    said = headline(found.config, simulate(found.config, found.question))
-    assert ", activations computed again in backward; planned as if it were not compiled\n" in said
 
 
 @pytest.mark.parametrize("world", [8, 1024])
@@ -238,21 +237,19 @@ def test_a_batch_that_the_model_refuses() -> None:
 
 def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    small = ("model=squeezenet1_1", "world_size=2", "device=")
-    here, cpu, gpus = (settings(*small[:2], small[2] + device) for device in ("auto", "cpu", "cuda"))
+    small = ("model=squeezenet1_1", "world_size=2", "parallel.compile=true", AGAIN)
+    here, cpu, gpus = (settings(*small, f"device={device}") for device in ("auto", "cpu", "cuda"))
     assert here.question == cpu.question
     assert cpu.question.inbox
     assert not gpus.question.inbox
-    for found, device in ((here, "cpu"), (gpus, "cuda")):
-        assert f", device={device}, messages" in headline(
-            found.config, simulate(found.config, found.question)
-        )
+    plan = simulate(gpus.config, gpus.question)
+    options = ", activations computed again in backward; planned as if it were not compiled\n"
+    assert f", device=cpu, messages{options}" in headline(here.config, plan)
+    assert f", device=cuda, messages{options}" in headline(gpus.config, plan)
 
 
 def test_without_the_data_set() -> None:
-    found = read(
-        ["data=imagefolder", "data.root=/nowhere", "model.num_classes=7", "data.image_size=64"], speak=False
-    )
+    found = read(["data=imagefolder", "data.root=/nowhere", "model.num_classes=7"], speak=False)
     assert found is not None
     assert (found.config.model["num_classes"], found.question.channels) == (7, 3)
 
@@ -286,23 +283,17 @@ def test_kinds_are_told_apart() -> None:
 
 
 def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
-    arguments = (*TINY, "world_size=4", "optim=muon")
-    found, even = planned(*arguments), planned(*arguments[:-1])
-    by_rank = [planned_as(rank, *arguments) for rank in range(4)]
-    assert found.uneven
-    assert not even.uneven
+    muon = settings(*TINY, "world_size=4", "optim=muon")
+    by_rank = [simulate(muon.config, replace(muon.question, rank=rank)) for rank in range(4)]
+    found, even = simulate(muon.config, muon.question), planned(*TINY, "world_size=4")
+    assert (found.uneven, even.uneven) == (True, False)
     assert found.parameters == max(plan.parameters for plan in by_rank) > even.parameters
     assert sum(plan.parameters for plan in by_rank) == 4 * sum(unit.parameters for unit in found.units)
     assert re.match(rf"rank {found.question.rank}, which has most, holds +MiB\n", rank_table(found))
     assert rank_table(even).startswith("a rank holds")
-    said = headline(settings(*arguments).config, found)
+    said = headline(muon.config, found)
     assert "whole parameters" in said
     assert said.count("\n") == 1
-
-
-def planned_as(rank: int, *arguments: str) -> Plan:
-    found = settings(*arguments)
-    return simulate(found.config, replace(found.question, rank=rank))
 
 
 def run(folder: str, *arguments: str) -> str:
@@ -333,22 +324,23 @@ def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "none").exists()
 
 
+def scalars_of(plan: Plan, extra: int = 0) -> dict[str, float]:
+    """The plan's figures by their TensorBoard tags, with ``extra`` bytes more sent."""
+    scalars = {tag: getattr(plan, name) / MIB for name, tag in STATE.items()}
+    scalars |= {tags.sent_mib(kind): (plan.sent.get(kind, 0) + extra) / MIB for kind in TRAFFIC.values()}
+    return scalars | {"memory/gathered_peak_mib": plan.gathered / MIB}
+
+
 def test_overflows_are_told_in_bytes_that_no_plan_has() -> None:
     found = planned("model=squeezenet1_1", "world_size=2", "parallel.replicate=2")
-    scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
-    scalars |= {tags.sent_mib(kind): (found.sent.get(kind, 0) + 4) / MIB for kind in TRAFFIC.values()}
-    scalars["memory/gathered_peak_mib"] = found.gathered / MIB
-    said = [
-        compare(found, scalars, on_accelerator=False, scaled=scaled)[-1].verdict for scaled in (True, False)
-    ]
-    assert said == ["+0.0 %", "+0.0 %, which should be exact"]
+    scalars = scalars_of(found, extra=4)
+    for scaled, verdict in ((True, "+0.0 %"), (False, "+0.0 %, which should be exact")):
+        assert compare(found, scalars, on_accelerator=False, scaled=scaled)[-1].verdict == verdict
 
 
 def test_what_a_plan_got_wrong_is_said() -> None:
     found = planned("model=squeezenet1_1", "world_size=2")
-    scalars = {tag: getattr(found, name) / MIB for name, tag in STATE.items()}
-    scalars |= {tags.sent_mib(kind): found.sent[kind] / MIB for kind in TRAFFIC.values()}
-    scalars |= {"memory/gathered_peak_mib": found.gathered / MIB, "memory/peak_mib": 1.25 * found.peak / MIB}
+    scalars = scalars_of(found) | {"memory/peak_mib": 1.25 * found.peak / MIB}
     scalars["memory/grads_mib"] *= 0.5
     rows = {row.name: row.verdict for row in compare(found, scalars, on_accelerator=True, scaled=False)}
     assert rows.pop("gradients") == "-50.0 %, which should be exact"

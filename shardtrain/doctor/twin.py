@@ -1,8 +1,8 @@
-"""The same steps sharded and unsharded, compared tensor by tensor in the order in which they come about.
+"""Take the same steps sharded and unsharded, and compare them tensor by tensor in the order of computation.
 
 Every rank holds an unsharded twin of the model beside its shards, gives both its share of the batch, and
 averages the twin's gradients as replicas do: all ranks' gradients are added in rank order and divided by the
-number of ranks. Five comparisons a step, and the first tensor that differs ends it::
+number of ranks. There are five comparisons per step, and the first tensor that differs ends the check::
 
     output           of each unit, in the order of forward
     own gradient     of each parameter, on this rank, last unit first
@@ -12,8 +12,8 @@ number of ranks. Five comparisons a step, and the first tensor that differs ends
 
 Shared memory on one host and messages over gloo add in that order, too, so outputs and gradients are equal
 bit for bit. Elsewhere (NCCL's sums, several hosts, bf16 with micro-batches, CUDA's convolutions) rounding may
-differ, and tensors have to be equal to TOLERANCE of their largest element. An update may round otherwise in
-any case, where a fused optimizer's vector instructions end at a piece's end: it has UPDATE_TOLERANCE, and
+differ, and tensors have to be equal to TOLERANCE of their largest element. An update may round differently in
+any case, where a fused optimizer's vector instructions end at a shard's end: it has UPDATE_TOLERANCE, and
 then the twin takes over the sharded parameters, so that each step begins alike. In bf16 and fp16 the twin
 is the engine's own single rank, since nothing else casts as it does.
 """
@@ -21,23 +21,25 @@ is the engine's own single rank, since nothing else casts as it does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Generator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_ as clip_whole
+from torch.nn.utils import clip_grad_norm_ as clip_unsharded
+from torch.utils._pytree import tree_leaves
 
 import shardtrain
-from shardtrain import comm
-from shardtrain.doctor.installation import FAILED, OK, Finding, shared
-from shardtrain.engine.hooks import engine_of, is_sharded
-from shardtrain.engine.precision import tensors_in
-from shardtrain.job.build import Job, Loss
+from shardtrain import comm, introspect
+from shardtrain.device import is_accelerator
+from shardtrain.doctor import FAILED, OK, Finding, shared
+from shardtrain.job.build import Job
 from shardtrain.job.config import Config
-from shardtrain.job.data import Batch
 from shardtrain.job.format import counted
 from shardtrain.job.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
+from shardtrain.job.step import accumulate
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of the largest element
 UPDATE_TOLERANCE = 1e-6  # likewise
@@ -49,16 +51,35 @@ ADVICE = {
     "parameter": "the optimizer treats pieces otherwise than whole parameters; compare optim=sgd",
     "buffer": "a module changes it otherwise when sharded",
 }
+Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step, phase, found, expected
 
 
-class Pair(NamedTuple):
-    """What is compared, and where it belongs."""
+class Recorded:
+    """A model and its optimizer; each step records the units' outputs and this rank's own gradients."""
 
-    phase: str
-    name: str
-    unit: str
-    found: Tensor
-    expected: Tensor
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str]) -> None:
+        """``units``: names of the modules whose outputs are recorded."""
+        self.model, self.optimizer = model, optimizer
+        self.params = dict(model.named_parameters())
+        self.outputs: dict[str, Tensor] = {}  # by unit and number, in the order in which forward leaves units
+        self.gradients: dict[str, Tensor] = {}  # summed over micro-batches, in the order of backward
+        modules = [(name, model.get_submodule(name)) for name in units]
+        trained = [(name, param) for name, param in self.params.items() if param.requires_grad]
+        self.hooks = [m.register_forward_hook(partial(self._record_output, name)) for name, m in modules]
+        self.hooks += [p.register_hook(partial(self._record_gradient, name)) for name, p in trained]
+
+    def _record_output(self, unit: str, _: nn.Module, __: object, output: object) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):  # a copy, as later code may change it
+                self.outputs[f"{unit}#{len(self.outputs)}"] = leaf.detach().clone()
+
+    def _record_gradient(self, name: str, gradient: Tensor) -> None:
+        before = self.gradients.get(name)
+        self.gradients[name] = gradient.detach().clone() if before is None else before + gradient
+
+    def held_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that the parameters hold, last parameter first."""
+        return {name: p.grad for name, p in reversed(self.params.items()) if p.grad is not None}
 
 
 class Twins:
@@ -66,283 +87,142 @@ class Twins:
 
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
-        engine = engine_of(job.model)
-        self.world = engine.transport.all_ranks.world
+        inside = introspect(job.model)
+        self.world, self._unit_of = inside.all_ranks.world, inside.unit_of_parameter
         whole = placed(initial_model(config), config, job.device)
-        casts = PRECISIONS[config.parallel.precision] is not None
-        optimizer = (
-            shard_with_optimizer(whole, config, comm.Alone()) if casts else plain_optimizer(whole, config)
-        )
-        units = [unit.name for unit in engine.units]
-        self.sharded, self.whole = Side(job.model, job.optimizer, units), Side(whole, optimizer, units)
-        self._units = {
-            info.name: unit.title for unit in engine.units for s in unit.segments for info in s.infos
-        }
-        self.exact = _is_exact(job, config)
+        units = [unit.name.removeprefix("(root)") for unit in inside.units]
+        self.sharded = Recorded(job.model, job.optimizer, units)
+        if PRECISIONS[config.parallel.precision] is None:
+            self.twin, self._engines = Recorded(whole, plain_optimizer(whole, config), units), [job.model]
+        else:
+            optimizer = shard_with_optimizer(whole, config, comm.Alone())
+            self.twin, self._engines = Recorded(whole, optimizer, units), [job.model, whole]
 
     def examine(self, steps: int) -> Finding:
-        """Take ``steps`` steps; what was found first, the same on every rank. Collective."""
+        """Take ``steps`` steps and return the first difference, the same on every rank. Collective."""
         compared = 0
-        batches = iter(self.job.train)
-        with self.sharded, self.whole:
-            for step in range(steps + 1):
-                micro = [next(batches) for _ in range(self.config.train.accumulate if step else 0)]
-                for pairs in self._step(micro) if step else [self._whole_values("initial value")]:
-                    findings = shared(self._differences(step, pairs))
-                    if findings:
-                        return findings[0]
-                    compared += len(pairs)
-        gradients = "bit for bit" if self.exact else f"to {self._tolerance('output'):g}"
-        how = f"outputs and gradients {gradients}, updates to {self._tolerance('parameter'):g}"
+        with contextlib.closing(self._comparisons(steps)) as comparisons:
+            for step, phase, found, expected in comparisons:
+                own = []
+                for name in (name for name in found if name in expected):
+                    compared += 1
+                    text = self._difference(phase, name, found[name].detach(), expected[name].detach())
+                    own += [Finding(FAILED, f"step {step}, {phase} of {text}", ADVICE[phase])] if text else []
+                findings = shared(own[:1])
+                if findings:
+                    return findings[0]
+        others, updates = (_tolerance(self.job, self.config, phase) for phase in ("output", "parameter"))
+        how = f"outputs and gradients {f'to {others:g}' if others else 'bit for bit'}, updates to {updates:g}"
         ranks = counted(self.world, "rank")
-        return Finding(
-            OK,
-            f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors",
-        )
+        text = f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors"
+        return Finding(OK, text)
 
-    def _differences(self, step: int, pairs: list[Pair]) -> list[Finding]:
-        """The first difference among ``pairs``, in a list that is empty when there is none."""
-        for pair in pairs:
-            found = difference(pair.found, pair.expected)
-            if found is not None and found.relative > self._tolerance(pair.phase):
-                when = f"step {step}, {pair.phase} of {pair.name} in unit {pair.unit}: {found}"
-                return [Finding(FAILED, when, ADVICE[pair.phase])]
-        return []
+    def _difference(self, phase: str, key: str, found: Tensor, expected: Tensor) -> str:
+        """Return which tensor differs by how much; "" if it is within the tolerance."""
+        text = difference(found, expected, _tolerance(self.job, self.config, phase))
+        name = key.partition("#")[0]
+        unit = self._unit_of.get(name, name if phase == "output" else "") or "the root"
+        return f"{name or 'the model'} in unit {unit}: {text}" if text else ""
 
-    def _tolerance(self, phase: str) -> float:
-        if not self.exact:
-            return TOLERANCE[self.config.parallel.precision]
-        return UPDATE_TOLERANCE if phase == "parameter" else 0.0
+    def _comparisons(self, steps: int) -> Generator[Comparison, None, None]:
+        """Take the steps with both models, and yield what is to be compared as soon as it is there."""
+        sharded, twin, count = self.sharded, self.twin, self.config.train.accumulate
+        batches = iter(self.job.train)
+        try:
+            with self._unsharded():
+                yield 0, "initial value", sharded.params, twin.params
+            for step in range(1, steps + 1):
+                micro = list(islice(batches, count))
+                for recorded in (sharded.outputs, sharded.gradients, twin.outputs, twin.gradients):
+                    recorded.clear()
+                with torch.random.fork_rng():  # dropout: both draw the same
+                    accumulate(twin.model, self.job.loss, iter(micro), count, contextlib.nullcontext)
+                no_sync = partial(shardtrain.no_sync, sharded.model)
+                accumulate(sharded.model, self.job.loss, iter(micro), count, no_sync)
+                yield step, "output", sharded.outputs, twin.outputs
+                yield step, "own gradient", sharded.gradients, twin.gradients
+                self._average()
+                with self._unsharded():
+                    yield step, "mean gradient", sharded.held_gradients(), twin.held_gradients()
+                self._update()
+                with self._unsharded():
+                    yield step, "parameter", sharded.params, twin.params
+                    for name, param in sharded.params.items():
+                        twin.params[name].detach().copy_(param.detach())
+                found, expected = (dict(side.model.named_buffers()) for side in (sharded, twin))
+                yield step, "buffer", found, expected
+        finally:
+            for hook in (*sharded.hooks, *twin.hooks):
+                hook.remove()
 
-    def _step(self, micro: list[Batch]) -> Iterator[list[Pair]]:
-        """One step of both, handing out what is to be compared as soon as it is there."""
-        random = torch.random.fork_rng()  # dropout: both draw the same
-        with random:
-            self.whole.run(micro, self.job.loss, contextlib.nullcontext)
-        self.sharded.run(micro, self.job.loss, lambda: shardtrain.no_sync(self.job.model))
-        yield self._outputs()
-        yield self._own_gradients()
-        self._average()
-        with self._opened():
-            yield self._mean_gradients()
-        self._update()
-        yield self._whole_values("parameter")
-        yield self._buffers()
-        self._take_over()
-
-    def _outputs(self) -> list[Pair]:
-        both = zip(self.sharded.outputs, self.whole.outputs, strict=True)
-        return [
-            Pair("output", f"{a.unit or 'the model'}", a.unit or "the root", a.value, b.value)
-            for a, b in both
-        ]
-
-    def _own_gradients(self) -> list[Pair]:
-        expected = self.whole.gradients
-        names = reversed(self._names())
-        return [
-            self._pair("own gradient", name, self.sharded.gradients[name], expected[name])
-            for name in names
-            if name in self.sharded.gradients and name in expected
-        ]
+    def _unsharded(self) -> contextlib.ExitStack:
+        """Return a context in which both models have full parameters and gradients."""
+        stack = contextlib.ExitStack()
+        for model in self._engines:
+            stack.enter_context(shardtrain.unsharded(model, grads=True))
+        return stack
 
     def _average(self) -> None:
-        """The twin's gradients become the mean over ranks, added in rank order."""
-        for param in self.whole.model.parameters():
-            if self.world == 1 or not param.requires_grad:
-                continue
-            own = torch.zeros_like(param) if param.grad is None else param.grad
-            everyone = own.new_empty((self.world, *own.shape))
-            comm.all_gather_into_tensor(everyone, own.contiguous())
-            total = everyone[0].clone()
-            for gradient in everyone[1:]:
-                total += gradient
-            param.grad = total / self.world
-
-    def _mean_gradients(self) -> list[Pair]:
-        found, expected = (dict(side.model.named_parameters()) for side in (self.sharded, self.whole))
-        pairs = []
-        for name in reversed(self._names()):
-            mine, theirs = found[name].grad, expected[name].grad
-            if mine is not None and theirs is not None:
-                pairs.append(self._pair("mean gradient", name, mine, theirs))
-        return pairs
+        """Make the twin's gradients the mean over ranks, added in rank order."""
+        for param in self.twin.params.values():
+            if self.world > 1 and param.requires_grad:
+                own = torch.zeros_like(param) if param.grad is None else param.grad
+                gathered = own.new_empty((self.world, *own.shape))
+                comm.all_gather_into_tensor(gathered, own.contiguous())
+                param.grad = functools.reduce(torch.add, gathered) / self.world
 
     def _update(self) -> None:
-        groups = zip(self.sharded.optimizer.param_groups, self.whole.optimizer.param_groups, strict=True)
-        for sharded, whole in groups:
-            whole["lr"] = sharded["lr"]  # the schedule's
-        if self.config.train.clip_grad_norm is not None:
-            shardtrain.clip_grad_norm_(self.job.model, self.config.train.clip_grad_norm)
-            clip_whole(self.whole.model.parameters(), self.config.train.clip_grad_norm)
-        for side in (self.sharded, self.whole):
-            side.optimizer.step()
-            side.optimizer.zero_grad()
+        """Clip and update both alike, at the schedule's learning rate."""
+        max_norm, optimizers = self.config.train.clip_grad_norm, (self.job.optimizer, self.twin.optimizer)
+        for sharded, twin in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
+            twin["lr"] = sharded["lr"]
+        if max_norm is not None:
+            shardtrain.clip_grad_norm_(self.job.model, max_norm)
+            clip_unsharded(self.twin.params.values(), max_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.job.schedule.step()
 
-    def _whole_values(self, phase: str) -> list[Pair]:
-        with self._opened(grads=False):
-            found, expected = (dict(side.model.named_parameters()) for side in (self.sharded, self.whole))
-            return [
-                self._pair(phase, name, found[name].detach(), expected[name].detach())
-                for name in self._names()
-            ]
 
-    def _take_over(self) -> None:
-        """Give the twin the sharded model's parameters."""
-        with self._opened(grads=False, writeback=True), torch.no_grad():
-            found, expected = (dict(side.model.named_parameters()) for side in (self.sharded, self.whole))
-            for name in self._names():
-                expected[name].copy_(found[name])
-
-    def _buffers(self) -> list[Pair]:
-        found, expected = (dict(side.model.named_buffers()) for side in (self.sharded, self.whole))
-        return [Pair("buffer", name, "the root", found[name], expected[name]) for name in found]
-
-    @contextlib.contextmanager
-    def _opened(self, grads: bool = True, writeback: bool = False) -> Iterator[None]:
-        """Parameters whole on both sides, and gradients if asked."""
-        with contextlib.ExitStack() as stack:
-            for side in (self.sharded, self.whole):
-                if is_sharded(side.model):
-                    stack.enter_context(shardtrain.unsharded(side.model, writeback=writeback, grads=grads))
-            yield
-
-    def _pair(self, phase: str, name: str, found: Tensor, expected: Tensor) -> Pair:
-        return Pair(phase, name, self._units[name], found, expected)
-
-    def _names(self) -> list[str]:
-        """Parameters in the order of the model."""
-        return [name for name, _ in self.job.model.named_parameters() if name in self._units]
-
-
-def _is_exact(job: Job, config: Config) -> bool:
-    """Whether sums are taken here in rank order, of what the twin sums."""
-    transport = engine_of(job.model).transport
-    here = isinstance(transport, comm.Alone | comm.SharedMemoryTransport) or (
-        isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
-    )
-    on_cpu = job.device.type == "cpu"
+def _tolerance(job: Job, config: Config, phase: str) -> float:
+    """Return how far tensors may be apart, over the largest element."""
+    transport = introspect(job.model).transport
+    gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
+    in_rank_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
     one_rounding = config.parallel.precision == "fp32" or config.train.accumulate == 1
-    return here and on_cpu and one_rounding
+    if not (in_rank_order and one_rounding) or is_accelerator(job.device):
+        return TOLERANCE[config.parallel.precision]
+    return UPDATE_TOLERANCE if phase == "parameter" else 0.0
 
 
-# One of the two models that the doctor compares, with everything that it does in a step laid open.
+def difference(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> str:
+    """Describe how far apart two tensors of one shape and dtype are; NaN equals NaN.
 
-
-class Output(NamedTuple):
-    """One output of a unit's module, in the order in which forward leaves units."""
-
-    unit: str
-    value: Tensor
-
-
-class Side:
-    """``units``: names of the modules whose outputs are kept. It is a context that takes its hooks away."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str]) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.outputs: list[Output] = []
-        self.gradients: dict[str, Tensor] = {}  # this rank's own, summed over micro-batches
-        self._hooks = contextlib.ExitStack()
-        for name in units:
-            handle = model.get_submodule(name).register_forward_hook(self._keep_output(name))
-            self._hooks.callback(handle.remove)
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                self._hooks.callback(param.register_hook(self._keep_gradient(name)).remove)
-
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-
-    def _keep_output(self, unit: str) -> Callable[[nn.Module, object, object], None]:
-        def keep(_: nn.Module, __: object, output: object) -> None:
-            # What follows may change it in place.
-            self.outputs += [Output(unit, tensor.detach().clone()) for tensor in tensors_in(output)]
-
-        return keep
-
-    def _keep_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
-            before = self.gradients.get(name)
-            self.gradients[name] = gradient.detach().clone() if before is None else before + gradient
-
-        return keep
-
-    def run(
-        self,
-        batches: Sequence[Batch],
-        loss: Loss,
-        waiting: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        """Forward and backward over micro-batches, all but the last inside ``waiting()``."""
-        self.outputs.clear()
-        self.gradients.clear()
-        for index, batch in enumerate(batches):
-            with contextlib.nullcontext() if index == len(batches) - 1 else waiting():
-                (loss(self.model(batch.images), batch.labels) / len(batches)).backward()
-
-
-# The first element in which two tensors differ, and how far apart they are.
-#
-# Floating-point numbers of one dtype are ordered like the integers that their bits spell, so their distance
-# in
-# units in the last place (ulps) is a difference of integers. In fp32: 1.0 and the next larger number are 1
-# ulp
-# apart, 1.0 and 1.001 are 8,389, 1.0 and -1.0 are 2,130,706,432.
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Difference(NamedTuple):
-    """Between ``found`` and ``expected``: how many elements differ, and the one that does most."""
-
-    elements: int
-    differing: int
-    at: tuple[int, ...]
-    found: float
-    expected: float
-    ulps: int
-    relative: float  # the largest difference over the largest expected magnitude
-
-    def __str__(self) -> str:
-        where = ", ".join(map(str, self.at))
-        return (
-            f"{self.differing:,} of {self.elements:,} elements differ, most of all [{where}]: "
-            f"{self.found:.9g}, expected {self.expected:.9g}, {self.ulps:,} ulps apart"
-        )
-
-
-def difference(found: Tensor, expected: Tensor) -> Difference | None:
-    """None where both are equal, element by element; no number equals no number.
-
-    Both: one shape, one dtype.
+    Returns "" where they are equal to ``tolerance`` of the largest expected magnitude, and otherwise names
+    the element that differs by most units in the last place (ulps).
     """
     equal = (found == expected) | (found.isnan() & expected.isnan())
-    if bool(equal.all()):
-        return None
-    apart = torch.where(equal, 0, (ordered(found) - ordered(expected)).abs())
-    at = int(apart.argmax())
-    index = tuple(int(part) for part in torch.unravel_index(torch.tensor(at), found.shape))
-    gap = (found.double() - expected.double()).abs().nan_to_num(torch.inf).max()
-    return Difference(
-        elements=found.numel(),
-        differing=int((~equal).sum()),
-        at=index,
-        found=found[index].item(),
-        expected=expected[index].item(),
-        ulps=int(apart.flatten()[at]),
-        relative=float(gap / expected.double().abs().max().clamp(min=torch.finfo(torch.float32).tiny)),
+    gap = torch.where(equal, 0, found.double() - expected.double()).abs().nan_to_num(torch.inf).max()
+    if bool(equal.all()) or gap <= tolerance * expected.double().nan_to_num(0, 0, 0).abs().max():
+        return ""
+    ulps = torch.where(equal, 0, (ordered(found) - ordered(expected)).abs())
+    at = torch.unravel_index(ulps.argmax(), found.shape)
+    return (
+        f"{int((~equal).sum()):,} of {found.numel():,} elements differ, most of all "
+        f"{[int(index) for index in at]}: {found[at].item():.9g}, expected {expected[at].item():.9g}, "
+        f"{int(ulps[at]):,} ulps apart"
     )
 
 
 def ordered(values: Tensor) -> Tensor:
-    """``values`` as int64 in the same order, consecutive for neighbouring numbers; both zeros are 0."""
+    """Return ``values`` as int64 in the same order; numbers that are n ulps apart differ by n.
+
+    Floating-point numbers of one dtype are ordered like the integers that their bits spell. In fp32: 1.0 and
+    the next larger number are 1 apart, 1.0 and 1.001 are 8,389, 1.0 and -1.0 are 2,130,706,432.
+    """
     if not values.dtype.is_floating_point:
         return values.long()
-    bits = values.contiguous().view(_INTEGERS[values.element_size()]).long()
-    lowest = torch.iinfo(_INTEGERS[values.element_size()]).min
-    return torch.where(bits < 0, lowest - bits, bits)
+    dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    bits = values.contiguous().view(dtype).long()
+    return torch.where(bits < 0, torch.iinfo(dtype).min - bits, bits)  # both zeros are 0
