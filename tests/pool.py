@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 LARGEST = 4
 TIMEOUT_S = 150.0
@@ -43,8 +46,10 @@ class Pool:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, transport: str, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``body(*args)`` on ``world`` ranks, whose `small.shard` takes ``transport``.
+    def run(
+        self, transport: str, world: int, body: Callable[..., Any], *args: Any, **keywords: Any
+    ) -> list[Any]:
+        """Call ``body(*args, **keywords)`` on ``world`` ranks, whose `small.shard` takes ``transport``.
 
         Returns the results in rank order.
         """
@@ -52,7 +57,7 @@ class Pool:
             self._ranks = [self._start(rank) for rank in range(LARGEST)]
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self._ranks[:world]):
-                pipe.send((body, args, rank, world, str(Path(folder) / "store"), transport))
+                pipe.send((body, args, keywords, rank, world, str(Path(folder) / "store"), transport))
             answers = self._answers(world)
         failed = [f"--- rank {rank}\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
         if len(answers) < world:
@@ -91,6 +96,31 @@ class Pool:
         self._ranks = []
 
 
+def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn a function into a test that runs it on every rank: ``@each_rank(2, 3)`` on two, then on three.
+
+    ``transport``: ``each`` is once over messages and once over shared memory, ``auto`` once. The function's
+    parameters are those of ``pytest.mark.parametrize``, or fixtures whose values can be pickled.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        fixture = "ranks" if transport == "each" else "on_ranks"
+
+        @functools.wraps(body)
+        def test(world: int, **given: Any) -> None:
+            given.pop(fixture)(world, test, **given)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [inspect.Parameter(name, kind) for name in ("world", fixture)]
+        parameters = [*own, *inspect.signature(body).parameters.values()]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.on_rank = body  # type: ignore[attr-defined]
+        marked: Callable[..., None] = pytest.mark.parametrize("world", worlds)(test)
+        return marked
+
+    return decorate
+
+
 def _serve(pipe: Connection, path: list[str]) -> None:
     import torch
 
@@ -100,14 +130,15 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     while True:
         try:
-            body, args, rank, world, store, transport = pipe.recv()
+            body, args, keywords, rank, world, store, transport = pipe.recv()
         except EOFError:
             return
+        body = getattr(body, "on_rank", body)  # of a test made by `each_rank`
         os.environ["SHARDTRAIN_TEST_TRANSPORT"] = transport
-        pipe.send(_call(body, args, rank, world, store))
+        pipe.send(_call(functools.partial(body, *args, **keywords), rank, world, store))
 
 
-def _call(body: Callable[..., Any], args: Any, rank: int, world: int, store: str) -> tuple[bool, Any]:
+def _call(body: Callable[..., Any], rank: int, world: int, store: str) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
 
@@ -116,7 +147,7 @@ def _call(body: Callable[..., Any], args: Any, rank: int, world: int, store: str
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
         dist.barrier()  # a rank that is done at once must not leave while others still connect to it
-        result = body(*args)
+        result = body()
         assert dict(os.environ) == environment, "the test left environment variables behind"
         return True, result
     except BaseException:
