@@ -6,8 +6,7 @@
     torchrun --nproc-per-node 2 -m shardtrain.bench collectives             gather and reduce by themselves
     python -m shardtrain.bench host                                         the host's time, up to 1,024 ranks
 
-Read in this order: ``settings`` (the command line), ``cases`` (models and data), ``contenders`` (who is
-compared, and how each is set up), ``interleave`` (the measurement), ``statistics`` (from seconds to
-ratios), ``judging`` (who is right), ``steps``, ``memory`` over ``processes``, ``collectives`` and ``host``
-over ``simulated`` (the four programs), ``report``, ``table`` and ``chart`` (what is shown and written).
+Read in this order: ``contenders`` (who is compared, on which models), ``interleave`` (the measurement, and
+what follows from it), ``settings`` (the command line), ``report`` (tables, files and chart), and the programs
+``steps``, ``memory``, ``collectives`` and ``host``.
 """

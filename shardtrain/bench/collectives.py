@@ -7,17 +7,17 @@ timed. The engine's reduction divides by the number of ranks and the backend's d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import comm
-from shardtrain.bench.comparison import Spread, ratios, spread
 from shardtrain.bench.contenders import TITLES, default_is_process_group
-from shardtrain.bench.interleave import Runner, Samples, attempt
-from shardtrain.bench.report import Program, Results, median, quartiles, table
+from shardtrain.bench.interleave import Runner, Samples, attempt, interleave, ratios, spread
+from shardtrain.bench.report import Point, Program, Results, Row, median, of_points, quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.comm.movement import ENTER, LEAVE
 from shardtrain.device import backend_for
@@ -25,7 +25,6 @@ from shardtrain.job.format import MIB
 from shardtrain.layout import Layout, even
 
 OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
-MOVEMENTS = ("gather", "reduce")
 ENOUGH = 4 * MIB  # bytes that one timing moves at least, in repetitions, so that a clock can see it
 MOST = 32  # repetitions
 
@@ -35,6 +34,74 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 # Does a movement and returns its result; with a value this rank's input is filled with that before.
 Movement = Callable[[float | None], Tensor]
+
+
+@dataclass
+class CollectivePoint(Point):
+    """One movement, ``table``, at one size."""
+
+    size: int  # bytes of the flat vector
+    native: str  # the backend's name
+
+    @property
+    def repetitions(self) -> int:
+        """How often one timing does it."""
+        return max(1, min(MOST, ENOUGH // self.size))
+
+    def row(self) -> Row:
+        """Return milliseconds of each, and ratios of ours to the backend's own and to a copy."""
+        titles = {OURS: "shardtrain", GROUP: "process group", NATIVE: self.native, COPY: "copy"}
+        seconds = {name: samples.values for name, samples in self.samples.items()}
+        found = {
+            name: {other: ratios(seconds[name], seconds[other]) for other in (NATIVE, COPY)}
+            for name in (OURS, GROUP)
+            if name in seconds
+        }
+        cells = [("ms", self.label)]
+        for name, values in seconds.items():
+            each = spread(values) if values else None
+            cells.append((titles[name], median(each, 3, 1e3 / self.repetitions)))
+        for name, to in found.items():
+            cells.append((f"{titles[name]} / {self.native}", median(to[NATIVE])))
+            cells += [("quartiles", quartiles(to[NATIVE])), (f"{titles[name]} / copy", median(to[COPY]))]
+        facts = {
+            "movement": self.table,
+            "bytes": self.size,
+            "repetitions": self.repetitions,
+            "seconds": seconds,
+            "failures": {name: samples.failure for name, samples in self.samples.items()},
+            "ratios": found,
+        }
+        return Row(cells, {f"{self.table}, {TITLES[name]}": to[NATIVE] for name, to in found.items()}, facts)
+
+
+class CollectiveBench(Program):
+    def measure(self) -> None:
+        """Measure the smallest vectors first."""
+        self.points: list[CollectivePoint] = []
+        kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
+        transports = {name: comm.open_transport(kind) for name, kind in kinds.items()}
+        size = self.settings.collectives.smallest_kib * 1024
+        while size <= self.settings.collectives.largest_kib * 1024 and comm.world_size() > 1:
+            for movement in ("gather", "reduce"):
+                self._measure(movement, size, contests(movement, size, transports, self.device))
+            size *= 4
+
+    def _measure(self, movement: str, size: int, entrants: Mapping[str, Contest]) -> None:
+        samples = {name: Samples() for name in entrants}
+        label = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
+        point = CollectivePoint(movement, label, samples, size, backend_for(self.device))
+        self.points.append(point)
+        for name, contest in entrants.items():
+            attempt(contest.check, samples[name], self.device)
+        runners = {name: contest.repeated(point.repetitions) for name, contest in entrants.items()}
+        warmup, rounds = self.settings.warmup, self.settings.rounds
+        interleave(runners, samples, self.device, warmup, rounds, f"{movement} {label}", lines=1)
+
+    def results(self) -> Results:
+        results = of_points(self.points, f"time over {backend_for(self.device)}'s own (less is better)")
+        alone = ["A single rank has no collectives: start it with torchrun --nproc-per-node N."]
+        return results if self.points else results._replace(lines=alone)
 
 
 class Contest(NamedTuple):
@@ -47,94 +114,12 @@ class Contest(NamedTuple):
         if not torch.equal(self.run(comm.rank() + 1.0), self.expected):
             raise ValueError("the result is wrong")
 
+    def repeated(self, times: int) -> Runner:
+        def runner(_: int) -> None:
+            for _ in range(times):
+                self.run(None)
 
-class Point(NamedTuple):
-    """What has been measured of one movement at one size."""
-
-    movement: str
-    size: int  # bytes of the flat vector
-    samples: dict[str, Samples]
-
-    @property
-    def repetitions(self) -> int:
-        """How often one timing does it."""
-        return max(1, min(MOST, ENOUGH // self.size))
-
-    @property
-    def label(self) -> str:
-        return f"{self.size // MIB} MiB" if self.size >= MIB else f"{self.size // 1024} KiB"
-
-    @property
-    def ours(self) -> list[str]:
-        return [name for name in (OURS, GROUP) if name in self.samples]
-
-    def ratio(self, own: str, other: str) -> Spread | None:
-        return ratios(self.samples[own].values, self.samples[other].values)
-
-    def cells(self, native: str) -> list[tuple[str, str]]:
-        """Return ms of each, and of ours the ratio to the backend's own, called ``native``, and to a copy."""
-        titles = {OURS: "shardtrain", GROUP: "process group", NATIVE: native, COPY: "copy"}
-        cells = [("ms", self.label)]
-        for name, samples in self.samples.items():
-            each = spread(samples.values) if samples.values else None
-            cells.append((titles[name], median(each, 3, 1e3 / self.repetitions)))
-        for name in self.ours:
-            ratio = self.ratio(name, NATIVE)
-            cells += [(f"{titles[name]} / {native}", median(ratio)), ("quartiles", quartiles(ratio))]
-            cells.append((f"{titles[name]} / copy", median(self.ratio(name, COPY))))
-        return cells
-
-    def failures(self) -> list[str]:
-        failed = {name: samples.failure for name, samples in self.samples.items() if samples.failure}
-        return [f"{self.label}, {name}: not timed: {failure}" for name, failure in failed.items()]
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "movement": self.movement,
-            "bytes": self.size,
-            "repetitions": self.repetitions,
-            "seconds": {name: samples.values for name, samples in self.samples.items()},
-            "failures": {name: samples.failure for name, samples in self.samples.items()},
-            "ratios": {name: {to: self.ratio(name, to) for to in (NATIVE, COPY)} for name in self.ours},
-        }
-
-
-class CollectiveBench(Program):
-    def measure(self) -> None:
-        """Measure the smallest vectors first."""
-        self.points: list[Point] = []
-        kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
-        transports = {name: comm.open_transport(kind) for name, kind in kinds.items()}
-        size = self.settings.collectives.smallest_kib * 1024
-        while size <= self.settings.collectives.largest_kib * 1024 and comm.world_size() > 1:
-            for movement in MOVEMENTS:
-                entrants = contests(movement, size, transports, self.device)
-                self.points.append(Point(movement, size, {name: Samples() for name in entrants}))
-                self._measure(self.points[-1], entrants)
-            size *= 4
-
-    def _measure(self, point: Point, entrants: Mapping[str, Contest]) -> None:
-        for name, contest in entrants.items():
-            attempt(contest.check, point.samples[name], self.device)
-        runners = {name: _repeat(contest.run, point.repetitions) for name, contest in entrants.items()}
-        self.interleave(runners, point.samples, f"{point.movement} {point.label}", lines=1)
-
-    def results(self) -> Results:
-        native = backend_for(self.device)
-        lines: list[str] = []
-        panels: dict[str, dict[str, Spread | None]] = {}
-        for movement in MOVEMENTS:
-            points = [point for point in self.points if point.movement == movement]
-            for name in points[0].ours if points else ():
-                bars = {point.label: point.ratio(name, NATIVE) for point in points}
-                panels[f"{movement}, {TITLES[name]}"] = bars
-            if points:
-                notes = [note for point in points for note in point.failures()]
-                lines += table(movement, [point.cells(native) for point in points], notes)
-        if not self.points:
-            lines = ["A single rank has no collectives: start it with torchrun --nproc-per-node N."]
-        facts = {"points": [point.facts() for point in self.points]}
-        return Results(lines, facts, f"time over {native}'s own (less is better)", panels)
+        return runner
 
 
 def contests(
@@ -203,12 +188,3 @@ def _native(move: Callable[[Tensor, Tensor], object], output: Tensor, input: Ten
         return output
 
     return run
-
-
-def _repeat(run: Movement, times: int) -> Runner:
-    def runner(_: int) -> Tensor:
-        for _ in range(times):
-            run(None)
-        return torch.zeros(())
-
-    return runner

@@ -46,6 +46,8 @@ PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat1
 
 GROUP = "process_group"
 
+HALVED = range(4, 2**20, 2)  # numbers of ranks of which two replicas have equally many, at least 2
+
 # What peers are told to shard one by one: residual blocks and encoder blocks.
 BLOCKS: tuple[type[nn.Module], ...] = (BasicBlock, Bottleneck, EncoderBlock)
 
@@ -108,7 +110,7 @@ def build(name: str, model: nn.Module, setup: Setup) -> Contender:
 def superfluous() -> set[str]:
     """Return contenders that equal another one here, or that need more ranks. Collective."""
     equal = {"shardtrain_process_group"} if default_is_process_group() else set()
-    return equal | (set() if _has_halves() else {"shardtrain_hybrid", "fsdp2_hybrid"})
+    return equal | (set() if comm.world_size() in HALVED else {"shardtrain_hybrid", "fsdp2_hybrid"})
 
 
 def default_is_process_group() -> bool:
@@ -116,17 +118,12 @@ def default_is_process_group() -> bool:
     return isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
 
 
-def _has_halves() -> bool:
-    """Return whether two replicas have equally many ranks, and each several to shard over."""
-    return comm.world_size() >= 4 and comm.world_size() % 2 == 0
-
-
 def _mesh(device: torch.device, hybrid: bool) -> DeviceMesh:
     """Return all ranks, or two replicas of half of them."""
     world = dist.get_world_size()
     if not hybrid:
         return init_device_mesh(device.type, (world,))
-    if not _has_halves():
+    if world not in HALVED:
         raise ValueError(f"two replicas take an even number of ranks, at least 4, and there are {world}")
     return init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
@@ -181,10 +178,6 @@ def _ddp(model: nn.Module, setup: Setup, zero1: bool = False) -> Contender:
     return Contender(wrapped, setup.optimizer_of(wrapped, zero1), wrapped.no_sync, setup.dtype)
 
 
-def _no_communication(model: nn.Module, setup: Setup) -> Contender:
-    return Contender(model, setup.optimizer_of(model), contextlib.nullcontext, setup.dtype)
-
-
 _CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Setup], Contender]]] = {
     "shardtrain": ("shardtrain", _shardtrain),
     "shardtrain_process_group": ("shardtrain, process group", partial(_shardtrain, transport=GROUP)),
@@ -195,7 +188,10 @@ _CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Setup], Contender]]] = {
     "fsdp1": ("FSDP1", _fsdp1),
     "ddp": ("DDP", _ddp),
     "zero1": ("DDP + ZeroRedundancyOptimizer", partial(_ddp, zero1=True)),
-    "no_communication": ("no communication", _no_communication),
+    "no_communication": (
+        "no communication",
+        lambda model, setup: Contender(model, setup.optimizer_of(model), contextlib.nullcontext, setup.dtype),
+    ),
 }
 TITLES = {name: title for name, (title, _) in _CONTENDERS.items()}
 

@@ -20,21 +20,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.optim import Optimizer
 
 import shardtrain
-from shardtrain.bench.comparison import Spread, spread
 from shardtrain.bench.contenders import OPTIMIZERS, TITLES
-from shardtrain.bench.interleave import Samples
-from shardtrain.bench.report import Program, Results, median, quartiles, table
+from shardtrain.bench.interleave import Runner, Samples, Spread, interleave, ratios, spread
+from shardtrain.bench.report import Point, Program, Results, Row, median, of_points, quartiles
 from shardtrain.comm import native
 from shardtrain.job.launch import close_process_group
 from shardtrain.layout import even
@@ -51,16 +49,11 @@ ACTIVITIES = {
 }
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     """One unit: three linear layers of 4×4, each with a bias."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(PARAMETERS // 2)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(PARAMETERS // 2)))
 
 
 def wrapped(name: str, units: int) -> nn.Module:
@@ -74,54 +67,44 @@ def wrapped(name: str, units: int) -> nn.Module:
     return model
 
 
-class Point(NamedTuple):
-    """What has been measured of one activity in one world."""
+@dataclass
+class HostPoint(Point):
+    """One activity in one world."""
 
-    world: int
     activity: str
+    world: int
     units: int
-    samples: dict[str, Samples]
 
-    @property
-    def title(self) -> str:
-        return f"{ACTIVITIES[self.activity]}, {self.world:,} ranks"
-
-    def micros(self, name: str) -> Spread:
+    def micros(self, name: str) -> Spread | None:
         """Return the host time of ``name`` in µs per unit; for the collectives their whole time."""
-        leave_out = () if name == COLLECTIVES else (BARE,)
-        return spread([seconds * 1e6 / self.units for seconds in self._without(name, leave_out)])
+        values = self._without(name, () if name == COLLECTIVES else (BARE,))
+        return spread([seconds * 1e6 / self.units for seconds in values]) if values else None
 
-    def ratio(self, leave_out: Sequence[str] = (BARE,)) -> Spread:
+    def ratio(self, *leave_out: str) -> Spread | None:
         """Return the ratio of our time to the peer's, round by round, both without that of ``leave_out``."""
-        pairs = zip(self._without(OURS, leave_out), self._without(PEER, leave_out), strict=False)
-        return spread([ours / theirs for ours, theirs in pairs])
+        return ratios(self._without(OURS, leave_out), self._without(PEER, leave_out))
 
-    def cells(self) -> list[tuple[str, str]]:
+    def row(self) -> Row:
         """Return µs of each per unit, and the ratio, with and without the collectives."""
-        ratio = self.ratio()
+        ratio, without = self.ratio(BARE), None
+        micros = {name: self.micros(name) for name in self.samples if name != BARE}
         cells = [("ranks", f"{self.world:,}")]
-        cells += [(TITLES[name], median(self.micros(name), 0)) for name in (OURS, PEER)]
+        cells += [(TITLES[name], median(micros[name], 0)) for name in (OURS, PEER)]
         cells += [("ratio", median(ratio, 3)), ("quartiles", quartiles(ratio))]
-        if COLLECTIVES in self.samples:
-            cells.append(("collectives alone", median(self.micros(COLLECTIVES), 0)))
-            cells.append(("ratio without", median(self.ratio((BARE, COLLECTIVES)), 3)))
-        return cells
-
-    def failures(self) -> list[str]:
-        failed = {name: samples.failure for name, samples in self.samples.items() if samples.failure}
-        return [f"{self.title}, {TITLES.get(name, name)}: {failure}" for name, failure in failed.items()]
-
-    def facts(self) -> dict[str, Any]:
-        without = self.ratio((BARE, COLLECTIVES)) if COLLECTIVES in self.samples else None
-        return {
+        if COLLECTIVES in micros:
+            without = self.ratio(BARE, COLLECTIVES)
+            cells.append(("collectives alone", median(micros[COLLECTIVES], 0)))
+            cells.append(("ratio without", median(without, 3)))
+        facts = {
             "activity": self.activity,
             "world_size": self.world,
             "units": self.units,
-            "micros_a_unit": {name: self.micros(name) for name in self.samples if name != BARE},
-            "ratio": self.ratio(),
+            "micros_a_unit": micros,
+            "ratio": ratio,
             "ratio_without_collectives": without,
             "seconds": {name: samples.values for name, samples in self.samples.items()},
         }
+        return Row(cells, {ACTIVITIES[self.activity]: ratio}, facts)
 
     def _without(self, name: str, leave_out: Sequence[str]) -> list[float]:
         rows = zip(*(self.samples[each].values for each in (name, *leave_out)), strict=False)
@@ -130,7 +113,7 @@ class Point(NamedTuple):
 
 class HostBench(Program):
     def measure(self) -> None:
-        self.points: list[Point] = []  # the activities of one world after the other
+        self.points: list[HostPoint] = []  # the activities of one world after the other
         for world in self.settings.host.world_sizes:
             with simulated_group(world):
                 self._measure(world)
@@ -140,62 +123,48 @@ class HostBench(Program):
         models: dict[str, nn.Module] = {}
         batch = torch.randn(2, WIDTH)
 
-        def wrap(name: str) -> None:
+        def wrap(name: str, _: int) -> None:
             models[name] = wrapped(name, units)
 
-        def step(name: str) -> None:
+        def step(name: str, _: int) -> None:
             models[name].zero_grad()
             models[name](batch).sum().backward()
 
+        def update(name: str, _: int) -> None:
+            optimizers[name].step()
+
         self._time(world, "wrap", {name: partial(wrap, name) for name in (OURS, PEER, BARE)})
-        optimizers: dict[str, Optimizer] = {
-            name: kind(m.parameters(), **options) for name, m in models.items()
-        }
-        steps = {name: partial(step, name) for name in models}
+        optimizers = {name: kind(model.parameters(), **options) for name, model in models.items()}
+        steps: dict[str, Runner] = {name: partial(step, name) for name in models}
         self._time(world, "step", {**steps, COLLECTIVES: _collectives(world, units)})
-        self._time(world, "update", {name: optimizer.step for name, optimizer in optimizers.items()})
+        self._time(world, "update", {name: partial(update, name) for name in models})
 
-    def _time(self, world: int, activity: str, work: dict[str, Callable[[], object]]) -> None:
-        point = Point(world, activity, self.settings.host.units, {name: Samples() for name in work})
-        self.points.append(point)
-        nothing = torch.zeros(())
-
-        def run(own: Callable[[], object], _: int) -> Tensor:
-            own()
-            return nothing
-
-        runners = {name: partial(run, own) for name, own in work.items()}
+    def _time(self, world: int, activity: str, runners: Mapping[str, Runner]) -> None:
+        settings, words, label = self.settings, ACTIVITIES[activity], f"{world:,} ranks"
+        samples, table = {name: Samples() for name in runners}, f"{words}, µs of host time per unit"
+        self.points.append(HostPoint(table, label, samples, activity, world, settings.host.units))
+        rounds, title, clock = (settings.warmup, settings.rounds), f"{words}, {label}", time.process_time
         gc.collect()
         gc.disable()  # Python's collector runs when it likes, and one contender would pay for all
         try:
-            self.interleave(runners, point.samples, point.title, lines=1, clock=time.process_time)
+            interleave(runners, samples, self.device, *rounds, title, lines=1, clock=clock)
         finally:
             gc.enable()
 
     def results(self) -> Results:
-        done = [point for point in self.points if all(each.values for each in point.samples.values())]
-        lines: list[str] = []
-        panels: dict[str, dict[str, Spread | None]] = {}
-        for activity, words in ACTIVITIES.items():
-            points = [point for point in done if point.activity == activity]
-            if points:
-                lines += table(f"{words}, µs of host time per unit", [point.cells() for point in points])
-                panels[words] = {f"{point.world:,} ranks": point.ratio() for point in points}
-        failures = [failure for point in self.points for failure in point.failures()]
-        units = f"{self.settings.host.units} units of {PARAMETERS} parameters"
-        lines += [f"{units}; ranks are simulated", "", *failures]
-        facts = {"points": [point.facts() for point in done], "failures": failures}
-        return Results(lines, facts, f"host time over {TITLES[PEER]}'s (less is better)", panels)
+        results = of_points(self.points, f"host time over {TITLES[PEER]}'s (less is better)")
+        note = f"{self.settings.host.units} units of {PARAMETERS} parameters; ranks are simulated"
+        return results._replace(lines=[*results.lines, note])
 
 
-def _collectives(world: int, units: int) -> Callable[[], None]:
+def _collectives(world: int, units: int) -> Runner:
     """Return what does the collectives of one step and nothing else."""
     group = dist.group.WORLD
     assert group is not None
     layout = even([WIDTH * WIDTH, WIDTH] * (PARAMETERS // 2), world, align=4)
     full, local = torch.zeros(layout.padded), torch.zeros(layout.length(0))
 
-    def run() -> None:
+    def run(_: int) -> None:
         for _ in range(units):
             native.all_gather(full, local, group)
             native.all_gather(full, local, group)

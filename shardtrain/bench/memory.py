@@ -16,9 +16,11 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -27,9 +29,8 @@ import torch
 import torch.distributed as dist
 
 from shardtrain import comm
-from shardtrain.bench.comparison import Comparison
 from shardtrain.bench.contenders import POOL, TITLES, build
-from shardtrain.bench.interleave import Samples, attempt
+from shardtrain.bench.interleave import Comparison, Samples, attempt
 from shardtrain.bench.report import Program, Results, median, table
 from shardtrain.bench.settings import Settings
 from shardtrain.device import is_accelerator, peak_memory
@@ -43,16 +44,11 @@ INTERVAL_S = 0.01  # between two looks at the processes
 ROLLUP = "/proc/{}/smaps_rollup"
 
 
-class Peak(NamedTuple):
-    """Bytes at the moment when all ranks together held most; losses are means over this host's ranks."""
+class Watched(NamedTuple):
+    """What one host's ranks did: bytes when they held most, of host and accelerators, and mean losses."""
 
-    host: int = 0
-    device: int = 0
-    losses: Sequence[float] = ()
-
-
-class RankEnded(RuntimeError):
-    """A process ended without an answer."""
+    peak: tuple[int, int]
+    losses: list[float]
 
 
 class MemoryBench(Program):
@@ -61,15 +57,14 @@ class MemoryBench(Program):
             path = ROLLUP.format("PID")
             raise UserError(f"memory=true reads {path}, which this system does not have (Linux does)")
         self.comparison = Comparison(self.settings.reference, self.settings.precision)
-        self.peaks: dict[str, Peak] = {}
+        self.peaks: dict[str, tuple[int, int]] = {}  # bytes of all hosts, and of their accelerators
         for name in self.settings.to_run():
-            samples = Samples()
-            seen = attempt(lambda name=name: self._watch(name), samples, self.device) or Peak()  # type: ignore[misc]
-            total = torch.tensor([seen.host, seen.device], dtype=torch.int64, device=self.device)
+            samples = self.comparison.samples[name] = Samples()
+            watch = partial(self._watch, name)
+            peak, samples.losses = attempt(watch, samples, self.device) or ((0, 0), [])
+            total = torch.tensor(peak, dtype=torch.int64, device=self.device)
             host, device = map(int, comm.all_reduce(total).tolist())
-            self.peaks[name] = Peak(host, device, seen.losses)
-            samples.values, samples.losses = [host + device], [*seen.losses]
-            self.comparison.samples[name] = samples
+            self.peaks[name], samples.values = (host, device), [host + device]
             if self.rank_info.rank == 0:
                 print(f"{TITLES[name]}: {samples.failure or f'{(host + device) / MIB:.0f} MiB'}", flush=True)
 
@@ -77,79 +72,74 @@ class MemoryBench(Program):
         reference = TITLES[self.settings.reference]
         shape = self.settings.case(self.settings.model).shape
         title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
-        rows = [
-            [
-                ("", TITLES[name]),
-                ("host MiB", f"{self.peaks[name].host / MIB:.0f}"),
-                ("device MiB", f"{self.peaks[name].device / MIB:.0f}"),
-                (f"of {reference}", median(verdict.ratio)),
-            ]
-            for name, verdict in self.comparison.ranked().items()
-        ]
+        rows = []
+        for name, verdict in self.comparison.ranked().items():
+            host, device = (f"{size / MIB:.0f}" for size in self.peaks[name])
+            row = [("", TITLES[name]), ("host MiB", host), ("device MiB", device)]
+            rows.append([*row, (f"of {reference}", median(verdict.ratio))])
         found = {
             name: {
                 "reason": verdict.reason,
-                "host_bytes": self.peaks[name].host,
-                "device_bytes": self.peaks[name].device,
+                "host_bytes": self.peaks[name][0],
+                "device_bytes": self.peaks[name][1],
                 "ratio": verdict.ratio and verdict.ratio.median,
-                "losses": self.peaks[name].losses,
+                "losses": self.comparison.samples[name].losses,
             }
             for name, verdict in self.comparison.verdicts().items()
+            if name in self.peaks
         }
         facts = {"steps": STEPS, "reference": self.settings.reference, "contenders": found}
         lines = table(title, rows, self.comparison.left_out())
         label = f"peak memory over {reference}'s (less is better)"
-        return Results(lines, facts, label, {title: self.comparison.bars()})
+        return Results(lines, facts, label, {title: self.comparison.ratios_to(self.settings.reference)})
 
-    def _watch(self, name: str) -> Peak:
+    def _watch(self, name: str) -> Watched:
         """On local rank 0 start the contender's processes and watch them; elsewhere wait for that."""
-        info, peak = self.rank_info, Peak()
+        info, watched = self.rank_info, Watched((0, 0), [])
         done = f"shardtrain/bench/memory/{name}/done/{{}}".format
         leaders = range(0, info.world_size, info.local_world_size) if info.world_size > 1 else ()
         if info.local_rank == 0:
             try:
-                peak = watch_host(self.settings, name, info)
+                watched = watch_host(self.settings, name, info)
             finally:
                 if leaders:
                     info.store.set(done(info.rank), "")
         while not all(info.store.check([done(leader)]) for leader in leaders):
             time.sleep(0.1)
-        return peak
+        return watched
 
 
-def watch_host(settings: Settings, name: str, first: RankInfo) -> Peak:
+def watch_host(settings: Settings, name: str, first: RankInfo) -> Watched:
     """Train ``name`` in one fresh process per rank of this host, whose first rank is ``first``.
 
     A task of the pool ends only when all ranks have begun it, so that every process gets one of each kind.
-
-    Raises:
-        RankEnded: a process ended without an answer.
     """
-    world, local_world = first.world_size, first.local_world_size
-    ranks = [RankInfo(first.rank + local, world, local, local_world) for local in range(local_world)]
+    ranks = [
+        replace(first, rank=first.rank + local, local_rank=local) for local in range(first.local_world_size)
+    ]
+    spawn = multiprocessing.get_context("spawn")
     with tempfile.NamedTemporaryFile("r") as log:
-        spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(len(ranks), spawn, _quiet, (log.name, torch.get_num_threads()))
         try:
-            met = [pool.submit(_meet, rank, settings.device) for rank in ranks]
-            pids = [future.result() for future in met]
+            pids = [met.result() for met in [pool.submit(_meet, rank, settings.device) for rank in ranks]]
             before = peak = pss(pids)
-            trained = [pool.submit(_train, settings, name) for _ in ranks]
-            while not all(future.done() for future in trained):
+            training = [pool.submit(_train, settings, name) for _ in ranks]
+            while not all(rank.done() for rank in training):
                 peak = max(peak, pss(pids))
-                for future in wait(trained, INTERVAL_S).done:
-                    future.result()
-            losses, device_bytes = zip(*(future.result() for future in trained), strict=True)
+                for rank in wait(training, INTERVAL_S).done:
+                    rank.result()
+            losses, device_bytes = zip(*(rank.result() for rank in training), strict=True)
         except BrokenProcessPool:
             said = log.read().strip().splitlines() or ["it said nothing"]
-            raise RankEnded(f"a rank ended: {said[-1]}") from None
+            raise RuntimeError(f"a rank ended: {said[-1]}") from None
         except UserError as error:  # only this rank knows of it
-            raise RankEnded(str(error)) from None
+            raise RuntimeError(str(error)) from None
         finally:
             for process in multiprocessing.active_children():
                 process.kill()
             pool.shutdown()
-    return Peak(peak - before, sum(device_bytes), [fmean(step) for step in zip(*losses, strict=True)])
+    means = [fmean(step) for step in zip(*losses, strict=True)]
+    return Watched((peak - before, sum(device_bytes)), means)
 
 
 def pss(pids: Iterable[int]) -> int:

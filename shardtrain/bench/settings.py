@@ -73,12 +73,6 @@ class Settings:
         left_out = set() if self.contenders else superfluous() - {self.reference}
         return [name for name in self.contenders or TITLES if name not in left_out]
 
-    def title(self, program: str) -> str:
-        """Return a short name of what is measured."""
-        if program != "steps":
-            return program
-        return ("memory-" if self.memory else "") + ("suite" if self.suite else self.model)
-
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     """Return the settings that ``arguments`` ask for; None when they asked for something to be printed."""
@@ -93,8 +87,8 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
 
 
 def _check(settings: Settings) -> None:
-    names = settings.contenders
-    listed = f"contenders=[{','.join(names or ())}]"
+    names, sizes, worlds = settings.contenders, settings.collectives, settings.host.world_sizes
+    listed, reference = f"contenders=[{','.join(names or ())}]", settings.reference
     for name in names or ():
         if name not in TITLES:
             raise UserError(f"contenders: {name}{nearest(name, TITLES)} (valid: {', '.join(TITLES)})")
@@ -102,18 +96,13 @@ def _check(settings: Settings) -> None:
         raise UserError(f"{listed}: expected at least one of {', '.join(TITLES)}")
     if names and len(set(names)) < len(names):
         raise UserError(f"{listed}: a name is listed twice")
-    if names and settings.reference not in names:
-        raise UserError(
-            f"reference={settings.reference} is not among {listed}: add it there, or choose another reference"
-        )
+    if names and reference not in names:
+        raise UserError(f"reference={reference} is not among {listed}: add it, or choose another reference")
     if settings.suite and settings.memory:
         raise UserError("suite=true measures time and memory=true memory: choose one, and model=NAME")
-    sizes, worlds = settings.collectives, settings.host.world_sizes
     if sizes.smallest_kib > sizes.largest_kib:
-        raise UserError(
-            f"collectives.smallest_kib={sizes.smallest_kib} is more than "
-            f"collectives.largest_kib={sizes.largest_kib}"
-        )
+        smallest, largest = (f"collectives.{key}={value}" for key, value in vars(sizes).items())
+        raise UserError(f"{smallest} is more than {largest}")
     if not worlds or min(worlds) < 2:
         listed = ",".join(map(str, worlds))
         raise UserError(f"host.world_sizes=[{listed}]: expected numbers of ranks, each at least 2")

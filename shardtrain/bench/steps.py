@@ -8,9 +8,8 @@ from typing import Any
 
 from shardtrain import comm
 from shardtrain.bench import contenders
-from shardtrain.bench.comparison import EXEMPT, Comparison
 from shardtrain.bench.contenders import POOL, SUITE, TITLES, Case, Contender
-from shardtrain.bench.interleave import Runner, Samples, attempt
+from shardtrain.bench.interleave import EXEMPT, Comparison, Runner, Samples, attempt, interleave
 from shardtrain.bench.report import Program, Results, median, quartiles, table
 from shardtrain.job.format import counted
 
@@ -40,7 +39,7 @@ class StepBench(Program):
             if contender is not None:
                 runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
         gc.collect()
-        self.interleave(runners, samples, case.shape)
+        interleave(runners, samples, device, settings.warmup, settings.rounds, case.shape)
 
     def results(self) -> Results:
         reference, found = self.settings.reference, self.comparisons
@@ -52,7 +51,7 @@ class StepBench(Program):
         if self.settings.suite:
             means = facts["geometric_means"] = suite_means(list(found.values()))
             lines += _suite_table(means, len(found))
-        panels = {case.shape: comparison.bars() for case, comparison in found.items()}
+        panels = {case.shape: comparison.ratios_to(reference) for case, comparison in found.items()}
         return Results(lines, facts, f"time of a step over {TITLES[reference]}'s (less is better)", panels)
 
 
