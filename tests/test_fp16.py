@@ -85,9 +85,9 @@ def run(folder: Path, *more: str) -> list[float]:
     scales = []
     save = Saver._save
 
-    def saved(keeper: Saver, step: int) -> None:
-        scales.append(keeper._job.scaler.get_scale())
-        save(keeper, step)
+    def saved(saver: Saver, step: int) -> None:
+        scales.append(saver._job.scaler.get_scale())
+        save(saver, step)
 
     Saver._save = saved  # type: ignore[method-assign]
     try:

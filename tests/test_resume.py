@@ -117,7 +117,7 @@ def on_a_slow_disk(folder: str) -> str:
         time.sleep(0.5)
         return write_tensors(*arguments)
 
-    with patch.object(saving, "write_tensors", slowly):
+    with patch.object(checkpoint_saving, "write_tensors", slowly):
         return run(folder, "checkpoint.every_steps=5")
 
 
@@ -375,10 +375,10 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
     seen: list[Any] = []
     fit = saving.Saver.step_done
 
-    def look(self: saving.Saver, *args: Any) -> None:
+    def look(self: saving.Saver, *args: Any, **options: Any) -> None:
         groups = self._job.optimizer.param_groups
         seen.append([(group["weight_decay"], group["lr"]) for group in groups])
-        fit(self, *args)
+        fit(self, *args, **options)
 
     with patch.object(saving.Saver, "step_done", look):
         assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"

@@ -1,8 +1,8 @@
-"""Being asked to leave: a scheduler's SIGTERM or SIGUSR1, or Ctrl-C.
+"""Being asked to stop: a scheduler's SIGTERM or SIGUSR1, or Ctrl-C.
 
 While training, a signal is only noted. The ranks exchange what they have noted with every step (see
-`keeper.Saver`) and every batch of an evaluation (`Listening`), so they stop together, wherever the signal
-went, with the step saved.
+`train/saving.py`) and every batch of an evaluation (`StoppableFeed`). So they stop together, with the step
+saved, whichever rank got the signal. This is an own file because the launcher and the loop share it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ TERMINATED, INTERRUPTED = 143, 130
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_S = 1.0  # seconds in which a Ctrl-C may come twice: from the terminal, and passed on by torchrun
 
-
 Batch = TypeVar("Batch")
 
 
 class Stopped(KeyboardInterrupt):
-    """All ranks have stopped at the same place, because one was asked to."""
+    """Raised on all ranks at the same point, because one was asked to stop."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.name = signal.Signals(number).name
         self.exit_code = INTERRUPTED if number == signal.SIGINT else TERMINATED
-        super().__init__(f"stopped by {self.name}")
+        super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
 class StopSignals:
-    """Inside, signals that ask to leave are noted; a second Ctrl-C leaves at once.
+    """A context in which signals that ask to stop are noted; a second Ctrl-C stops at once.
 
     ``noted``: the number of the signal that came first; 0: none.
     """
 
     def __init__(self) -> None:
         self.noted = 0
-        self._since = 0.0
+        self._noted_at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -57,15 +55,14 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN if stopped else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = self.noted == signal.SIGINT and time.monotonic() - self._since > SAME_S
-        if number == signal.SIGINT and again:
+        if number == self.noted == signal.SIGINT and time.monotonic() - self._noted_at > SAME_S:
             raise KeyboardInterrupt
         if not self.noted:
-            self.noted, self._since = number, time.monotonic()
+            self.noted, self._noted_at = number, time.monotonic()
 
 
-class Listening(Generic[Batch]):
-    """Batches, of which all ranks have as many; a signal to one of them ends them on all. Collective.
+class StoppableFeed(Generic[Batch]):
+    """Batches, equally many on all ranks; a signal to one rank ends them on all. Collective.
 
     With each batch the ranks exchange what they have noted, and read what they exchanged the batch before,
     so on a GPU nobody waits for the exchange.
@@ -79,9 +76,10 @@ class Listening(Generic[Batch]):
         Raises:
             Stopped: on every rank, before the same batch.
         """
-        said: torch.Tensor | None = None
+        exchanged: torch.Tensor | None = None
         for batch in self._batches:
-            if said is not None and said.item():
-                raise Stopped(int(said.item()))
-            said = comm.all_reduce(torch.tensor(self._signals.noted, device=comm.control_device()), "max")
+            if exchanged is not None and exchanged.item():
+                raise Stopped(int(exchanged.item()))
+            noted = torch.tensor(self._signals.noted, device=comm.control_device())
+            exchanged = comm.all_reduce(noted, "max")
             yield batch

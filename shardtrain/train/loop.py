@@ -3,110 +3,155 @@
     python -m shardtrain.train +recipe=resnet                          one process
     torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet     two ranks of one host
 
-`fit` is the whole of training; what it works on comes from `build.py`, what it reports goes to `monitor`,
-`keeper.py` saves it, and `resume.py` makes it go on where an earlier process stopped.
+`fit` is the whole of training. What it works on comes from `job/build.py`, what it reports goes to the
+monitor, `saving.py` saves it, and `resume.py` finds where an earlier process stopped.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
+from torch import Tensor
+
 from shardtrain import comm
-from shardtrain.job.build import Job, build
-from shardtrain.job.config import Config, Train
+from shardtrain.job.build import build
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
-from shardtrain.job.evaluate import Evaluation, evaluate
+from shardtrain.job.evaluate import evaluate
 from shardtrain.job.launch import Context
-from shardtrain.job.signals import Listening, StopSignals
+from shardtrain.job.signals import StoppableFeed, StopSignals
 from shardtrain.job.step import Step
-from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor, score_table, start_table
+from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
 from shardtrain.train import sweep
-from shardtrain.train.nonfinite import BadSteps
-from shardtrain.train.resume import find_start, restore, run_directory, told
-from shardtrain.train.saving import Saver
+from shardtrain.train.resume import find_start, restore, run_directory, start_messages
+from shardtrain.train.saving import Run, Saver
 
 
-def fit(
-    job: Job,
-    train: Train,
-    monitor: Monitor,
-    window: StepMetrics,
-    bad_steps: BadSteps,
-    keeper: Saver,
-    watch: Watch,
-) -> None:
-    """Trains up to step `job.steps`, evaluating every `train.eval_every` epochs and at the end."""
-    model, optimizer = job.model, job.optimizer
-
-    def evaluated(step: int) -> Evaluation | None:
-        """None: a rank was asked to leave meanwhile."""
-        with keeper.evaluating() as held_out, window.paused("evaluation"):
-            found = evaluate(model, held_out, ema=job.ema, flip=train.eval_flip)
-            monitor.evaluated(step, found)
-            return found
-        return None
-
-    if keeper.owed:
-        keeper.made_up(job.first_step, evaluated(job.first_step))
-    one = Step.of(job, train.clip_grad_norm)
+def fit(run: Run, saver: Saver, watch: Watch) -> None:
+    """Train up to step ``job.steps``; evaluate every ``train.eval_every`` epochs and at the end."""
+    config, job, metrics, monitor = run
+    train, one_step, bad_steps = config.train, Step.of(job, config.train.clip_grad_norm), BadSteps(run)
+    if saver.pending_evaluation:
+        saver.evaluate_pending(job.first_step)
     batches = monitor.showing(job.train)
-    window.start()
+    metrics.start()
     for step in range(job.first_step + 1, job.steps + 1):
         bad_steps.begin_step()
-        with window.step():
-            norm = one.gradients(batches, train.accumulate, window.phase, window.add)
+        with metrics.step():
+            norm = one_step.gradients(batches, train.accumulate, metrics.phase, metrics.add)
             if not bad_steps.accepts(step, norm):
-                optimizer.zero_grad()  # which leaves the update nothing to do
-            keeper.before_update()
-            one.update(step)
+                job.optimizer.zero_grad()  # which leaves the update nothing to do
+            saver.before_update()
+            one_step.update(step)
         last = step == job.steps
         monitor.step(step)
         report = None
         if step % train.log_every == 0 or last:
-            report = window.report(step, norm, watch.requested())
-            monitor.log(step, report.scalars | keeper.report())
+            report = metrics.report(step, norm, watch.requested())
+            monitor.log(step, report.scalars | saver.scalars())
         watch.step_done(step, report)
-        optimizer.zero_grad()
+        job.optimizer.zero_grad()
         job.schedule.step()
-        due = step % (train.eval_every * job.steps_per_epoch) == 0 or last
-        keeper.step_done(step, evaluated(step) if due else None)
+        saver.step_done(step, evaluate=last or step % (train.eval_every * job.steps_per_epoch) == 0)
         if step == job.first_step + 1:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
-    keeper.finish()
+    saver.finish()
+
+
+class BadSteps:
+    """Keeps steps whose gradient is not finite from the parameters: by stopping, or by skipping them.
+
+    The gradient's norm over all ranks is the same number on every rank, and it is not finite as soon as one
+    element of one rank's gradient is not. So every rank decides alike without communication; only then do
+    the ranks exchange where it came from. A step whose scaled gradient overflows in fp16 is none of these: it
+    is left out, and the scale goes down.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._skipped_in_a_row = run, 0
+        skips = run.config.train.nonfinite == "skip"
+        self._buffers = list(run.job.model.buffers()) if skips else []
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def begin_step(self) -> None:
+        """Remember BatchNorm's running statistics, which a bad forward spoils for good."""
+        _copy(self._before, self._buffers)
+
+    def accepts(self, step: int, norm: Tensor) -> bool:
+        """Return whether this step may be taken. Collective if ``norm`` is not finite.
+
+        Raises:
+            RuntimeError: on every rank: it may not, and the run is to stop.
+        """
+        if math.isfinite(float(norm)):
+            self._skipped_in_a_row = 0
+            return True
+        train, scaler = self._run.config.train, self._run.job.scaler
+        bad = self._bad_losses()
+        if not bad and scaler.is_enabled() and scaler.get_scale() >= 1:
+            return False
+        self._skipped_in_a_row += 1
+        cause = f"step {step}: {', '.join(bad) or 'all losses finite'}, gradient norm {float(norm)}"
+        if train.nonfinite == "stop":
+            raise RuntimeError(f"{cause}; a lower optim.lr may help, or train.nonfinite=skip")
+        if self._skipped_in_a_row > train.skip_at_most:
+            raise RuntimeError(
+                f"{cause}; {train.skip_at_most} steps in a row were skipped (train.skip_at_most)"
+            )
+        self._run.monitor.say(f"skipped {cause}")
+        self._run.metrics.drop_step()
+        _copy(self._buffers, self._before)
+        return False
+
+    def _bad_losses(self) -> list[str]:
+        metrics = self._run.metrics
+        losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=metrics.sums.device)
+        losses[comm.rank()] = metrics.loss_of_step()
+        by_rank = enumerate(comm.all_reduce(losses).tolist())
+        return [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensors; models without BatchNorm have no buffers, and torch refuses to copy none."""
+    if into:
+        torch._foreach_copy_(into, values)
 
 
 def train(config: Config, context: Context) -> float | None:
-    """One run, from its configuration to its result: the best accuracy in percent, if there is one."""
+    """Run one job from its configuration to its result: the best accuracy in percent, if there is one."""
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     start = find_start(config, context)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
-    window = StepMetrics(job)
-    past = restore(start, config, job, window)
-    best = past.best
-    best_acc1 = best.acc1 if best else None
+    metrics = StepMetrics(job)
+    state = restore(start, config, job, metrics)
+    best_acc1 = state.best.acc1 if state.best else None
     with (
-        run_directory(start, config, context) as news,
-        open_monitor(config, context, job, window, best_acc1) as monitor,
+        run_directory(start, config, context) as messages,
+        open_monitor(config, context, job, metrics, best_acc1) as monitor,
         StopSignals() as signals,
     ):
         table = start_table(config, context, job)
-        monitor.say("\n".join([table, *news, *told(start, job, config.eval_only)]))
+        monitor.say("\n".join([table, *messages, *start_messages(start, job, config.eval_only)]))
         if config.eval_only:
-            found = evaluate(job.model, Listening(job.val, signals), ema=job.ema, flip=config.train.eval_flip)
-            monitor.say(score_table(found, config.reference))
-            return found.acc1
+            feed = StoppableFeed(job.val, signals)
+            evaluation = evaluate(job.model, feed, ema=job.ema, flip=config.train.eval_flip)
+            monitor.say(score_table(evaluation, config.reference))
+            return evaluation.acc1
         if config.dry_run:
             if rank_info.rank == 0:
                 monitor.say("\n" + rank_table(plan_of(config, job)))
-        else:
-            bad_steps = BadSteps(job.model, config.train, window, monitor, job.scaler)
-            keeper = Saver(config, job, start.store, past, window, monitor, signals)
-            with Watch(config, context, job, window, monitor) as watch:
-                fit(job, config.train, monitor, window, bad_steps, keeper, watch)
-            best = keeper.best
-        return best.acc1 if best else None
+            return best_acc1
+        run = Run(config, job, metrics, monitor)
+        saver = Saver(run, start.store, state, signals)
+        with Watch(config, context, job, metrics, monitor) as watch:
+            fit(run, saver, watch)
+        return saver.best.acc1 if saver.best else None
 
 
 def main() -> float | None:
+    """Run one job, or several with `--multirun`."""
     return sweep.run(train)

@@ -1,18 +1,16 @@
-"""Where a run starts: anew, or after the step that an earlier process saved last (see `keeper.py`)."""
+"""Where a run starts: anew, or after the step that an earlier process saved last (see `saving.py`)."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import random
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from shardtrain import comm
@@ -20,17 +18,16 @@ from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Newest, Store, newest, steps_in
-from shardtrain.comm.transport import Ranks
 from shardtrain.job.build import Job, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, writing
 from shardtrain.monitor import StepMetrics
-from shardtrain.train.saving import Best, Past, facts_of
+from shardtrain.train.saving import Best, RunState, facts_of, restore_random_state
 
-CHECKPOINTS = "checkpoints"
-SHOWN = 5  # parameters that do not fit a checkpoint
+CHECKPOINTS, LOCK = "checkpoints", ".lock"
+MOST_PROBLEMS = 5  # parameters that do not fit a checkpoint, in a message
 
 
 class Start(NamedTuple):
@@ -39,11 +36,11 @@ class Start(NamedTuple):
     step: int
     opened: Opened | None
     store: Store
-    damaged: list[tuple[Path, str]]  # newer checkpoints that are not whole, and why
+    damaged: list[tuple[Path, str]]  # newer checkpoints that are not complete, and why
 
 
-def told(start: Start, job: Job, evaluating: bool = False) -> list[str]:
-    """What people should know of the start."""
+def start_messages(start: Start, job: Job, evaluating: bool = False) -> list[str]:
+    """Return what people should know of the start."""
     aside = "" if evaluating else "; it is set aside"
     warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
     if start.opened is None:
@@ -56,48 +53,76 @@ def told(start: Start, job: Job, evaluating: bool = False) -> list[str]:
 
 
 def find_start(config: Config, context: Context) -> Start:
-    """Where the configuration's `resume` says to start. Changes nothing yet. Collective.
+    """Find where the configuration's `resume` says to start; change nothing yet. Collective.
 
     Raises:
-        UserError: there is nothing whole to start from, where there should be.
+        UserError: there is nothing complete to start from, where there should be.
     """
-    directory = context.run_dir / CHECKPOINTS
-    all_ranks, keep = comm.plain_transport(), config.checkpoint.keep
     store = Store(
-        directory, all_ranks, context.device, keep=keep, asynchronous=config.checkpoint.asynchronous
+        context.run_dir / CHECKPOINTS,
+        comm.plain_transport(),
+        context.device,
+        keep=config.checkpoint.keep,
+        asynchronous=config.checkpoint.asynchronous,
     )
     if config.dry_run or (config.resume == "none" and (config.eval_only or not _restarted(context))):
         return Start(0, None, store, [])
     try:
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
-            found = _elsewhere(Path(config.resume).expanduser(), all_ranks, context.device)
+            found = _open_elsewhere(Path(config.resume).expanduser(), context.device)
     except Damaged as error:
         raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
     return Start(found.step, found.opened, store, found.damaged)
 
 
+def _restarted(context: Context) -> bool:
+    """Return whether torchrun has started this run before: after a failure, or with more or fewer ranks.
+
+    Then it resumes from its own checkpoints, whatever its `resume` says. Collective.
+    """
+    before = False
+    if context.rank_info.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+        token, count = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        before = context.rank_info.agree(f"start/{context.run_dir}", token) != token or count != "0"
+    return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
+
+
+def _open_elsewhere(path: Path, device: torch.device) -> Newest:
+    """Open the checkpoint ``path``, or the newest of the run ``path``."""
+    all_ranks = comm.plain_transport()
+    if (path / NAME).exists():
+        opened = open_checkpoint(path, all_ranks, device)
+        return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
+    found = newest(path / CHECKPOINTS, all_ranks, device)
+    if found.opened is None:
+        raise UserError(
+            f"resume={path}: neither a checkpoint nor a run with checkpoints; resume=none starts anew"
+        )
+    return found
+
+
 @contextlib.contextmanager
 def run_directory(start: Start, config: Config, context: Context) -> Iterator[list[str]]:
-    """Inside, the run directory is this job's alone, and ready for its checkpoints. Collective.
+    """Keep the run directory for this job alone, ready for its checkpoints. Collective.
 
     Gives what people should know of that. A run that writes nothing changes nothing here.
 
     Raises:
         UserError: on every rank: another job writes there, or nobody can.
     """
-    news: list[str] = []
+    messages: list[str] = []
     with contextlib.ExitStack() as held:
 
         def take() -> None:
             held.enter_context(locked(context.run_dir))
             if config.resume == "none" and start.opened is None:
-                news.extend(_set_aside(start.store.directory))
+                messages.extend(_set_aside(start.store.directory))
             start.store.clear(start.damaged)
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
-        yield news
+        yield messages
 
 
 def _set_aside(directory: Path) -> list[str]:
@@ -113,127 +138,9 @@ def _set_aside(directory: Path) -> list[str]:
     return [f"resume=none: the checkpoints of an earlier run are in {aside} now"]
 
 
-def _restarted(context: Context) -> bool:
-    """Whether torchrun has started this run before: after a failure, or with more or fewer ranks. Collective.
-
-    Then it goes on from its own checkpoints, whatever its `resume` says.
-    """
-    before = False
-    if context.rank_info.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-        token, count = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        before = context.rank_info.agree(f"start/{context.run_dir}", token) != token or count != "0"
-    return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
-
-
-def _elsewhere(path: Path, all_ranks: Ranks, device: torch.device) -> Newest:
-    """The checkpoint ``path``, or the newest of the run ``path``."""
-    if (path / NAME).exists():
-        opened = open_checkpoint(path, all_ranks, device)
-        return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
-    found = newest(path / CHECKPOINTS, all_ranks, device)
-    if found.opened is None:
-        raise UserError(
-            f"resume={path}: neither a checkpoint nor a run with checkpoints; resume=none starts anew"
-        )
-    return found
-
-
-def restore(start: Start, config: Config, job: Job, window: StepMetrics) -> Past:
-    """Fill the job with what `find_start` found, and give what is known of the run until then. Collective.
-
-    The command's settings count, not the saved ones: a new `optim.weight_decay` takes effect.
-
-    Raises:
-        UserError: the checkpoint is of another model or optimizer, or of other batches.
-    """
-    if config.eval_only:
-        _restore_model(start, config, job)
-        return Past()
-    if start.opened is None:
-        return Past()
-    _compare(start.opened.manifest.facts, facts_of(config, job))
-    options = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
-    try:
-        averages = None if job.ema is None else job.ema.averages
-        extra = load_into(start.opened, job.model, job.optimizer, averages)
-    except ValueError as error:
-        raise UserError(f"resume={config.resume}: {_shortened(error)}; resume=none starts anew") from None
-    for group, own in zip(job.optimizer.param_groups, options, strict=True):
-        group.update(own)
-    ranks = start.opened.manifest.world_size
-    window.restore(extra["window"], ranks)
-    if job.ema is not None:
-        job.ema.restore(extra["ema"], ranks)
-    if extra.get("scaler"):  # empty from a run that scaled nothing
-        job.scaler.load_state_dict(extra["scaler"])
-    if ranks == job.share.world_size:
-        _set_random_state(extra["random"], job.device)
-    else:
-        seed_process("resumed", config.seed, comm.rank(), start.step)
-    return Past(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
-
-
-def _restore_model(start: Start, config: Config, job: Job) -> None:
-    """For an evaluation, to which the optimizer and the place among the images do not matter."""
-    opened = start.opened
-    if opened is None:
-        if config.model.get("weights") is None:
-            raise UserError(
-                f"eval_only=true: there is no checkpoint in {start.store.directory}; name the run "
-                "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
-            )
-        return
-    averages = None if job.ema is None else job.ema.averages
-    try:
-        extra = load_into(opened, job.model, None, averages)
-    except ValueError as error:
-        raise UserError(_shortened(error)) from None
-    if job.ema is not None:
-        job.ema.restore(extra["ema"], opened.manifest.world_size)
-
-
-def _shortened(error: ValueError) -> str:
-    """The first few of what may be hundreds of parameters that do not fit."""
-    problems = str(error).split("; ")
-    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return "; ".join(problems[:SHOWN]) + more
-
-
-def _compare(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    for key in ("_target_", "name"):
-        was, now = (facts["config"]["model"].get(key) for facts in (saved, ours))
-        if was != now:
-            raise UserError(
-                f"resume: the checkpoint is of a run with model.{key}={was}, this one has {now}; choose "
-                "another run.name, or resume=none starts anew"
-            )
-    theirs = saved.get("position", {})
-    for key, value in ours["position"].items():
-        if theirs.get(key) != value:
-            raise UserError(
-                f"resume: the checkpoint is of a run with {key}={theirs.get(key)}, this one has {value}, "
-                "so its place among the images means nothing here; resume=none starts anew"
-            )
-
-
-def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    key, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", key.numpy().astype(np.uint32), position, has_gauss, cached))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-# Two jobs that would write into one run directory are kept apart.
-
-LOCK = ".lock"
-
-
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Inside, ``directory`` exists, and no other process comes in with it, on whichever host.
+    """Make ``directory``, and keep other processes out of it, on whichever host.
 
     The kernel holds the lock for this process alone (`lockf`, not `flock`): it ends with the process, even
     where a data loader's workers outlive it for seconds.
@@ -260,3 +167,73 @@ def locked(directory: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> RunState:
+    """Fill the job with what `find_start` found, and return what is known of the run. Collective.
+
+    The command's settings count, not the saved ones: a new `optim.weight_decay` takes effect.
+
+    Raises:
+        UserError: the checkpoint is of another model or optimizer, or of other batches; or an evaluation
+            alone finds nothing to evaluate.
+    """
+    opened, evaluating = start.opened, config.eval_only
+    if opened is None:
+        if evaluating and config.model.get("weights") is None:
+            raise UserError(
+                f"eval_only=true: there is no checkpoint in {start.store.directory}; name the run "
+                "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
+            )
+        return RunState()
+    if not evaluating:  # to which the optimizer and the place among the images do not matter
+        _require_same_run(opened.manifest.facts, facts_of(config, job))
+    groups = [dict(group) for group in job.optimizer.param_groups]
+    try:
+        averages = None if job.ema is None else job.ema.averages
+        extra = load_into(opened, job.model, None if evaluating else job.optimizer, averages)
+    except ValueError as error:
+        problems = _shortened(error)
+        if not evaluating:
+            problems = f"resume={config.resume}: {problems}; resume=none starts anew"
+        raise UserError(problems) from None
+    ranks = opened.manifest.world_size
+    if job.ema is not None:
+        job.ema.restore(extra["ema"], ranks)
+    if evaluating:
+        return RunState()
+    for group, ours in zip(job.optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in ours.items() if key != "params"})
+    metrics.restore(extra["window"], ranks)
+    if extra.get("scaler"):  # empty from a run that scaled nothing
+        job.scaler.load_state_dict(extra["scaler"])
+    if ranks == job.share.world_size:
+        restore_random_state(extra["random"], job.device)
+    else:
+        seed_process("resumed", config.seed, comm.rank(), start.step)
+    return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
+
+
+def _shortened(error: ValueError) -> str:
+    """Return the first few of what may be hundreds of parameters that do not fit."""
+    problems = str(error).split("; ")
+    more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+    return "; ".join(problems[:MOST_PROBLEMS]) + more
+
+
+def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model, or of other batches."""
+    for key in ("_target_", "name"):
+        was, now = (facts["config"]["model"].get(key) for facts in (saved, ours))
+        if was != now:
+            raise UserError(
+                f"resume: the checkpoint is of a run with model.{key}={was}, this one has {now}; choose "
+                "another run.name, or resume=none starts anew"
+            )
+    theirs = saved.get("position", {})
+    for key, value in ours["position"].items():
+        if theirs.get(key) != value:
+            raise UserError(
+                f"resume: the checkpoint is of a run with {key}={theirs.get(key)}, this one has {value}, "
+                "so its place among the images means nothing here; resume=none starts anew"
+            )

@@ -7,9 +7,8 @@ state, buffers and random numbers of every rank, what the next report adds up, a
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from threading import Thread
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,16 +16,25 @@ import numpy as np
 import torch
 
 from shardtrain import comm
+from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
-from shardtrain.job.data import Batch
-from shardtrain.job.evaluate import Evaluation
+from shardtrain.job.evaluate import evaluate
 from shardtrain.job.schema import plain
-from shardtrain.job.signals import Listening, Stopped, StopSignals
+from shardtrain.job.signals import StoppableFeed, Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
+
+
+class Run(NamedTuple):
+    """A job while it trains."""
+
+    config: Config
+    job: Job
+    metrics: StepMetrics
+    monitor: Monitor
 
 
 class Best(NamedTuple):
@@ -36,16 +44,16 @@ class Best(NamedTuple):
     acc1: float
 
 
-class Past(NamedTuple):
-    """What a run had found out, and what it still owed, when its step was saved."""
+class RunState(NamedTuple):
+    """What a saved step knows of the run until then."""
 
     best: Best | None = None
-    owed: bool = False
-    """The step's evaluation, which was left because a rank was asked to leave."""
+    pending_evaluation: bool = False
+    """Whether the step has still to be evaluated, because a rank was asked to stop meanwhile."""
 
 
 def facts_of(config: Config, job: Job) -> dict[str, Any]:
-    """What the manifest says of the run; the step and these say which images have been seen."""
+    """Return what the manifest says of the run; the step and these say which images have been seen."""
     return {
         "position": {
             "seed": config.seed,
@@ -59,92 +67,82 @@ def facts_of(config: Config, job: Job) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of this rank's random numbers: torch's, Python's, NumPy's and the device's."""
     numpy: Any = np.random.get_state(legacy=False)
     key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
-    state = {
+    return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": [key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]],
+        **devices.random_state(device),
     }
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Take over what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    key, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", key.numpy().astype(np.uint32), position, has_gauss, cached))
+    devices.restore_random_state(device, dict(state))
 
 
 class Saver:
-    """Saves the run when it is time to, and ends it when it is asked to.
+    """Evaluates and saves the run when it is time to, and ends it when a rank is asked to stop.
 
     With each step the ranks exchange two small numbers, and read what they exchanged the step before:
-    whether one has been asked to leave, whether one is still writing. So they do the same at the same
+    whether one has been asked to stop, whether one is still writing. So they do the same at the same
     step, and on a GPU nobody waits for the exchange.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        job: Job,
-        store: Store,
-        past: Past,
-        window: StepMetrics,
-        monitor: Monitor,
-        signals: StopSignals,
-    ) -> None:
-        self._config, self._job, self._store = config, job, store
-        self.best, self.owed = past
-        self._window, self._monitor, self._signals = window, monitor, signals
-        self._every = config.checkpoint.every_steps or job.steps_per_epoch
-        self._device = job.device
-        self._said: tuple[torch.Tensor, Thread | None] | None = None  # and which writer it speaks of
-        self._asked = 0  # the signal that ended an evaluation
+    def __init__(self, run: Run, store: Store, state: RunState, signals: StopSignals) -> None:
+        self._run, self._store, self._signals = run, store, signals
+        self._config, self._job, self._metrics, self._monitor = run
+        self.best, self.pending_evaluation = state
+        self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
+        self._exchanged: tuple[torch.Tensor, Thread | None] | None = None  # and the writer it is about
+        self._evaluation_signal = 0  # the signal that ended an evaluation
         self._reported_s = 0.0
 
     def before_update(self) -> None:
-        """Before parameters change."""
-        with self._window.phase("checkpoint"):
+        """Wait for the copy of a save that reads the parameters, before they change."""
+        with self._metrics.phase("checkpoint"):
             self._store.settle()
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[Listening[Batch]]:
-        """For an evaluation of the batches given. It ends when a rank is asked to leave, and is owed then:
-        the process that goes on from this step makes up for it. Collective."""
-        self.owed = True
-        try:
-            yield Listening(self._job.val, self._signals)
-            self.owed = False
-        except Stopped as stopped:
-            self._asked = stopped.number
-
-    def made_up(self, step: int, found: Evaluation | None) -> None:
-        """After the evaluation that an earlier process owed; ``step`` is saved already.
+    def evaluate_pending(self, step: int) -> None:
+        """Evaluate the saved step that this process resumes from, as the earlier one could not. Collective.
 
         Raises:
-            Stopped: on every rank: it was left once more.
+            Stopped: on every rank: one was asked to stop once more.
         """
-        self._judge(step, found)
-        if self.owed:
-            self._leave(step, self._asked)
+        self._evaluate(step)
+        if self.pending_evaluation:
+            self._stop(step, self._evaluation_signal)
 
-    def step_done(self, step: int, found: Evaluation | None) -> None:
-        """After everything of a step. Collective.
+    def step_done(self, step: int, evaluate: bool) -> None:
+        """Do what is due after everything else of a step. Collective.
 
         Raises:
-            Stopped: on every rank: one was asked to leave, and the step is saved.
+            Stopped: on every rank: one was asked to stop, and the step is saved.
             SaveFailed: on every rank, if failures are to stop the run.
         """
+        better = evaluate and self._evaluate(step)
         signal, busy = self._exchange()
-        signal = signal or self._asked
-        better = self._judge(step, found)
+        signal = signal or self._evaluation_signal
         last = step == self._job.steps
-        leaving = signal and (self.owed or not last)
-        with self._window.paused("checkpoint"):
+        stopping = signal and (self.pending_evaluation or not last)
+        with self._metrics.paused("checkpoint"):
             if self._store.under_way and not busy:
-                self._attempt(self._store.advance, False)
+                self._try(self._store.advance)
             if self._config.checkpoint.keep and (signal or last or better or step % self._every == 0):
                 # An earlier save's failure must not keep this step from being saved.
-                self._attempt(self._store.finish, False)
-                self._attempt(lambda: self._save(step), last or bool(signal))
-            if leaving:
-                self._attempt(self._store.finish, True)
-        if leaving:
-            self._leave(step, signal)
+                self._try(self._store.finish)
+                self._try(lambda: self._save(step), final=last or bool(signal))
+            if stopping:
+                self._try(self._store.finish, final=True)
+        if stopping:
+            self._stop(step, signal)
 
     def finish(self) -> None:
         """Return when the last save is committed.
@@ -152,22 +150,35 @@ class Saver:
         Raises:
             SaveFailed: on every rank: it is not.
         """
-        with self._window.paused("checkpoint"):
-            self._attempt(self._store.finish, True)
+        with self._metrics.paused("checkpoint"):
+            self._try(self._store.finish, final=True)
 
-    def report(self) -> dict[str, float]:
-        """Seconds that training has waited for saves since the last report, as a scalar."""
+    def scalars(self) -> dict[str, float]:
+        """Return the seconds that training has waited for saves since the last call, by tag."""
         before, self._reported_s = self._reported_s, self._store.exposed_s
         return {tags.CHECKPOINT_S: self._reported_s - before} if self._config.checkpoint.keep else {}
 
-    def _judge(self, step: int, found: Evaluation | None) -> bool:
-        """Whether ``found`` is the best so far."""
-        if found is None or (self.best is not None and found.acc1 <= self.best.acc1):
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate, and return whether the model is the best so far.
+
+        When a rank is asked to stop meanwhile, the evaluation stays pending for the process that resumes.
+        """
+        self.pending_evaluation = True
+        feed, flip = StoppableFeed(self._job.val, self._signals), self._config.train.eval_flip
+        with self._metrics.paused("evaluation"):
+            try:
+                evaluation = evaluate(self._job.model, feed, ema=self._job.ema, flip=flip)
+            except Stopped as stopped:
+                self._evaluation_signal = stopped.number
+                return False
+            self._monitor.evaluated(step, evaluation)
+        self.pending_evaluation = False
+        if self.best is not None and evaluation.acc1 <= self.best.acc1:
             return False
-        self.best = Best(step, found.acc1)
+        self.best = Best(step, evaluation.acc1)
         return True
 
-    def _leave(self, step: int, signal: int) -> NoReturn:
+    def _stop(self, step: int, signal: int) -> NoReturn:
         saved = "nothing is saved"
         if self._store.latest == step:
             run = self._config.run
@@ -178,42 +189,41 @@ class Saver:
         raise stopped
 
     def _exchange(self) -> tuple[int, bool]:
-        mine = torch.tensor([self._signals.noted, self._store.busy], device=self._device)
-        said, self._said = self._said, (comm.all_reduce(mine, "max"), self._store.writer)
-        if said is None:
+        """Return the signal that a rank had noted the step before, and whether a rank was still writing."""
+        mine = torch.tensor([self._signals.noted, self._store.busy], device=self._job.device)
+        before, self._exchanged = self._exchanged, (comm.all_reduce(mine, "max"), self._store.writer)
+        if before is None:
             return 0, True
-        (signal, busy), writer = said[0].tolist(), said[1]
+        (signal, busy), writer = before[0].tolist(), before[1]
         return signal, bool(busy) or writer is not self._store.writer
 
     def _save(self, step: int) -> None:
         self._monitor.flush()
-        extra = {
-            "random": random_state(self._device),
-            "window": self._window.state(),
+        job = self._job
+        extra = {  # the format of checkpoints: keys stay as they are
+            "random": random_state(job.device),
+            "window": self._metrics.state(),
             "best": self.best,
-            "owed": self.owed,
-            "ema": None if self._job.ema is None else self._job.ema.state(),
-            "scaler": self._job.scaler.state_dict(),
+            "owed": self.pending_evaluation,
+            "ema": None if job.ema is None else job.ema.state(),
+            "scaler": job.scaler.state_dict(),
         }
-        averages = None if self._job.ema is None else self._job.ema.averages
-        best = None if self.best is None else self.best.step
-        facts = facts_of(self._config, self._job)
         self._store.save(
             step,
-            self._job.model,
-            self._job.optimizer,
+            job.model,
+            job.optimizer,
             extra=extra,
-            facts=facts,
-            best=best,
-            averages=averages,
+            facts=facts_of(self._config, job),
+            best=None if self.best is None else self.best.step,
+            averages=None if job.ema is None else job.ema.averages,
         )
 
-    def _attempt(self, action: Any, needed: bool) -> None:
-        """Do it; a failure stops the run only if nothing will be tried again, or if it is to."""
+    def _try(self, action: Callable[[], object], final: bool = False) -> None:
+        """Call ``action``; its failure stops the run if it is ``final`` or the configuration says so."""
         try:
             action()
         except SaveFailed as error:
-            if needed or self._config.checkpoint.on_failure == "stop":
+            if final or self._config.checkpoint.on_failure == "stop":
                 raise
             latest = f"the newest is of step {self._store.latest}" if self._store.latest else "there is none"
             self._monitor.say(f"warning: checkpoint {error}; {latest}; training goes on")
