@@ -117,7 +117,7 @@ def on_a_slow_disk(folder: str) -> str:
         time.sleep(0.5)
         return write_tensors(*arguments)
 
-    with patch.object(checkpoint_saving, "write_tensors", slowly):
+    with patch.object(checkpoint_store, "write_tensors", slowly):
         return run(folder, "checkpoint.every_steps=5")
 
 
