@@ -1,6 +1,6 @@
 """The engine behind a sharded module: every hook that drives the schedule.
 
-Nothing else in the package registers hooks. Three of them make a step:
+Nothing else in the package registers hooks. Three kinds of them make a step:
 
 - before and after a unit's module runs (and, for the root, each module that holds a root parameter, so
   that a child called by itself finds its parameters);
@@ -8,7 +8,7 @@ Nothing else in the package registers hooks. Three of them make a step:
 - after a parameter's gradient has been accumulated. Images need no gradient, so a hook on a module's
   inputs would never fire for the first unit; counting parameters' gradients has no such hole.
 
-A fourth looks at each optimizer before it steps: see ``elementwise.py``.
+A fourth checks each optimizer before it steps: see ``optimizer_check.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,14 +27,17 @@ from torch.utils.hooks import RemovableHandle
 from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
 from shardtrain.engine.precision import Precision, cast, tensors_in
 from shardtrain.engine.schedule import Schedule
-from shardtrain.engine.unit import Account, Gathered, Unit
+from shardtrain.engine.unit import Account, Unit
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
 
 
 class Engine:
-    """A sharded root: its units, their schedule, and the hooks between them and the modules."""
+    """A sharded root: its units, their schedule, and the hooks between them and the modules.
+
+    ``segments``: those of all units.
+    """
 
     def __init__(
         self,
@@ -47,9 +50,10 @@ class Engine:
     ) -> None:
         self.module = root
         self.units = units
+        self.segments = [segment for unit in units for segment in unit.segments]
         self.transport = units[0].transport
         self.precision = precision
-        self.schedule = Schedule(units, reshard_after_forward, tell_reduced=call)
+        self.schedule = Schedule(units, reshard_after_forward, tell_reduced=call_postponed)
         self.account = Account()
         for unit in units:
             unit.account = self.account
@@ -58,10 +62,20 @@ class Engine:
         self._layout = layout
         self._own_hooks: dict[nn.Parameter, int] = {}  # the number of the hook that drives the schedule
         self._unhooked: list[nn.Parameter] = []  # the frozen ones
-        self._tree = Tree(root)
+        self._modules = _modules_below(root)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._attach()
         self._watch_optimizers()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first unit computes; the CPU for a model without parameters."""
+        return self.segments[0].full.device if self.segments else torch.device("cpu")
+
+    def _sharded(self) -> list[nn.Parameter]:
+        return [param for segment in self.segments for param in segment.params]
+
+    # attaching, copying
 
     def _attach(self) -> None:
         """Make the module a sharded one: register all hooks."""
@@ -91,8 +105,19 @@ class Engine:
             "shardtrain.full_state_dict(model)"
         )
 
+    def _refuse_whole(self, _: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Refuse whole parameters in ``load_state_dict``, which knows pieces only and would list them all."""
+        for segment in self.segments:
+            for info, shape in zip(segment.infos, segment.shapes, strict=True):
+                given = state.get(prefix + info.name)
+                if given is not None and given.shape == shape and shape != info.parameter.shape:
+                    raise ValueError(
+                        f"load_state_dict() was given the whole {info.name}, of which a rank has a piece; "
+                        "use shardtrain.load_full_state_dict(model, state)"
+                    )
+
     def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
-        """What ``copy.deepcopy`` does to a sharded root. Collective.
+        """Do what ``copy.deepcopy`` does, to a sharded root. Collective.
 
         Raises:
             ValueError: a step is under way.
@@ -112,31 +137,10 @@ class Engine:
         Engine(module, units, reshard, self.precision, ignored, self._layout)
         return module
 
-    @property
-    def gathered(self) -> Gathered:
-        """What is gathered now."""
-        return self.account.now
-
-    def take_gathered_peak(self) -> Gathered:
-        """The most that has been gathered at once since the last call of this."""
-        return self.account.take_peak()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the first unit computes; the CPU for a model without parameters."""
-        found = (segment.full.device for unit in self.units for segment in unit.segments)
-        return next(found, torch.device("cpu"))
-
-    @property
-    def _shards_on(self) -> torch.device:
-        """Where the first shard lies, and so its optimizer works."""
-        return next(segment.local.device for unit in self.units for segment in unit.segments)
-
-    def _sharded(self) -> list[nn.Parameter]:
-        return [param for unit in self.units for segment in unit.segments for param in segment.params]
+    # forward
 
     def entrances(self, unit: Unit) -> list[nn.Module]:
-        """The modules whose call needs ``unit``: its own, and for the root every direct holder."""
+        """Return the modules whose call needs ``unit``: its own, and for the root every direct holder."""
         if unit is not self.units[0]:
             return [unit.module]
         holders = [m for s in unit.segments for info in s.infos for m, _ in info.holders]
@@ -166,7 +170,7 @@ class Engine:
         self.handles.append(module.register_forward_hook(after, always_call=True))
 
     def _hook_outputs(self, unit: Unit, output: Any) -> bool:
-        """Ask each output's gradient to announce the unit's backward; whether that is sure to work."""
+        """Let each output's gradient announce the unit's backward; return whether that is sure to work."""
         if not torch.is_grad_enabled() or output is None or not self.schedule.outermost(unit):
             return True
 
@@ -175,12 +179,41 @@ class Engine:
                 postpone(self._sharded(), self._own_hooks)
             self.schedule.before_backward(unit)
 
-        found = list(tensors_in(output))
-        for tensor in found:
+        tensors = list(tensors_in(output))
+        for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(announce)
                 self.schedule.expect_backward(unit)
-        return bool(found)
+        return bool(tensors)
+
+    def _hook_casts(self) -> None:
+        """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
+        precision = self.precision
+        for unit in self.units if precision.param is not None else ():
+            assert precision.param is not None
+            if precision.cast_inputs:
+                self._hook_inputs(unit, unit.module, precision.param)
+            holders = {m: s.local.dtype for s in unit.segments for info in s.infos for m, _ in info.holders}
+            for module, dtype in holders.items():
+                if precision.wants_wide_inputs(module):
+                    self._hook_inputs(unit, module, dtype)
+                    self._hook_output(unit, module, precision.param)
+        if precision.output is not None:
+            self._hook_output(self.units[0], self.module, precision.output)
+
+    def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
+
+        self.handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+
+    def _hook_output(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
+            return output if unit.pinned else cast(output, dtype)
+
+        self.handles.append(module.register_forward_hook(cast_output))
+
+    # gradients and optimizers
 
     def _hook_parameters(self) -> None:
         """Hook those that are trainable and have no hook yet."""
@@ -216,7 +249,7 @@ class Engine:
         weakref.finalize(self, handle.remove).atexit = False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer that is about to step.
+        """Check an optimizer that is about to step.
 
         Raises:
             ValueError: it cannot work on pieces, or gradients wait under `no_sync`.
@@ -225,84 +258,53 @@ class Engine:
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._own_hooks for group in groups for param in group["params"]):
                 return
-            refuse_unless_right_on_pieces(optimizer, self._shards_on, self._layout)
+            refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
 
-    def _refuse_whole(self, _: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """``load_state_dict`` knows pieces only, and would list every parameter."""
-        for unit in self.units:
-            for segment in unit.segments:
-                for info, shape in zip(segment.infos, segment.shapes, strict=True):
-                    given = state.get(prefix + info.name)
-                    if given is not None and given.shape == shape and shape != info.parameter.shape:
-                        raise ValueError(
-                            f"load_state_dict() was given the whole {info.name}, of which a rank has a "
-                            "piece; use shardtrain.load_full_state_dict(model, state)"
-                        )
-
-    def _hook_casts(self) -> None:
-        """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
-        precision = self.precision
-        if precision.param is not None:
-            for unit in self.units:
-                if precision.cast_inputs:
-                    self._hook_inputs(unit, unit.module, precision.param)
-                for module, dtype in self._wide_modules(unit):
-                    self._hook_inputs(unit, module, dtype)
-                    self._hook_output(unit, module, precision.param)
-        if precision.output is not None:
-            self._hook_output(self.units[0], self.module, precision.output)
-
-    def _wide_modules(self, unit: Unit) -> list[tuple[nn.Module, torch.dtype]]:
-        found = [(m, s.local.dtype) for s in unit.segments for info in s.infos for m, _ in info.holders]
-        return [(m, dtype) for m, dtype in dict(found).items() if self.precision.wants_wide_inputs(m)]
-
-    def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
-
-        self.handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
-
-    def _hook_output(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-        def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
-            return output if unit.pinned else cast(output, dtype)
-
-        self.handles.append(module.register_forward_hook(cast_output))
+    # between steps
 
     def settle(self) -> None:
-        """Take in what users did to parameters since the last step, unless a step is under way.
+        """Take in what users did to modules and parameters since the last step, unless a step is under way.
 
         Raises:
-            ValueError: a parameter is still on the meta device, or was changed so that its piece no
-                longer fits.
+            ValueError: a parameter is still on the meta device, was changed so that its piece no longer
+                fits, or was attached after `shard`.
         """
         self.schedule.recover()
         if not self.schedule.at_rest:
             return
         changed = any(param.requires_grad for param in self._unhooked)
         try:
-            for unit in self.units:
-                for segment in unit.segments:
-                    if not segment.shows_full and segment.was_replaced():
-                        changed = True
-                        segment.take_over()
+            for segment in self.segments:
+                if not segment.shows_full and segment.was_replaced():
+                    changed = True
+                    segment.take_over()
         finally:
             if changed:
                 self._hook_parameters()
-        if self._tree.has_changed():
-            refuse_strangers(self.module, self._ignored.union(self._sharded()))
-            self._tree = Tree(self.module)
-        on_meta = [p.name for u in self.units for s in u.segments if s.local.is_meta for p in s.infos]
+        if _have_changed(self._modules):
+            self._refuse_attached()
+            self._modules = _modules_below(self.module)
+        on_meta = [info.name for s in self.segments if s.local.is_meta for info in s.infos]
         if on_meta:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
                 "with module.to_empty(device=...) and load or initialise their values first"
             )
 
+    def _refuse_attached(self) -> None:
+        known = self._ignored.union(self._sharded())
+        new = [name for name, param in self.module.named_parameters() if param not in known]
+        if new:
+            raise ValueError(
+                f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
+                "Attach them first, then shard"
+            )
+
 
 def engine_of(module: nn.Module) -> Engine:
-    """The engine behind a sharded root.
+    """Return the engine behind a sharded root.
 
     Raises:
         ValueError: ``module`` is not the module that was passed to `shard`.
@@ -316,17 +318,28 @@ def engine_of(module: nn.Module) -> Engine:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``module`` is what `shard` returned."""
+    """Return whether ``module`` is what `shard` returned."""
     return _ENGINE in module.__dict__
 
 
-# Users' hooks on gradients of sharded parameters, called when there is something to see.
-#
-# Autograd would call a post-accumulate hook with a gradient that is whole, and this rank's alone. So the
-# engine
-# takes such hooks from it when a backward begins, and calls each once at the end of a backward that reduces,
-# when the parameter shows its piece with the reduced gradient, and owners may write: an optimizer may step in
-# it.
+# Every module with its children and its number of parameters: none can join without a change of one of them.
+Modules = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
+
+
+def _modules_below(root: nn.Module) -> Modules:
+    return [(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
+
+
+def _have_changed(modules: Modules) -> bool:
+    for module, children, parameters in modules:
+        if len(module._parameters) != parameters or tuple(module._modules.values()) != children:
+            return True
+    return False
+
+
+# Autograd would call a user's post-accumulate hook with a gradient that is whole, and this rank's alone. So the
+# engine takes such hooks from it when a backward begins, and calls each once at the end of a backward that
+# reduces. Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
 
 
 class Postponed:
@@ -344,59 +357,20 @@ def postpone(params: Iterable[nn.Parameter], ours: Mapping[nn.Parameter, int]) -
 
     ``ours``: the number of the engine's own hook of each parameter.
     """
-    for param in [param for param in params if _are_several(param)]:
+    for param in [param for param in params if _has_several_hooks(param)]:
         hooks = param._post_accumulate_grad_hooks or {}
         for number, hook in hooks.items():
             if number != ours.get(param) and not isinstance(hook, Postponed):
                 hooks[number] = Postponed(hook)
 
 
-def call(params: Iterable[nn.Parameter]) -> None:
+def call_postponed(params: Iterable[nn.Parameter]) -> None:
     """Call the hooks that were postponed, those of each parameter once."""
-    for param in dict.fromkeys([param for param in params if _are_several(param)]):
+    for param in dict.fromkeys([param for param in params if _has_several_hooks(param)]):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             if isinstance(hook, Postponed):
                 hook.hook(param)
 
 
-def _are_several(param: nn.Parameter) -> bool:
-    """Whether ``param`` has hooks besides the engine's own."""
+def _has_several_hooks(param: nn.Parameter) -> bool:
     return len(param._post_accumulate_grad_hooks or ()) > 1
-
-
-# The modules below a root as they were, to see what a user has attached or taken away since.
-
-
-class Node(NamedTuple):
-    """One module, with its children and how many parameters it holds."""
-
-    module: nn.Module
-    children: tuple[nn.Module | None, ...]
-    parameters: int
-
-
-class Tree:
-    """Every module as it is now. None can join them without a change of one of them."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._nodes = [Node(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
-
-    def has_changed(self) -> bool:
-        for module, children, parameters in self._nodes:
-            if len(module._parameters) != parameters or tuple(module._modules.values()) != children:
-                return True
-        return False
-
-
-def refuse_strangers(root: nn.Module, known: Container[nn.Parameter]) -> None:
-    """Look for parameters that are not ``known``.
-
-    Raises:
-        ValueError: there are some.
-    """
-    new = [name for name, param in root.named_parameters() if param not in known]
-    if new:
-        raise ValueError(
-            f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
-            "Attach them first, then shard"
-        )

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import Segment
 from shardtrain.engine.unit import Gathered
 
@@ -28,10 +26,18 @@ class UnitInfo(NamedTuple):
 
 
 class Introspection:
-    """A sharded model as seen from outside. Every figure is of the moment at which it is asked for."""
+    """A sharded model as seen from outside. Every figure is of the moment at which it is asked for.
+
+    ``transport``: how the shards move. ``all_ranks``: the ranks that train this model, replicas included.
+    ``primary_ranks``: those that hold what all replicas have alike. ``precision``: as given to `shard`.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.transport = engine.transport
+        self.all_ranks = engine.transport.all_ranks
+        self.primary_ranks = engine.transport.primary_ranks
+        self.precision = engine.precision
 
     @property
     def units(self) -> list[UnitInfo]:
@@ -41,31 +47,8 @@ class Introspection:
     @property
     def unit_of_parameter(self) -> dict[str, str]:
         """The title of the unit that holds each sharded parameter, by the parameter's name."""
-        return {
-            info.name: unit.title
-            for unit in self._engine.units
-            for segment in unit.segments
-            for info in segment.infos
-        }
-
-    @property
-    def transport(self) -> Transport:
-        """How the shards move; ``transport.all_ranks`` are the ranks that train this model."""
-        return self._engine.transport
-
-    @property
-    def all_ranks(self) -> Ranks:
-        """The ranks that train this model, replicas included."""
-        return self._engine.transport.all_ranks
-
-    @property
-    def primary_ranks(self) -> Sequence[int]:
-        """The ranks that speak for what all replicas hold alike."""
-        return self._engine.transport.primary_ranks
-
-    @property
-    def precision(self) -> Precision:
-        return self._engine.precision
+        units = self._engine.units
+        return {info.name: unit.title for unit in units for s in unit.segments for info in s.infos}
 
     @property
     def device(self) -> torch.device:
@@ -75,26 +58,25 @@ class Introspection:
     @property
     def bytes_by_rank(self) -> list[int]:
         """Bytes of the shards of each rank of the shard group, padding included."""
-        held = _bytes_by_rank(self._segments)
-        return held or [0] * self._engine.transport.world
+        return _bytes_by_rank(self._engine.segments) or [0] * self.transport.world
 
     @property
     def elements_by_rank(self) -> dict[nn.Parameter, list[int]]:
         """How many elements of each sharded parameter each rank of the shard group holds."""
         return {
             param: [segment.layout.pieces(rank)[index].numel for rank in range(segment.layout.world)]
-            for segment in self._segments
+            for segment in self._engine.segments
             for index, param in enumerate(segment.params)
         }
 
     @property
     def gathered(self) -> Gathered:
         """How many units are gathered now, and their bytes."""
-        return self._engine.gathered
+        return self._engine.account.now
 
     def take_gathered_peak(self) -> Gathered:
         """Return the most that was gathered at once since the last call."""
-        return self._engine.take_gathered_peak()
+        return self._engine.account.take_peak()
 
     @property
     def under_way(self) -> tuple[str, str]:
@@ -105,17 +87,12 @@ class Introspection:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's shards, and of their copies in the dtype that is gathered."""
-        segments = self._segments
-        return sum(s.local.nbytes + (0 if s.wire is s.local else s.wire.nbytes) for s in segments)
+        return sum(s.local.nbytes + (s.wire is not s.local) * s.wire.nbytes for s in self._engine.segments)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The engine's own tensors: shards, their copies, and full vectors."""
-        return [tensor for s in self._segments for tensor in (s.local, s.wire, s.full)]
-
-    @property
-    def _segments(self) -> list[Segment]:
-        return [segment for unit in self._engine.units for segment in unit.segments]
+        return [tensor for s in self._engine.segments for tensor in (s.local, s.wire, s.full)]
 
 
 def introspect(module: nn.Module) -> Introspection:

@@ -1,11 +1,11 @@
-"""Can an optimizer work on pieces: does it give each what it would give it as a part of the whole model?
+"""Whether an optimizer can work on pieces: whether each piece gets what it would get as part of the whole.
 
-A rank holds pieces of parameters. For SGD or Adam, which treat every element by itself, that makes no
-difference. One that looks at a parameter's shape (Adafactor, Muon, Shampoo) or at norms of it (LARS, LAMB)
-would silently become another algorithm, unless parameters are whole; one that looks at all parameters
-together (LBFGS) would in any case. Names do not tell; behaviour does. So before an optimizer's first step, a
-new one of its class with its options makes three steps on two parameters, and another on what rank 0 of two
-would hold of them. On what both have they must come to the same.
+A rank holds pieces of parameters. SGD and Adam treat every element by itself, so that makes no difference to
+them. An optimizer that looks at a parameter's shape (Adafactor, Muon, Shampoo) or at its norm (LARS, LAMB)
+would silently become another algorithm, unless parameters are whole; one that looks at all parameters together
+(LBFGS) would in any case. Names do not tell; behaviour does. So before an optimizer's first step, a new one of
+its class with its options makes three steps on two parameters, and another one on what rank 0 of two would hold
+of them. On what both have they must come to the same.
 """
 
 from __future__ import annotations
@@ -36,26 +36,22 @@ def refuse_unless_right_on_pieces(
             reason = _why_not(type(optimizer), options, device, layout)
             if not reason:
                 continue
-            on_whole = _why_not(type(optimizer), options, device, "whole")
+            together = _why_not(type(optimizer), options, device, "whole")
+        advice = (
+            "A rank holds some of the parameters, or pieces of them, and this optimizer looks at all together: "
+            "use one such as SGD or AdamW"
+            if together
+            else "A rank holds 1-D pieces of parameters, and this optimizer looks at one whole parameter at a "
+            "time: use shard(..., layout='whole'), or an element-wise optimizer such as SGD or AdamW"
+        )
         raise ValueError(
-            f"{type(optimizer).__name__} cannot step on a sharded model: {reason}. "
-            f"{_OTHER_OPTIMIZER if on_whole else _OTHER_LAYOUT}, or leave the parameters whole with "
-            "shard(..., ignored=...)"
+            f"{type(optimizer).__name__} cannot step on a sharded model: {reason}. {advice}, or leave the "
+            "parameters whole with shard(..., ignored=...)"
         )
 
 
-_OTHER_LAYOUT = (
-    "A rank holds 1-D pieces of parameters, and this optimizer looks at one whole parameter at a time: "
-    "use shard(..., layout='whole'), or an element-wise optimizer such as SGD or AdamW"
-)
-_OTHER_OPTIMIZER = (
-    "A rank holds some of the parameters, or pieces of them, and this optimizer looks at all together: "
-    "use one such as SGD or AdamW"
-)
-
-
 def _kinds(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """One group's options for each combination of switches; groups often differ in numbers only."""
+    """Return one group's options per combination of switches; groups often differ in numbers only."""
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -69,7 +65,12 @@ def _why_not(
 ) -> str:
     values = [torch.linspace(-1.0, 2.0, 6, device=device), torch.linspace(0.5, -1.0, 2, device=device)]
     wholes = [flat.view(shape) for flat, shape in zip(values, _SHAPES, strict=True)]
-    pieces = _pieces(values, layout)
+    cut = cut_of(layout, world=2)([flat.numel() for flat in values], 1)
+    shapes = [shape if cut.whole else (len(flat),) for shape, flat in zip(_SHAPES, values, strict=True)]
+    pieces = [
+        shown(flat[piece.start : piece.stop], shape, (shape[-1], 1))
+        for flat, shape, piece in zip(values, shapes, cut.pieces(0), strict=True)
+    ]
     with torch.random.fork_rng(devices=[]):
         try:
             whole = _three_steps(kind, options, wholes)
@@ -84,20 +85,10 @@ def _why_not(
     return "it gives a piece of a parameter other values than the whole one"
 
 
-def _pieces(values: Sequence[torch.Tensor], layout: Policy) -> list[torch.Tensor]:
-    """What rank 0 of two shows of parameters with these values (1-D) and of ``_SHAPES``."""
-    cut = cut_of(layout, world=2)([flat.numel() for flat in values], 1)
-    shapes = [shape if cut.whole else (len(flat),) for shape, flat in zip(_SHAPES, values, strict=True)]
-    return [
-        shown(flat[piece.start : piece.stop], shape, (shape[-1], 1))
-        for flat, shape, piece in zip(values, shapes, cut.pieces(0), strict=True)
-    ]
-
-
 def _three_steps(
     kind: type[torch.optim.Optimizer], options: Mapping[str, Any], values: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Parameters that start as ``values`` after three steps, end to end."""
+    """Return parameters that start as ``values`` after three steps, end to end."""
     torch.default_generator.manual_seed(0)
     params = [nn.Parameter(value.clone()) for value in values]
     optimizer = kind([{**options, "params": params}])  # type: ignore[call-arg]

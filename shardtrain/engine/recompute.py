@@ -1,25 +1,22 @@
 """What runs inside a unit's forward: compiled code, and activations computed again for backward.
 
-The engine's hooks are on a unit's module. What is exchanged here is the ``forward`` that they enclose::
+The engine's hooks are on a unit's module. This file replaces the ``forward`` that they enclose::
 
     hooks before     gather, cast inputs
-      checkpoint       run now, keep the inputs alone; run again in backward, once the unit is whole
+      checkpoint       run now, keep the inputs alone; run again in backward, once the unit is gathered
         compiled         the module's own forward
     hooks after      announce backward, release
 
 So nothing is gathered for recomputing, and the compiler never meets a hook of the engine or a parameter
 that shows its piece. Each new forward is a bound method of its module, which ``copy.deepcopy`` binds to the
-copy.
-
-Only units that hold no other unit are concerned, and never the root: its parameters are whole throughout,
-and what surrounds the units is small.
+copy. Only units that hold no other unit are concerned, and never the root, whose parameters are whole anyway.
 
 Checkpointing is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174), with a segment for each unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -36,7 +33,7 @@ from shardtrain.engine.unit import Unit
 
 Forward = Callable[..., Any]  # takes the module, then what the module takes
 
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's, that capture CUDA graphs
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile, that capture CUDA graphs
 
 
 def compile_units(
@@ -53,9 +50,8 @@ def compile_units(
 
     Args:
         module: what `shard` returned.
-        backend: as for ``torch.compile``.
+        backend, options: as for ``torch.compile``.
         fullgraph: refuse a unit that does not become one graph; else it falls apart into several.
-        options: further options of ``torch.compile``.
 
     Raises:
         ValueError: there are no units; a unit is compiled or checkpointed already, or holds parameters of
@@ -66,7 +62,7 @@ def compile_units(
     units = _innermost_units(engine, "compile")
     for unit in units:
         _refuse_compiling(unit, engine)
-    if options.get("mode") in GRAPH_MODES or (options.get("options") or {}).get("triton.cudagraphs"):
+    if options.get("mode") in _GRAPH_MODES or (options.get("options") or {}).get("triton.cudagraphs"):
         raise ValueError(
             "CUDA graphs read parameters where they lay when the graph was captured, but released units get "
             "new memory: compile without triton.cudagraphs, in mode 'default' or 'max-autotune-no-cudagraphs'"
@@ -88,14 +84,12 @@ def compile_units(
 def checkpoint_activations(module: nn.Module) -> None:
     """Keep each unit's inputs for backward and compute the rest again: less memory, one more forward.
 
-    Results are bit-equal: random draws (dropout) repeat, and BatchNorm counts each batch once.
-
-    Args:
-        module: what `shard` returned.
+    Results are bit-equal: random draws (dropout) repeat, and BatchNorm counts each batch once. ``module`` is
+    what `shard` returned.
 
     Raises:
         ValueError: there are no units, or they are checkpointed already. While training: a unit changes its
-            inputs, or a buffer other than a BatchNorm's, so that computing again would begin elsewhere.
+            inputs, or a buffer other than a BatchNorm's, so that computing again would differ.
     """
     units = _innermost_units(engine_of(module), "checkpoint")
     for unit in units:
@@ -146,7 +140,7 @@ class Checkpointed:
 
     @contextmanager
     def _first(self, module: nn.Module) -> Iterator[None]:
-        """Around the forward."""
+        """Run the first forward inside: refuse a change of buffers that computing again would repeat."""
         names = {
             buffer: f"{name}.{key}" if name else key
             for name, child in module.named_modules()
@@ -154,7 +148,7 @@ class Checkpointed:
             for key, buffer in child._buffers.items()
             if buffer is not None
         }
-        before = _versions(iter(names))
+        before = _versions(names)
         yield
         for buffer, version in before:
             if buffer._version != version:
@@ -165,7 +159,7 @@ class Checkpointed:
 
     @contextmanager
     def _again(self, module: nn.Module, inputs: list[tuple[torch.Tensor, int]]) -> Iterator[None]:
-        """Around its repetition, which updates copies of running statistics and does not depend on them."""
+        """Run the forward again inside: BatchNorms update copies of their running statistics."""
         if any(tensor._version != version for tensor, version in inputs):
             raise ValueError(
                 f"inputs of unit {self.title} were changed in place after it began to compute, so that "
@@ -184,7 +178,7 @@ class Checkpointed:
 
 
 def require_inductor(device: torch.device) -> None:
-    """Look for what inductor generates code for.
+    """Require what inductor generates code for.
 
     Raises:
         ValueError: there is no C++ compiler for the CPU, or no Triton for another device.
@@ -206,10 +200,10 @@ def require_inductor(device: torch.device) -> None:
 
 
 def _innermost_units(engine: Engine, what: str) -> list[Unit]:
-    found = [u for u in engine.units[1:] if not any(u.holds(other) for other in engine.units)]
-    if not found:
+    units = [u for u in engine.units[1:] if not any(u.holds(other) for other in engine.units)]
+    if not units:
         raise ValueError(f"there is nothing to {what}: the model has no unit besides the root; choose units")
-    return found
+    return units
 
 
 def _refuse_compiling(unit: Unit, engine: Engine) -> None:
@@ -228,7 +222,7 @@ def _refuse_compiling(unit: Unit, engine: Engine) -> None:
 
 
 def _forward_of(unit: Unit) -> Forward:
-    """The function behind ``unit.module.forward``."""
+    """Return the function behind ``unit.module.forward``."""
     bound = unit.module.forward
     if not isinstance(bound, MethodType) or bound.__self__ is not unit.module:
         raise ValueError(f"the forward of {unit.title} is no method of that module, but {bound!r}")
@@ -240,10 +234,10 @@ def _set_forward(unit: Unit, forward: Forward) -> None:
 
 
 def _entry(forward: Forward, name: str) -> Forward:
-    """``forward`` behind a code object of its own.
+    """Return ``forward`` behind a code object of its own.
 
-    Torch keeps what it has compiled, the sizes that varied, and a limit of eight compilations by code object.
-    All blocks of a ResNet have one, in seven shapes or more, and all modules of torch's share one.
+    Torch keeps what it has compiled, the sizes that varied, and a limit of eight compilations per code object.
+    All blocks of a ResNet share one, in seven shapes or more, and so do all modules of torch.
     """
 
     def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -253,6 +247,6 @@ def _entry(forward: Forward, name: str) -> Forward:
     return enter
 
 
-def _versions(tensors: Iterator[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Each tensor with the number of changes in place so far."""
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Return each tensor with the number of its changes in place so far."""
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]

@@ -6,17 +6,16 @@ One step over units ``A B`` and the root ``R`` (what no unit took)::
     backward  gather B, prefetch A, compute, reduce B, release B | compute A, reduce A, release A | reduce R
     end       wait for the last reduction; every parameter shows its local piece again
 
-The root is never released between forward and backward, which would buy nothing. Besides the root at
-most two units are gathered at once: the one that computes and the next one. At most one reduction is
-under way.
+The root is never released between forward and backward, which would buy nothing. Besides the root at most two
+units are gathered at once: the one that computes and the next one. At most one reduction is under way.
 
-Ranks must start the same movements in the same order. Gathers follow the order in which units run.
-Reductions are started in the reverse of the order in which units were first entered in forward. A rank
-on which some gradient never comes (a parameter unused there) joins all the same: autograd runs nodes
-latest first, so once the backward of a unit begins, every unit entered after it in forward is over, and
-what has not arrived there counts as zero. For the same reason frozen parameters, whose last use no
-gradient announces, can be released then. And a unit whose outputs the loss does not depend on, here, is
-gathered and reduced all the same, when its turn is over: on another rank the loss may depend on them.
+Ranks must start the same movements in the same order. Gathers follow the order in which units run. Reductions
+are started in the reverse of the order in which forward first entered the units. A rank on which some gradient
+never comes (a parameter unused there) joins all the same: autograd runs nodes latest first, so once the
+backward of a unit begins, every unit entered after it in forward is over, and what has not arrived there counts
+as zero. For the same reason frozen parameters, whose last use no gradient announces, can be released then. A
+unit whose outputs the loss does not depend on, here, is gathered and reduced when its turn is over: on another
+rank the loss may depend on them.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class Order:
         at = len(self.seen)
         self.seen.append(unit)
         self._repeats = self._repeats and at < len(self._expected) and self._expected[at] is unit
-        follows = self._repeats and at + 1 < len(self._expected)
-        return self._expected[at + 1] if follows else None
+        return self._expected[at + 1] if self._repeats and at + 1 < len(self._expected) else None
 
 
 @dataclass(eq=False)
@@ -74,10 +72,9 @@ class Backward:
 
 
 class Schedule:
-    """The life of all units of one sharded module. ``engine`` calls it from hooks, and nothing else does.
+    """The life of all units of one sharded module. Hooks call it, and nothing else does.
 
-    ``tell_reduced`` is called at the end of a backward, with the parameters that it has given a reduced
-    gradient.
+    ``tell_reduced`` is called at the end of a backward, with the parameters that got a reduced gradient in it.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Schedule:
         self._in_forward = False  # inside the root module's forward
         self._backward: Backward | None = None
         self._left: dict[Unit, None] = {}  # units whose backward must come, in the order forward left them
-        self._owed: set[Unit] = set()  # units whose gradients wait under `no_sync`
+        self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
 
     @property
     def at_rest(self) -> bool:
@@ -106,7 +103,7 @@ class Schedule:
 
     @property
     def under_way(self) -> tuple[str, Unit | None]:
-        """What goes on now, for those who watch: the phase, and the unit that computes if it is known."""
+        """The phase of the step, and the unit that computes if it is known."""
         if self._backward:
             return "backward", next(reversed(self._backward.entered), None)
         if self._in_forward:
@@ -120,13 +117,13 @@ class Schedule:
     # forward
 
     def outermost(self, unit: Unit) -> bool:
-        """Whether just one call of ``unit``'s modules is under way, so that its output leaves the unit."""
+        """Return whether just one call of ``unit``'s modules is under way: its output leaves the unit."""
         return self._depth[unit] == 1
 
     def begin_forward(self) -> None:
-        """The root module is entered. What was gathered before may be older than the last update.
+        """Start anew as the root module is entered: what was gathered may be older than the last update.
 
-        A forward still under way was interrupted from the keyboard, which runs no hooks.
+        A forward that is still under way was interrupted from the keyboard, which runs no hooks.
         """
         if self._backward:
             return
@@ -140,18 +137,18 @@ class Schedule:
         self._in_forward = True
 
     def end_forward(self, failed: bool) -> None:
-        """The root module is left, by return or (``failed``) by exception: nothing stays half gathered."""
+        """Leave nothing half gathered as the root module returns or (``failed``) raises."""
         if self._backward:
             return
         self._in_forward = False
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.release()
-        if not failed:  # an exception is to be heard at once, not after the others
+        if not failed:  # an exception must be heard at once, not after the others
             self._fence(LEAVE)
 
     def before_forward(self, unit: Unit) -> None:
-        """One of ``unit``'s modules is entered: its parameters must be whole."""
+        """Make ``unit`` whole as one of its modules is entered."""
         self._depth[unit] += 1
         if self._depth[unit] > 1:
             return
@@ -165,7 +162,7 @@ class Schedule:
         trace.begin("forward", unit.title)
 
     def after_forward(self, unit: Unit, backward_will_tell: bool, failed: bool) -> None:
-        """One of ``unit``'s modules is left.
+        """Release ``unit`` as one of its modules is left, if this was the outermost call.
 
         ``backward_will_tell``: whether ``before_backward`` is sure to be called before the parameters are
         needed again. If not, they stay in full until the end of backward.
@@ -185,7 +182,7 @@ class Schedule:
             unit.release()
 
     def expect_backward(self, unit: Unit) -> None:
-        """Forward leaves ``unit`` now, with outputs whose gradients will announce its backward."""
+        """Note that forward leaves ``unit`` with outputs whose gradients will announce its backward."""
         if self._in_forward and not self._backward:
             self._left.pop(unit, None)
             self._left[unit] = None
@@ -197,7 +194,7 @@ class Schedule:
         return self._backward is not None
 
     def before_backward(self, unit: Unit) -> None:
-        """The gradient of one of ``unit``'s outputs is known: its parameters must be whole."""
+        """Make ``unit`` whole as the gradient of one of its outputs is known."""
         backward = self._backward or self._begin_backward()
         if unit in backward.entered:
             unit.open_full()
@@ -219,7 +216,7 @@ class Schedule:
             self.before_backward(unit)
 
     def _begin_backward(self) -> Backward:
-        """The first sign of a backward.
+        """Prepare at the first sign of a backward.
 
         Raises:
             ValueError: it is to be differentiated in turn.
@@ -254,7 +251,7 @@ class Schedule:
                 other.release()
 
     def gradient_arrived(self, unit: Unit, segment: int, index: int) -> None:
-        """Autograd has accumulated the gradient of one parameter."""
+        """Take the gradient that autograd has accumulated in one parameter."""
         if not unit.segments[segment].shows_full:
             return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
         backward = self._backward or self._begin_backward()
@@ -268,7 +265,7 @@ class Schedule:
                 unit.release()
 
     def _complete(self, backward: Backward, unit: Unit) -> None:
-        """All gradients of ``unit`` that will come have come; start the reductions whose turn it is."""
+        """Start the reductions whose turn it is, now that ``unit`` gets no further gradient."""
         trace.end("backward", unit.title)
         self._reductions[unit].begin_again()
         backward.completed.add(unit)
@@ -287,28 +284,28 @@ class Schedule:
             self._reductions[backward.launched[-1]].finish()
 
     def _end_backward(self, backward: Backward) -> None:
-        """Autograd is done: reduce what had to wait, go back to rest, and tell users."""
+        """Reduce what had to wait, now that autograd is done; return to rest, and tell users."""
         self._enter_skipped()
         if self.reduce_gradients:
             self._reduce_the_rest(backward)
         else:
-            self._owed.update(backward.entered)
+            self._unreduced.update(backward.entered)
         launched = dict.fromkeys(backward.launched)
         self._rest()
         self._fence(LEAVE)
         given = [param for unit in launched for param in self._reductions[unit].give()]
-        for unit in self._owed:
+        for unit in self._unreduced:
             self._reductions[unit].show_waiting()
         self._tell_reduced(given)
 
     def _reduce_the_rest(self, backward: Backward) -> None:
-        due = self._owed.union(backward.entered)
+        due = self._unreduced.union(backward.entered)
         late = [unit for unit in backward.to_reduce if unit in due]
         again = [unit for unit in backward.launched if self._reductions[unit].waiting]
         for unit in [*late, *again]:
             self._launch(backward, unit)
         self._finish_last(backward)
-        self._owed.clear()
+        self._unreduced.clear()
 
     def require_reduced(self, what: str) -> None:
         """Refuse ``what`` while gradients wait under `no_sync`.
@@ -316,7 +313,7 @@ class Schedule:
         Raises:
             ValueError: some do.
         """
-        if self._owed:
+        if self._unreduced:
             raise ValueError(
                 f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
                 "no_sync first, or clear them with zero_grad() and run another one"
@@ -324,13 +321,14 @@ class Schedule:
 
     def recover(self) -> None:
         """Forget a backward that an exception ended, if there is one."""
-        if self._backward is None or in_autograd():
+        if self._backward is None or torch._C._current_graph_task_id() != -1:  # still inside autograd
             return
         for reduction in self._reductions.values():
             reduction.drop()
         for unit in self._backward.entered:
-            unit.drop_kept_grads()
-        self._owed.clear()
+            for segment in unit.segments:
+                segment.drop_kept_grads()
+        self._unreduced.clear()
         self._rest()
 
     def _rest(self) -> None:
@@ -342,8 +340,3 @@ class Schedule:
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.state is State.SHARDED and not unit.pinned:
             unit.launch()
-
-
-def in_autograd() -> bool:
-    """Whether this thread is inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -89,23 +89,24 @@ class Segment:
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
         self.transport = transport
-        self._adopt(self._cut(initial))
+        like = torch.empty(0, dtype=self.params[0].dtype, device=initial.device(self.params[0]))
+        self._adopt(self.from_rank_0(self.params, like))
         for param, view in zip(self.params, self.local_views, strict=True):
             param.grad = None
             become(param, view)
 
-    def _cut(self, initial: InitialValues) -> torch.Tensor:
-        """Broadcast rank 0's parameters as one flat vector; return this rank's interval.
+    def from_rank_0(self, values: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+        """Broadcast rank 0's ``values`` of the parameters; return this rank's interval of them.
 
-        Frees the full vector before the next segment is cut.
+        Frees the full vector before the next one is made. Other ranks' values are not looked at. ``like``: of
+        the dtype and device to use; on the meta device, nothing is sent.
         """
-        first = self.params[0]
-        full = torch.zeros(self.layout.padded, dtype=first.dtype, device=initial.device(first))
+        full = like.new_zeros(self.layout.padded)
+        all_ranks = self.transport.all_ranks
         if not full.is_meta:
-            all_ranks = self.transport.all_ranks
-            if all_ranks.rank == 0:
-                for param, view in zip(self.params, self.views_of(full), strict=True):
-                    view.copy_(param.detach())
+            for value, view in zip(values, self.views_of(full), strict=True):
+                if value is not None and all_ranks.rank == 0:
+                    view.copy_(value.detach())
             all_ranks.broadcast(full)
         own = full[self.layout.interval(self.transport.rank)]
         return own if own.numel() == full.numel() else own.clone()

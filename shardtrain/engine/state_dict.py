@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
 @contextmanager
 def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False) -> Iterator[None]:
-    """Inside, every parameter is whole and shaped, on every rank; with ``grads``, gradients too.
+    """Make every parameter whole and shaped inside, on every rank; with ``grads``, gradients too.
 
     Args:
         module: what `shard` returned.
@@ -57,8 +57,8 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             yield
         finally:
             if writeback:
-                for unit in engine.units:
-                    _write_back(unit, grads)
+                for segment in engine.segments:
+                    _write_back(segment, grads)
     finally:
         for unit in engine.units:
             unit.pinned = False
@@ -66,7 +66,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
 
 
 def _open(unit: Unit, grads: bool) -> None:
-    """Show private whole copies: edits are seen by nobody before they are written back."""
+    """Show private whole copies: nobody sees edits before they are written back."""
     unit.release()
     for segment in unit.segments:
         values = segment.views_of(_whole(segment, segment.local, unit))
@@ -77,17 +77,20 @@ def _open(unit: Unit, grads: bool) -> None:
     unit.pinned = True
 
 
-def _write_back(unit: Unit, grads: bool) -> None:
+def _write_back(segment: Segment, grads: bool) -> None:
     """Keep this rank's part of the whole copies."""
-    for segment in unit.segments:
-        for index, view in enumerate(segment.local_views):
-            view.copy_(_piece_of(segment, index, segment.params[index].data))
-        if grads:
-            segment.kept_grads = [_piece_of_grad(segment, i) for i in range(len(segment.params))]
+    for index, (view, param) in enumerate(zip(segment.local_views, segment.params, strict=True)):
+        view.copy_(_piece_of(segment, index, param.data))
+    if grads:
+        whole = [param.grad for param in segment.params]
+        segment.kept_grads = [
+            None if grad is None else _piece_of(segment, index, grad).clone()
+            for index, grad in enumerate(whole)
+        ]
 
 
 def _whole(segment: Segment, local: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """A private flat vector where the unit computes, gathered from every rank's ``local`` interval."""
+    """Gather every rank's ``local`` interval into a private flat vector where the unit computes."""
     if unit.transport.world == 1:
         return local.to(segment.full.device, copy=True)
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
@@ -96,7 +99,7 @@ def _whole(segment: Segment, local: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 
 def _whole_grads(segment: Segment, unit: Unit) -> list[torch.Tensor | None]:
-    """Every parameter's gradient, gathered and shaped; None where there is none.
+    """Gather and shape every parameter's gradient; None where there is none.
 
     Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
     """
@@ -112,17 +115,8 @@ def _whole_grads(segment: Segment, unit: Unit) -> list[torch.Tensor | None]:
     return [view if has else None for view, has in zip(views, has_grad.tolist(), strict=True)]
 
 
-def _piece_of_grad(segment: Segment, index: int) -> torch.Tensor | None:
-    grad = segment.params[index].grad
-    return None if grad is None else _piece_of(segment, index, grad).clone()
-
-
 def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``whole``, which has the shape of parameter ``index``, as shown at rest.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """Return this rank's part of ``whole``, of the shape of parameter ``index`` or refused, as shown at rest."""
     if whole.shape != segment.shapes[index]:
         raise ValueError(
             f"parameter {segment.infos[index].name} or its gradient was given shape {tuple(whole.shape)} "
@@ -134,7 +128,7 @@ def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-    """Whole parameters and persistent buffers on the CPU, as the unwrapped model's ``state_dict()``.
+    """Return whole parameters and persistent buffers on the CPU, as the unwrapped model's ``state_dict()``.
 
     Same keys in the same order, same shapes and dtypes. One unit is gathered at a time. Floating-point
     buffers (BatchNorm's running statistics) are the mean over ranks, others are rank 0's, so the result
@@ -180,69 +174,58 @@ def load_full_state_dict(
     require_rest(engine, "load_full_state_dict")
     all_ranks, device = engine.transport.all_ranks, engine.device
     problems, lacking = _compare(engine, state, strict) if all_ranks.rank == 0 else ([], [])
-    found = {"problems": problems, "missing": lacking}
-    message = comm.broadcast_text(json.dumps(found), all_ranks, device)
-    verdict = json.loads(message) if message else found  # a simulated world delivers nothing
+    ours = {"problems": problems, "missing": lacking}
+    message = comm.broadcast_text(json.dumps(ours), all_ranks, device)
+    verdict = json.loads(message) if message else ours  # a simulated world delivers nothing
     if verdict["problems"]:
         raise ValueError("nothing was loaded: " + "; ".join(verdict["problems"]))
+    given = {} if all_ranks.rank else state
     missing = set(verdict["missing"])
     for unit in engine.units:
         unit.release()
         for segment in unit.segments:
-            _load_segment(segment, state, missing)
+            own = segment.from_rank_0([given.get(info.name) for info in segment.infos], segment.local)
+            for index, info in enumerate(segment.infos):
+                if info.name not in missing:
+                    segment.part_of(segment.local, index).copy_(segment.part_of(own, index))
     for name, tensor in _uncut(engine):
         if name not in missing:
-            if all_ranks.rank == 0:
-                tensor.copy_(state[name])
+            if name in given:
+                tensor.copy_(given[name])
             all_ranks.broadcast(tensor)
 
 
-def _load_segment(segment: Segment, state: Mapping[str, torch.Tensor], missing: set[str]) -> None:
-    all_ranks = segment.transport.all_ranks
-    full = segment.local.new_zeros(segment.layout.padded)
-    if all_ranks.rank == 0:
-        for info, view in zip(segment.infos, segment.views_of(full), strict=True):
-            if info.name not in missing:
-                view.copy_(state[info.name])
-    all_ranks.broadcast(full)
-    own = full[segment.layout.interval(segment.transport.rank)]
-    for index, info in enumerate(segment.infos):
-        if info.name not in missing:
-            segment.part_of(segment.local, index).copy_(segment.part_of(own, index))
-
-
 def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) -> tuple[list[str], list[str]]:
-    """What does not fit between ``state`` and the module, and which names ``state`` lacks."""
+    """Return what does not fit between ``state`` and the module, and which names ``state`` lacks."""
     expected = {
         info.name: Spec(segment.local.dtype, tuple(shape))
-        for unit in engine.units
-        for segment in unit.segments
+        for segment in engine.segments
         for info, shape in zip(segment.infos, segment.shapes, strict=True)
     }
     expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]
     tied = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # further names
-    found = {name: Spec.of(value) for name, value in state.items() if name not in tied}
+    given = {name: Spec.of(value) for name, value in state.items() if name not in tied}
     if not strict:
-        found = {name: spec for name, spec in found.items() if name in expected}
+        given = {name: spec for name, spec in given.items() if name in expected}
         expected = {name: spec for name, spec in expected.items() if name in state}
-    return differences(expected, found), missing
+    return differences(expected, given), missing
 
 
 def _uncut(engine: Engine) -> list[tuple[str, torch.Tensor]]:
-    """What every rank holds whole of the module's state, by name: ignored parameters and buffers."""
-    cut = {param for unit in engine.units for segment in unit.segments for param in segment.params}
+    """Return what every rank holds whole of the module's state, by name: ignored parameters and buffers."""
+    cut = {param for segment in engine.segments for param in segment.params}
     named = engine.module.named_parameters()
     ignored = [(name, param.data) for name, param in named if param not in cut]
     return [*ignored, *persistent_buffers(engine.module)]
 
 
-def differences(expected: Mapping[str, Spec], found: Mapping[str, Spec]) -> list[str]:
-    """What is missing, unexpected, misshapen or of another dtype in ``found``, a line each."""
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unexpected" for name in found if name not in expected]
+def differences(expected: Mapping[str, Spec], given: Mapping[str, Spec]) -> list[str]:
+    """Return what is missing, unexpected, misshapen or of another dtype in ``given``, a line each."""
+    problems = [f"{name} is missing" for name in expected if name not in given]
+    problems += [f"{name} is unexpected" for name in given if name not in expected]
     for name, ours in expected.items():
-        theirs = found.get(name, ours)
+        theirs = given.get(name, ours)
         if theirs.shape != ours.shape:
             problems.append(f"{name} has shape {theirs.shape}, expected {ours.shape}")
         elif theirs.dtype != ours.dtype:
@@ -261,7 +244,7 @@ def average_buffers(module: nn.Module) -> None:
 
 
 def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every buffer with the value it has in common, leaving the buffers themselves alone."""
+    """Return every buffer with the value that all ranks are to have, and leave the buffers alone."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for buffer in dict.fromkeys(module.buffers()):
         groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -279,17 +262,13 @@ def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[torch.Tenso
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the module's state, by name."""
+    """Return the buffers that belong to the module's state, by name."""
     persistent = module.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
 
 
 def require_rest(engine: Engine, what: str) -> None:
-    """Take in what users changed since the last step.
-
-    Raises:
-        ValueError: a step or `unsharded` is under way, so that ``what`` cannot be called.
-    """
+    """Take in what users changed since the last step; refuse ``what`` while one or `unsharded` is under way."""
     engine.schedule.recover()
     if not engine.schedule.at_rest:
         raise ValueError(f"{what}() cannot be called inside forward, backward or unsharded()")

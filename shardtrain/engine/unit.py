@@ -51,18 +51,23 @@ class Account:
             self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
 
     def take_peak(self) -> Gathered:
+        """Return the peak, and start the next one from what is gathered now."""
         peak, self._peak = self._peak, self.now
         return peak
 
 
 class Unit:
-    """A group of parameters that is gathered and reduced together."""
+    """A group of parameters that is gathered and reduced together.
+
+    ``title``: its name, for messages. ``pinned``: `unsharded` holds it in full, so that a release does
+    nothing. ``account``: one for all units of a model.
+    """
 
     def __init__(
         self, name: str, index: int, module: nn.Module, segments: Sequence[Segment], transport: Transport
     ) -> None:
         self.name = name
-        self.title = name or "the root"  # for people
+        self.title = name or "the root"
         self.gather_tag = Tag(unit_number(index, 0), self.title)
         self.reduce_tag = Tag(unit_number(index, 1), self.title)
         self.index = index
@@ -71,11 +76,11 @@ class Unit:
         self.transport = transport
         self.state = State.SHARDED
         self.moving = Pending()
-        self.pinned = False  # held in full by `unsharded`: a release does nothing
-        self.account = Account()  # one for all units of a model
+        self.pinned = False
+        self.account = Account()
 
     def copied(self, memo: Mapping[int, Any]) -> Unit:
-        """The same over copies of its modules; see `Segment.copied`. Collective."""
+        """Return a unit over copies of its modules; see `Segment.copied`. Collective."""
         segments = [segment.copied(memo) for segment in self.segments]
         return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
 
@@ -85,30 +90,23 @@ class Unit:
         return self.segments[0].full.device if self.segments else torch.device("cpu")
 
     def holds(self, other: Unit) -> bool:
-        """Whether ``other``'s module lies inside this unit's."""
+        """Return whether ``other``'s module lies inside this unit's."""
         return not self.name or other.name.startswith(f"{self.name}.")
 
     @property
     def full_bytes(self) -> int:
         return sum([segment.full_bytes for segment in self.segments])
 
-    def show_full(self) -> None:
-        for segment in self.segments:
-            segment.show_full()
-
     def show_local(self) -> None:
+        """Let the parameters show their local pieces; the full vector stays."""
         for segment in self.segments:
             if segment.shows_full:
                 segment.show_local()
 
     def cast(self) -> None:
+        """Bring what is gathered up to date with the last update."""
         for segment in self.segments:
             segment.cast()
-
-    def drop_kept_grads(self) -> None:
-        """Forget gradients put away by `show_full`."""
-        for segment in self.segments:
-            segment.drop_kept_grads()
 
     def launch(self) -> None:
         """Start gathering the unit. Nothing may be read from its full vector before ``finish``."""
@@ -129,12 +127,13 @@ class Unit:
         self.state = State.GATHERED
 
     def open_full(self) -> None:
-        """Whatever the state, let the parameters show their full values."""
+        """Gather whatever is missing, and let the parameters show their full values."""
         if self.state is State.SHARDED:
             self.launch()
         if self.state is State.GATHERING:
             self.finish()
-        self.show_full()
+        for segment in self.segments:
+            segment.show_full()
 
     def release(self) -> None:
         """Let the parameters show their local pieces and empty the full vector."""
