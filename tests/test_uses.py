@@ -257,7 +257,7 @@ def user_hooks() -> None:
     seen: dict[str, list[tuple[str, torch.Size, bool]]] = {}
 
     def note(param: torch.Tensor, name: str, when: str) -> None:
-        at_rest = engine_of(plain).gathered.units == 0
+        at_rest = engine_of(plain).account.now.units == 0
         seen.setdefault(name, []).append((when, param.grad.shape, at_rest))
 
     for name, param in plain.named_parameters():
@@ -529,7 +529,7 @@ def used_outside() -> None:
     model = shard(copy.deepcopy(plain), units=[nn.Linear])
     with pytest.raises(RuntimeError, match=r"matrix|shape|size|2-D"):
         model(torch.ones(2, 7))
-    assert engine_of(model).gathered == Gathered(0, 0)
+    assert engine_of(model).account.now == Gathered(0, 0)
     model.outside = plain.outside = False
     with torch.no_grad():
         torch.testing.assert_close(model(torch.ones(2, 7)), plain(torch.ones(2, 7)))
@@ -811,11 +811,11 @@ def account(reshard: bool) -> list[Gathered]:
     peaks = []
     for _ in range(3):
         out = model(torch.ones(2, 9)).sum()
-        peaks.append(engine.take_gathered_peak())
+        peaks.append(engine.account.take_peak())
         out.backward()
-        peaks.append(engine.take_gathered_peak())
-        assert engine.gathered == Gathered(0, 0)
-    assert engine.take_gathered_peak() == Gathered(0, 0)
+        peaks.append(engine.account.take_peak())
+        assert engine.account.now == Gathered(0, 0)
+    assert engine.account.take_peak() == Gathered(0, 0)
     return peaks
 
 
@@ -838,7 +838,7 @@ def two_hundred_steps() -> tuple[int, int, int]:
     train(model, optimizer, 200)
     gc.collect()
     grown = _resident() - before  # before `_tensors` makes a list of some megabytes, where malloc sees fit
-    return _tensors() - tensors, grown, engine_of(model).gathered.bytes
+    return _tensors() - tensors, grown, engine_of(model).account.now.bytes
 
 
 def _tensors() -> int:

@@ -38,11 +38,11 @@ def shard(
 ) -> nn.Module:
     """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
 
-    From then on every rank holds 1/N of each unit's parameters, gradients and optimizer state. The
-    parameters stay the same objects under the same names, and at rest each holds its local piece (by default
-    1-D, possibly empty); a unit's parameters are whole while it computes. Gradients are the mean over ranks.
-    Initial parameters and buffers are rank 0's on every rank. With no process group and no
-    ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
+    From then on every rank holds 1/N of each unit's parameters, gradients and optimizer state. The parameters
+    stay the same objects under the same names, and at rest each holds its local piece (by default 1-D,
+    possibly empty); a unit's parameters are whole while it computes. Gradients are the mean over ranks.
+    Initial parameters and buffers are rank 0's on every rank. With no process group and no ``WORLD_SIZE``
+    above 1 it works as a single rank and communicates nothing.
 
     Args:
         module: the root. It may come from `deferred`; or be on the meta device without values, and
@@ -123,8 +123,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Gradient accumulation: a backward in here keeps its gradients whole on each rank, and reduces nothing.
 
     The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter that has
-    no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too;
-    an optimizer's step, clipping and other changes of it are refused.
+    no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too; an
+    optimizer's step, clipping and other changes of it are refused.
     """
     engine = engine_of(module)
     schedule, before = engine.schedule, engine.schedule.reduce_gradients

@@ -337,8 +337,8 @@ def _have_changed(modules: Modules) -> bool:
     return False
 
 
-# Autograd would call a user's post-accumulate hook with a gradient that is whole, and this rank's alone. So the
-# engine takes such hooks from it when a backward begins, and calls each once at the end of a backward that
+# Autograd would call a user's post-accumulate hook with a gradient that is whole, and this rank's alone. So
+# the engine takes such hooks from it when a backward begins, and calls each once at the end of a backward that
 # reduces. Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
 
 

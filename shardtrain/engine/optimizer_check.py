@@ -2,10 +2,10 @@
 
 A rank holds pieces of parameters. SGD and Adam treat every element by itself, so that makes no difference to
 them. An optimizer that looks at a parameter's shape (Adafactor, Muon, Shampoo) or at its norm (LARS, LAMB)
-would silently become another algorithm, unless parameters are whole; one that looks at all parameters together
-(LBFGS) would in any case. Names do not tell; behaviour does. So before an optimizer's first step, a new one of
-its class with its options makes three steps on two parameters, and another one on what rank 0 of two would hold
-of them. On what both have they must come to the same.
+would silently become another algorithm, unless parameters are whole; one that looks at all parameters
+together (LBFGS) would in any case. Names do not tell; behaviour does. So before an optimizer's first step, a
+new one of its class with its options makes three steps on two parameters, and another one on what rank 0 of
+two would hold of them. On what both have they must come to the same.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def refuse_unless_right_on_pieces(
                 continue
             together = _why_not(type(optimizer), options, device, "whole")
         advice = (
-            "A rank holds some of the parameters, or pieces of them, and this optimizer looks at all together: "
-            "use one such as SGD or AdamW"
+            "A rank holds some of the parameters, or pieces of them, and this optimizer looks at all "
+            "together: use one such as SGD or AdamW"
             if together
-            else "A rank holds 1-D pieces of parameters, and this optimizer looks at one whole parameter at a "
-            "time: use shard(..., layout='whole'), or an element-wise optimizer such as SGD or AdamW"
+            else "A rank holds 1-D pieces of parameters, and this optimizer looks at one whole parameter at "
+            "a time: use shard(..., layout='whole'), or an element-wise optimizer such as SGD or AdamW"
         )
         raise ValueError(
             f"{type(optimizer).__name__} cannot step on a sharded model: {reason}. {advice}, or leave the "

@@ -37,15 +37,15 @@ class Traffic(NamedTuple):
 class Precision:
     """Dtypes for `shard`. ``None`` leaves a thing as it is.
 
-    ``param``: parameters while a unit computes, and on the wire. ``reduce``: gradients on the wire
-    (default: the dtype they are computed in); sums are taken in fp32 or wider, on NCCL by NCCL.
-    ``gather``: ``torch.int8``, or None for ``param``. ``torch.int8``, as ``gather`` or as ``reduce``, means
-    blocks of 256 elements with a scale each, an error of at most 1/254 of a block's largest magnitude, and
-    a quarter of fp32's bytes. Vectors (biases) and what ``keep`` names travel as they are.
-    ``output``: floating-point outputs of the root. ``cast_inputs``: cast floating-point inputs of every
-    unit to ``param``. ``keep``: modules whose own parameters stay in their dtype, and which are given
-    inputs of that dtype; normalisation layers unless said otherwise. BatchNorm takes ``param`` inputs as
-    they are: its kernels compute in fp32 then.
+    ``param``: parameters while a unit computes, and on the wire. ``reduce``: gradients on the wire (default:
+    the dtype they are computed in); sums are taken in fp32 or wider, on NCCL by NCCL. ``gather``:
+    ``torch.int8``, or None for ``param``. ``torch.int8``, as ``gather`` or as ``reduce``, means blocks of 256
+    elements with a scale each, an error of at most 1/254 of a block's largest magnitude, and a quarter of
+    fp32's bytes. Vectors (biases) and what ``keep`` names travel as they are. ``output``: floating-point
+    outputs of the root. ``cast_inputs``: cast floating-point inputs of every unit to ``param``. ``keep``:
+    modules whose own parameters stay in their dtype, and which are given inputs of that dtype; normalisation
+    layers unless said otherwise. BatchNorm takes ``param`` inputs as they are: its kernels compute in fp32
+    then.
 
     Raises:
         ValueError: a dtype that is not floating-point.

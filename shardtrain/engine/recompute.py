@@ -7,9 +7,9 @@ The engine's hooks are on a unit's module. This file replaces the ``forward`` th
         compiled         the module's own forward
     hooks after      announce backward, release
 
-So nothing is gathered for recomputing, and the compiler never meets a hook of the engine or a parameter
-that shows its piece. Each new forward is a bound method of its module, which ``copy.deepcopy`` binds to the
-copy. Only units that hold no other unit are concerned, and never the root, whose parameters are whole anyway.
+So nothing is gathered for recomputing, and the compiler never meets a hook of the engine or a parameter that
+shows its piece. Each new forward is a bound method of its module, which ``copy.deepcopy`` binds to the copy.
+Only units that hold no other unit are concerned, and never the root, whose parameters are whole anyway.
 
 Checkpointing is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174), with a segment for each unit.
 """
@@ -45,8 +45,8 @@ def compile_units(
 ) -> None:
     """Run each unit of a sharded module by ``torch.compile``; each is compiled when it first runs.
 
-    Units of one class with the same shapes and settings share what is compiled. With
-    `checkpoint_activations` too, compile first.
+    Units of one class with the same shapes and settings share what is compiled. With `checkpoint_activations`
+    too, compile first.
 
     Args:
         module: what `shard` returned.
@@ -236,8 +236,8 @@ def _set_forward(unit: Unit, forward: Forward) -> None:
 def _entry(forward: Forward, name: str) -> Forward:
     """Return ``forward`` behind a code object of its own.
 
-    Torch keeps what it has compiled, the sizes that varied, and a limit of eight compilations per code object.
-    All blocks of a ResNet share one, in seven shapes or more, and so do all modules of torch.
+    Torch keeps what it has compiled, the sizes that varied, and a limit of eight compilations per code
+    object. All blocks of a ResNet share one, in seven shapes or more, and so do all modules of torch.
     """
 
     def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

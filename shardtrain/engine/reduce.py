@@ -51,8 +51,8 @@ class Shown(NamedTuple):
 class FlatGradient:
     """The gradient of one segment while it comes together.
 
-    ``arrived``: indices of parameters with a gradient from the backward under way. ``filled``: indices
-    with a gradient of any backward since the last reduction (accumulation under ``no_sync``).
+    ``arrived``: indices of parameters with a gradient from the backward under way. ``filled``: indices with a
+    gradient of any backward since the last reduction (accumulation under ``no_sync``).
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -287,8 +287,8 @@ class Reduction:
         """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
 
         Returns those that have got one, perhaps more than once. An empty piece tells nothing, and gets an
-        empty gradient; but none where the parameter is whole on another rank, since not every optimizer
-        takes it.
+        empty gradient; but none where the parameter is whole on another rank, since not every optimizer takes
+        it.
         """
         given = []
         for flat, filled, unsure, own in self._means:

@@ -10,12 +10,12 @@ The root is never released between forward and backward, which would buy nothing
 units are gathered at once: the one that computes and the next one. At most one reduction is under way.
 
 Ranks must start the same movements in the same order. Gathers follow the order in which units run. Reductions
-are started in the reverse of the order in which forward first entered the units. A rank on which some gradient
-never comes (a parameter unused there) joins all the same: autograd runs nodes latest first, so once the
-backward of a unit begins, every unit entered after it in forward is over, and what has not arrived there counts
-as zero. For the same reason frozen parameters, whose last use no gradient announces, can be released then. A
-unit whose outputs the loss does not depend on, here, is gathered and reduced when its turn is over: on another
-rank the loss may depend on them.
+are started in the reverse of the order in which forward first entered the units. A rank on which some
+gradient never comes (a parameter unused there) joins all the same: autograd runs nodes latest first, so once
+the backward of a unit begins, every unit entered after it in forward is over, and what has not arrived there
+counts as zero. For the same reason frozen parameters, whose last use no gradient announces, can be released
+then. A unit whose outputs the loss does not depend on, here, is gathered and reduced when its turn is over:
+on another rank the loss may depend on them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Backward:
 class Schedule:
     """The life of all units of one sharded module. Hooks call it, and nothing else does.
 
-    ``tell_reduced`` is called at the end of a backward, with the parameters that got a reduced gradient in it.
+    ``tell_reduced`` is called at the end of a backward, with the parameters that got a reduced gradient in
+    it.
     """
 
     def __init__(

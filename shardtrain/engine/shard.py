@@ -1,7 +1,7 @@
 """A segment: what one rank owns of a unit's parameters, and what these parameters show.
 
-A unit's parameters fall into segments of one dtype and one ``requires_grad``, so that frozen parameters
-never enter a reduction. A segment has two or three storages:
+A unit's parameters fall into segments of one dtype and one ``requires_grad``, so that frozen parameters never
+enter a reduction. A segment has two or three storages:
 
 ``local``  this rank's shard: its interval of the flat vector. The optimizer updates it; it is always valid
 ``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself

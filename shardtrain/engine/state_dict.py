@@ -116,7 +116,7 @@ def _whole_grads(segment: Segment, unit: Unit) -> list[torch.Tensor | None]:
 
 
 def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``whole``, of the shape of parameter ``index`` or refused, as shown at rest."""
+    """Return this rank's part of ``whole``, which must have the shape of parameter ``index``, as at rest."""
     if whole.shape != segment.shapes[index]:
         raise ValueError(
             f"parameter {segment.infos[index].name} or its gradient was given shape {tuple(whole.shape)} "
@@ -131,8 +131,8 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     """Return whole parameters and persistent buffers on the CPU, as the unwrapped model's ``state_dict()``.
 
     Same keys in the same order, same shapes and dtypes. One unit is gathered at a time. Floating-point
-    buffers (BatchNorm's running statistics) are the mean over ranks, others are rank 0's, so the result
-    is the same on every rank. With ``rank0_only`` the other ranks return an empty dict.
+    buffers (BatchNorm's running statistics) are the mean over ranks, others are rank 0's, so the result is
+    the same on every rank. With ``rank0_only`` the other ranks return an empty dict.
 
     Raises:
         ValueError: called inside forward, backward or `unsharded`.
@@ -236,8 +236,8 @@ def differences(expected: Mapping[str, Spec], given: Mapping[str, Spec]) -> list
 def average_buffers(module: nn.Module) -> None:
     """Give every rank the same buffers: floating-point ones the mean over ranks, others rank 0's.
 
-    BatchNorm's running statistics differ between ranks during training; call this before evaluation.
-    One all-reduce for each floating-point dtype, one broadcast for each other.
+    BatchNorm's running statistics differ between ranks during training; call this before evaluation. One
+    all-reduce for each floating-point dtype, one broadcast for each other.
     """
     for buffer, value in equal_buffers(module, engine_of(module).transport.all_ranks):
         buffer.copy_(value)
@@ -268,7 +268,7 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def require_rest(engine: Engine, what: str) -> None:
-    """Take in what users changed since the last step; refuse ``what`` while one or `unsharded` is under way."""
+    """Take in what users changed since the last step; refuse ``what`` inside one or inside `unsharded`."""
     engine.schedule.recover()
     if not engine.schedule.at_rest:
         raise ValueError(f"{what}() cannot be called inside forward, backward or unsharded()")

@@ -80,8 +80,8 @@ def _innermost(name: str, modules: Mapping[str, nn.Module], units: Mapping[nn.Mo
 def choose_units(root: nn.Module) -> dict[str, nn.Module]:
     """The automatic choice of units: walk down from the root and stop at the first real block.
 
-    A block is what a model's author wrote a class with a ``forward`` for, and repeated. So a module
-    becomes a unit unless it is
+    A block is what a model's author wrote a class with a ``forward`` for, and repeated. So a module becomes a
+    unit unless it is
 
     - a container (``Sequential``, ``ModuleList``, ``ModuleDict``, or anything without a ``forward``): its
       children are looked at;
