@@ -1,13 +1,4 @@
-"""Fully sharded data parallel training on PyTorch.
-
-The engine reads in the order of the data path: ``layout`` (which element belongs to whom), ``precision`` (in
-which dtypes), ``comm`` (how bytes move), ``strides``, ``memories``, ``tape``
-and ``initial`` (values to start from), ``shard`` and ``unit`` (what
-a rank owns), ``gather`` and ``reduce`` (the two movements), ``schedule`` (when), ``choice`` (of units),
-``elementwise`` (which optimizers are right), ``engine`` (the hooks), ``wrap`` (`shard` itself), ``forwards``
-(what runs inside the hooks), ``state`` (whole parameters for users), ``optim``, ``checkpoint`` (runs that
-outlive their processes).
-"""
+"""Fully sharded data parallel training on PyTorch. docs/engine.md says in which order to read the files."""
 
 from shardtrain import checkpoint, comm
 from shardtrain.engine.api import no_sync, shard

@@ -153,8 +153,7 @@ Cut = Callable[[Sequence[int], int], Layout]
 def cut_of(policy: Policy, world: int) -> Cut:
     """How ``policy`` cuts the units of one model: to be called for one after the other, on all ranks alike.
 
-    Raises:
-        ValueError: an unknown policy.
+    Raises ValueError for an unknown policy.
     """
     if policy == "even":
         return lambda sizes, align: even(sizes, world, align)

@@ -119,8 +119,7 @@ class Engine:
     def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
         """Do what ``copy.deepcopy`` does, to a sharded root. Collective.
 
-        Raises:
-            ValueError: a step is under way.
+        Raises ValueError if a step is under way.
         """
         self.schedule.recover()
         if not self.schedule.at_rest:
@@ -251,8 +250,7 @@ class Engine:
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step.
 
-        Raises:
-            ValueError: it cannot work on pieces, or gradients wait under `no_sync`.
+        Raises ValueError if it cannot work on pieces, or gradients wait under `no_sync`.
         """
         groups = optimizer.param_groups
         if self._optimizers.get(optimizer) != len(groups):
@@ -267,9 +265,8 @@ class Engine:
     def settle(self) -> None:
         """Take in what users did to modules and parameters since the last step, unless a step is under way.
 
-        Raises:
-            ValueError: a parameter is still on the meta device, was changed so that its piece no longer
-                fits, or was attached after `shard`.
+        Raises ValueError if a parameter is still on the meta device, was changed so that its piece no longer
+        fits, or was attached after `shard`.
         """
         self.schedule.recover()
         if not self.schedule.at_rest:
@@ -306,8 +303,7 @@ class Engine:
 def engine_of(module: nn.Module) -> Engine:
     """Return the engine behind a sharded root.
 
-    Raises:
-        ValueError: ``module`` is not the module that was passed to `shard`.
+    Raises ValueError if ``module`` is not the module that was passed to `shard`.
     """
     engine = module.__dict__.get(_ENGINE)
     if not isinstance(engine, Engine):
@@ -338,8 +334,8 @@ def _have_changed(modules: Modules) -> bool:
 
 
 # Autograd would call a user's post-accumulate hook with a gradient that is whole, and this rank's alone. So
-# the engine takes such hooks from it when a backward begins, and calls each once at the end of a backward that
-# reduces. Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
+# the engine takes such hooks from it when a backward begins, and calls each once when a backward that reduces
+# ends. Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
 
 
 class Postponed:

@@ -1,4 +1,4 @@
-"""In which dtypes a sharded model computes and reduces. Shards and optimizer state stay as they were.
+"""The dtypes in which a sharded model computes and reduces. Shards and optimizer state stay as they were.
 
 With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
 
@@ -61,12 +61,11 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "output"):
             dtype = getattr(self, name)
-            if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                continue
-            if name != "reduce" or dtype is not torch.int8:
-                also = ", torch.int8" if name == "reduce" else ""
+            also = (None, torch.int8) if name == "reduce" else (None,)
+            if dtype not in also and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                or_int8 = ", torch.int8" if name == "reduce" else ""
                 raise ValueError(
-                    f"precision.{name} must be a floating-point dtype{also} or None, got {dtype!r}"
+                    f"precision.{name} must be a floating-point dtype{or_int8} or None, got {dtype!r}"
                 )
         if self.gather not in (None, torch.int8):
             raise ValueError(
@@ -75,12 +74,12 @@ class Precision:
             )
 
     def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
-        """The dtype in which ``param``, held by ``holder``, computes."""
+        """Return the dtype in which ``param``, held by ``holder``, computes."""
         kept = isinstance(holder, self.keep) or not param.dtype.is_floating_point
         return param.dtype if kept or self.param is None else self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients computed in ``compute`` come together, and move unless quantised."""
+        """Return the dtype in which gradients computed in ``compute`` are summed up, and move as they are."""
         if self.reduce is None or self.reduce is torch.int8 or not compute.is_floating_point:
             return compute
         return self.reduce
@@ -91,20 +90,17 @@ class Precision:
         return torch.int8 in (self.gather, self.reduce)
 
     def traffic(self, param: torch.Tensor, holder: nn.Module) -> Traffic:
-        """What of ``param``, held by ``holder``, moves as int8: of matrices and filters, not of ``keep``."""
+        """Return what of ``param`` moves as int8: matrices and filters do, unless ``holder`` is in ``keep``."""
         may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(holder, self.keep)
         return Traffic(may and self.gather is torch.int8, may and self.reduce is torch.int8)
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
-        """Whether ``module``'s inputs are to be cast to its parameters' dtype, and its outputs back."""
+        """Return whether ``module``'s inputs are cast to its parameters' dtype, and its outputs back."""
         return isinstance(module, self.keep) and not isinstance(module, _NormBase)
 
 
-# Tensors inside what modules take and return: nested lists, tuples, dicts and dataclasses of them.
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside nested lists, tuples, dicts and dataclasses."""
+    """Yield every tensor inside nested lists, tuples, dicts and dataclasses, as modules take and return."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -119,15 +115,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor inside nested containers as ``dtype``."""
+    """Return ``value`` with every floating-point tensor that `tensors_in` sees as ``dtype``."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        found = {key: cast(item, dtype) for key, item in value.items()}
-        return found if type(value) is dict else type(value)(found)  # type: ignore[call-arg]
+        items = {key: cast(item, dtype) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        items = [cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        parts = [cast(item, dtype) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{name: cast(getattr(value, name), dtype) for name in fields})

@@ -180,8 +180,7 @@ class Checkpointed:
 def require_inductor(device: torch.device) -> None:
     """Require what inductor generates code for.
 
-    Raises:
-        ValueError: there is no C++ compiler for the CPU, or no Triton for another device.
+    Raises ValueError if there is no C++ compiler for the CPU, or no Triton for another device.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

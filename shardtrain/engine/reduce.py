@@ -1,4 +1,4 @@
-"""Full gradients to this rank's averaged interval: the only place that makes gradient intervals.
+"""From full gradients to this rank's averaged interval: the only place that makes gradient intervals.
 
 collect  take a parameter's new gradient: what other ranks own goes into the unit's flat gradient, what
          this rank owns stays where autograd left it
@@ -23,7 +23,6 @@ A gradient that is there never starts with ``-0.0``: 0.0 is added to the first e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -51,20 +50,20 @@ class Shown(NamedTuple):
 class FlatGradient:
     """The gradient of one segment while it comes together.
 
-    ``arrived``: indices of parameters with a gradient from the backward under way. ``filled``: indices with a
-    gradient of any backward since the last reduction (accumulation under ``no_sync``).
+    ``arrived``: indices of parameters with a gradient from the backward under way. ``expected``: trainable
+    parameters, as of the last `begin_backward`. ``filled``: indices with a gradient of any backward since the
+    last reduction (accumulation under ``no_sync``).
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.arrived: set[int] = set()
-        self.expected = 0  # trainable parameters, as of the last `begin_backward`
+        self.expected = 0
         self.filled: set[int] = set()
         self._elsewhere, self._cuts = segment.layout.elsewhere(segment.transport.rank)
         # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
         layout = segment.layout
-        starts = {at for at in layout.offsets if at < layout.end}
-        starts.update(takewhile(lambda at: at < layout.end, layout.bounds))
+        starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
         self._clear()
@@ -76,17 +75,12 @@ class FlatGradient:
         self._parts: Sequence[torch.Tensor] = ()  # of it, as `_cuts` cut it
         self._own: dict[int, torch.Tensor] = {}
 
-    @property
-    def complete(self) -> bool:
-        """Whether every trainable parameter's gradient of this backward is here."""
-        return len(self.arrived) == self.expected
-
     def begin_backward(self) -> None:
-        """None has arrived; count once what to expect, since every arrival asks whether it was the last."""
+        """Expect a gradient of every trainable parameter; take in what users did to waiting ones."""
         self.arrived.clear()
         self.expected = sum([param.requires_grad for param in self.segment.params])
         while self._shown:
-            self._heed(*self._shown.popitem())
+            self._check_waiting(*self._shown.popitem())
 
     def show_waiting(self) -> None:
         """Let parameters without a gradient show this rank's part of the one that waits.
@@ -94,19 +88,15 @@ class FlatGradient:
         Only so is it seen when a user clears gradients, or changes them, before the next backward.
         """
         for index in self.filled:
-            held = self.segment.held_grad(index)
-            if held is None:
+            own = self.segment.held_grad(index) is None
+            if own:
                 self.segment.give_grad(index, self._own[index])
             grad = self.segment.held_grad(index)
             assert grad is not None
-            self._shown[index] = Shown(grad, grad._version, own=held is None)
+            self._shown[index] = Shown(grad, grad._version, own)
 
-    def _heed(self, index: int, shown: Shown) -> None:
-        """Do to a waiting gradient what a user has done to ``.grad``, if that is to clear it.
-
-        Raises:
-            ValueError: it was changed in another way.
-        """
+    def _check_waiting(self, index: int, shown: Shown) -> None:
+        """Clear a waiting gradient if a user cleared ``.grad``; refuse any other change of it."""
         now = self.segment.held_grad(index)
         if now is shown.grad and now._version == shown.version:
             if shown.own:
@@ -121,18 +111,16 @@ class FlatGradient:
             )
 
     def collect(self, index: int) -> bool:
-        """Take the gradient just accumulated in parameter ``index``; whether it is the segment's last.
+        """Take the gradient just accumulated in parameter ``index``; return whether it is the segment's last.
 
-        Raises:
-            ValueError: the gradient is sparse.
+        Raises ValueError if the gradient is sparse.
         """
         param = self.segment.params[index]
         grad, param.grad = param.grad, None
         assert grad is not None
         if grad.layout is not torch.strided:
-            name = self.segment.infos[index].name
             raise ValueError(
-                f"parameter {name} has a sparse gradient, which cannot be sharded; "
+                f"parameter {self.segment.infos[index].name} has a sparse gradient, which cannot be sharded; "
                 "use nn.Embedding(..., sparse=False)"
             )
         self.arrived.add(index)
@@ -141,6 +129,7 @@ class FlatGradient:
         return len(self.arrived) == self.expected
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
+        """Add or copy ``grad`` (1-D): others' parts into the full gradient, this rank's into ``_own``."""
         start, stop, _ = self.segment.pieces[index]
         again, wide = index in self.filled, self.segment.local.dtype
         if self._full is None:
@@ -166,36 +155,32 @@ class FlatGradient:
             self._parts = self._full.split_with_sizes(self._cuts) if self._cuts else ()
         return self._full
 
-    def unsure(self) -> list[int]:
-        """Indices of trainable parameters without a gradient on this rank: another may have one."""
-        if self.segment.transport.silent:
-            return []
-        return [index for index in self._missing() if self.segment.params[index].requires_grad]
-
     def _missing(self) -> list[int]:
-        """Indices of parameters without a gradient on this rank."""
+        """Return the indices of parameters without a gradient on this rank."""
         everything = range(len(self.segment.params))
         return [i for i in everything if i not in self.filled] if len(self.filled) < len(everything) else []
 
-    def take(self) -> Gradient:
-        """What has come together, -0.0 where nothing arrived on this rank."""
+    def take(self) -> tuple[Gradient, Reduced]:
+        """Return what has come together, -0.0 where nothing arrived on this rank, and start anew."""
         segment, transport = self.segment, self.segment.transport
-        full = self._open()
+        full, missing = self._open(), self._missing()
         if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
             full.index_add_(0, self._starts, self._zeros)
         if self._own and transport.all_ranks.world > transport.world:  # replicas are sent the rest, too
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
-        for index in self._missing():
+        for index in missing:
             size = segment.pieces[index].numel
             self._own[index] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
             for _, part in self._elsewhere[index]:
                 self._parts[part].fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
         gradient = Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce)
+        unsure = [i for i in missing if segment.params[i].requires_grad and not transport.silent]
+        reduced = Reduced(segment, sorted(self.filled), unsure, own)
         self._clear()
-        return gradient
+        return gradient, reduced
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
@@ -212,10 +197,10 @@ class Reduced(NamedTuple):
     """What is reduced of one segment, or has been.
 
     ``filled`` and ``unsure``: indices of parameters that have a gradient on this rank, and of trainable ones
-    that have none. ``own``: this rank's part of each parameter, which becomes the mean.
+    that have none while another rank may have one. ``own``: this rank's part of each, which becomes the mean.
     """
 
-    flat: FlatGradient
+    segment: Segment
     filled: list[int]
     unsure: list[int]
     own: list[torch.Tensor]
@@ -232,16 +217,6 @@ class Reduction:
         self._under_way: list[Reduced] = []
         self._means: list[Reduced] = []
 
-    def collect(self, segment: int, index: int) -> bool:
-        """Take the gradient of one parameter; whether it was the last one that this backward brings."""
-        last = self.gradients[segment].collect(index)
-        return last and all(gradient.complete for gradient in self.gradients)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether anything has been collected and not yet sent."""
-        return any(gradient.filled for gradient in self.gradients)
-
     def begin_backward(self) -> None:
         for gradient in self.gradients:
             gradient.begin_backward()
@@ -250,6 +225,16 @@ class Reduction:
         """Expect every gradient once more in this backward: reentrant checkpoints use a unit in parts."""
         for gradient in self.gradients:
             gradient.arrived.clear()
+
+    def collect(self, segment: int, index: int) -> bool:
+        """Take the gradient of one parameter; return whether it is the last one of this backward."""
+        last = self.gradients[segment].collect(index)
+        return last and all(len(gradient.arrived) == gradient.expected for gradient in self.gradients)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything has been collected and not yet sent."""
+        return any(gradient.filled for gradient in self.gradients)
 
     @property
     def trainable(self) -> bool:
@@ -270,14 +255,13 @@ class Reduction:
         trace.begin(REDUCE.traced, self.unit.title)
         for flat in self.gradients:
             if flat.expected:
-                filled, unsure = sorted(flat.filled), flat.unsure()  # before `take`, which forgets them
-                gradient = flat.take()
+                gradient, reduced = flat.take()
                 self._sent.append(gradient)
-                self._under_way.append(Reduced(flat, filled, unsure, gradient.own))
+                self._under_way.append(reduced)
         self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._sent)
 
     def finish(self) -> None:
-        """Wait for the movement."""
+        """Wait for the reduction."""
         with waiting(REDUCE, self.unit.title, self.unit.device):
             self._moving.wait()
         self._means += self._under_way
@@ -287,12 +271,10 @@ class Reduction:
         """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
 
         Returns those that have got one, perhaps more than once. An empty piece tells nothing, and gets an
-        empty gradient; but none where the parameter is whole on another rank, since not every optimizer takes
-        it.
+        empty gradient; but none where the parameter is whole on another rank: not every optimizer takes it.
         """
         given = []
-        for flat, filled, unsure, own in self._means:
-            segment = flat.segment
+        for segment, filled, unsure, own in self._means:
             nowhere = absent([own[index] for index in unsure])
             here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
             for index in [*filled, *here]:
@@ -311,7 +293,7 @@ class Reduction:
 
 
 def absent(means: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of them no rank had a gradient for: not a single element but -0.0. The device is asked once."""
+    """Return which hold nothing but -0.0: no rank had a gradient of it. The device is waited for once."""
     answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
     known = iter(torch.stack(answers).tolist() if answers else [])
     return [bool(mean.numel()) and next(known) for mean in means]

@@ -219,8 +219,7 @@ class Schedule:
     def _begin_backward(self) -> Backward:
         """Prepare at the first sign of a backward.
 
-        Raises:
-            ValueError: it is to be differentiated in turn.
+        Raises ValueError if it is to be differentiated in turn.
         """
         if torch.is_grad_enabled():
             raise ValueError(
@@ -309,11 +308,7 @@ class Schedule:
         self._unreduced.clear()
 
     def require_reduced(self, what: str) -> None:
-        """Refuse ``what`` while gradients wait under `no_sync`.
-
-        Raises:
-            ValueError: some do.
-        """
+        """Refuse ``what`` while gradients wait under `no_sync`. Raises ValueError if some do."""
         if self._unreduced:
             raise ValueError(
                 f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "

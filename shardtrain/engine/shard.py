@@ -233,8 +233,7 @@ class Segment:
     def take_over(self) -> None:
         """Make whatever pieces the parameters hold now the local interval.
 
-        Raises:
-            ValueError: a piece has another size than this rank's part, or dtypes or devices differ.
+        Raises ValueError if a piece has another size than this rank's part, or dtypes or devices differ.
         """
         assert not self.shows_full
         self.params = [info.parameter for info in self.infos]
