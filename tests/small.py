@@ -18,6 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 
+# Worlds: 3 divides no width; the others are the same once more.
+_again = [pytest.param(world, marks=pytest.mark.long) for world in (2, 4)]
+several = pytest.mark.parametrize("world", [3, _again[0]])
+every = pytest.mark.parametrize("world", [1, 3, *_again])
+
 
 class Block(nn.Module):
     """Residual: conv, norm, in-place ReLU."""

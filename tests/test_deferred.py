@@ -114,7 +114,7 @@ def on_every_rank(make: Callable[..., nn.Module], args: tuple[Any, ...], without
         assert model.again.hidden is model.hidden
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("make", [resnet18, small_vit, small_convnext, Usual])
 def test_values_are_those_of_the_constructor_on_rank_0(
     ranks: Ranks, world: int, make: Callable[[], nn.Module]

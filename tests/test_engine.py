@@ -28,7 +28,9 @@ from small import (
     OddNet,
     assert_at_rest,
     assert_same_parameters,
+    every,
     images,
+    several,
     sgd,
     shard,
     sharded_and_replica,
@@ -36,9 +38,6 @@ from small import (
 )
 
 Ranks = Callable[..., list[Any]]
-WORLDS = [1, 2, 3, 4]
-several = pytest.mark.parametrize("world", [2, 3])
-every = pytest.mark.parametrize("world", WORLDS)
 
 
 # memory and traffic

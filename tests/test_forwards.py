@@ -39,7 +39,7 @@ from small import (
 
 Ranks = Callable[..., list[Any]]
 Inside = Callable[[nn.Module], None]
-worlds = pytest.mark.parametrize("world", [1, 2, 3])
+worlds = pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.long)])
 BF16 = shardtrain.Precision(param=torch.bfloat16, output=torch.float32)
 
 

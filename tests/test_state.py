@@ -19,6 +19,7 @@ from small import (
     OddNet,
     assert_at_rest,
     assert_same_parameters,
+    every,
     sgd,
     shard,
     sharded_and_replica,
@@ -26,7 +27,6 @@ from small import (
 )
 
 Ranks = Callable[..., list[Any]]
-every = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
 def edits(writeback: bool) -> None:

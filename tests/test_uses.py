@@ -29,7 +29,9 @@ from small import (
     OddNet,
     assert_same_parameters,
     average_gradients,
+    every,
     images,
+    several,
     sgd,
     shard,
     sharded_and_replica,
@@ -37,8 +39,6 @@ from small import (
 )
 
 Ranks = Callable[..., list[Any]]
-several = pytest.mark.parametrize("world", [2, 3])
-every = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:

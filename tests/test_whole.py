@@ -25,6 +25,7 @@ from small import (
     assert_at_rest,
     assert_same_parameters,
     images,
+    several,
     shard,
     sharded_and_replica,
     train,
@@ -35,7 +36,6 @@ from test_parity import adamw, mean_in_rank_order, momentum_sgd
 from test_uses import Lars
 
 Ranks = Callable[..., list[Any]]
-several = pytest.mark.parametrize("world", [2, 3])
 
 
 def whole(**options: Any) -> dict[str, Any]:
@@ -94,7 +94,12 @@ def like_ddp_bit_for_bit(optimizer: Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "world"), [*((momentum_sgd, world) for world in (1, 2, 3, 4)), (adamw, 3)]
+    ("optimizer", "world"),
+    [
+        (momentum_sgd, 3),
+        (adamw, 2),
+        *(pytest.param(momentum_sgd, world, marks=pytest.mark.long) for world in (1, 4)),
+    ],
 )
 def test_losses_are_ddp_s_bit_for_bit(ranks: Ranks, world: int, optimizer: Any) -> None:
     ranks(world, like_ddp_bit_for_bit, optimizer)

@@ -26,7 +26,7 @@ _SHAPES = ((2, 3), (2, 1))  # rank 0 of two holds the first four elements, or th
 def refuse_unless_right_on_pieces(
     optimizer: torch.optim.Optimizer, device: torch.device, layout: Policy
 ) -> None:
-    """Raise ValueError unless every group of ``optimizer`` gives on pieces what it gives on whole parameters."""
+    """Raise ValueError unless every group of ``optimizer`` treats pieces as it treats whole parameters."""
     for options in _kinds(optimizer):
         with _disable_current_modes():  # values count here, even where the model has none (FakeTensorMode)
             reason = _why_not(type(optimizer), options, device, layout)

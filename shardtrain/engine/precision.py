@@ -90,7 +90,7 @@ class Precision:
         return torch.int8 in (self.gather, self.reduce)
 
     def traffic(self, param: torch.Tensor, holder: nn.Module) -> Traffic:
-        """Return what of ``param`` moves as int8: matrices and filters do, unless ``holder`` is in ``keep``."""
+        """Return what of ``param`` moves as int8: matrices and filters, unless ``holder`` is in ``keep``."""
         may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(holder, self.keep)
         return Traffic(may and self.gather is torch.int8, may and self.reduce is torch.int8)
 
