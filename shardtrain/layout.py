@@ -111,15 +111,15 @@ class Layout:
         return tuple(gaps)
 
     def interval(self, rank: int) -> slice:
-        """Rank ``rank``'s interval of the flat vector, padding included."""
+        """Return rank ``rank``'s interval of the flat vector, padding included."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def length(self, rank: int) -> int:
-        """Elements in rank ``rank``'s interval, padding included."""
+        """Return the elements in rank ``rank``'s interval, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What rank ``rank`` owns of each parameter, in the order of ``sizes``."""
+        """Return what rank ``rank`` owns of each parameter, in the order of ``sizes``."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         pieces = []
         for offset, size in zip(self.offsets, self.sizes, strict=True):
@@ -129,7 +129,7 @@ class Layout:
         return tuple(pieces)
 
     def elsewhere(self, rank: int) -> Elsewhere:
-        """What other ranks than ``rank`` own of each parameter."""
+        """Return what other ranks than ``rank`` own of each parameter."""
         pieces, cuts, end = self.pieces(rank), [], 0
         spans: list[list[tuple[slice, int]]] = [[] for _ in pieces]
         for offset, index in sorted(zip(self.offsets, range(len(pieces)), strict=True)):
@@ -151,7 +151,7 @@ Cut = Callable[[Sequence[int], int], Layout]
 
 
 def cut_of(policy: Policy, world: int) -> Cut:
-    """How ``policy`` cuts the units of one model: to be called for one after the other, on all ranks alike.
+    """Return how ``policy`` cuts a model's units: to be called for one after the other, on all ranks alike.
 
     Raises ValueError for an unknown policy.
     """

@@ -1,4 +1,4 @@
-"""``shard()``: checks, units, and their engine."""
+"""`shard` and `no_sync`: checks, units, and their engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shard(
     device: torch.device | str | None = None,
     offload: bool = False,
 ) -> nn.Module:
-    """Cut the parameters of ``module`` over the ranks, in place, and return ``module``.
+    """Shard the parameters of ``module`` over the ranks, in place, and return ``module``.
 
     From then on every rank holds 1/N of each unit's parameters, gradients and optimizer state. The parameters
     stay the same objects under the same names, and at rest each holds its local piece (by default 1-D,
@@ -52,7 +52,7 @@ def shard(
             unit takes belongs to the root, and so does a parameter shared by two units.
         mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D one of the
             whole world, ``(replicate, shard)``, each row holds a copy of the model between its ranks
-            (see `comm/replicated.py`): 1/N is then one of the row's ranks, the mean everyone's.
+            (HSDP; see `comm/replicated.py`): N then counts the ranks of a row, the mean is that of all.
         precision: dtypes to compute and reduce in (see `Precision`); ``None`` leaves them alone.
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it, for more memory and one gather less.
@@ -120,7 +120,7 @@ def _largest(infos: Sequence[ParamInfo]) -> int:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Gradient accumulation: a backward in here keeps its gradients whole on each rank, and reduces nothing.
+    """Accumulate gradients: a backward in here keeps them whole on each rank, and reduces nothing.
 
     The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter that has
     no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too; an

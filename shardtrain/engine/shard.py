@@ -278,11 +278,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def segments_of(
-    infos: Sequence[ParamInfo],
-    transport: Transport,
-    precision: Precision,
-    cut: Cut,
-    initial: InitialValues,
+    infos: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: InitialValues
 ) -> list[Segment]:
     """Group parameters by dtypes, traffic, device and ``requires_grad``, keeping their order. Collective."""
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}

@@ -1,4 +1,4 @@
-"""Which modules become units, and which parameters each unit holds."""
+"""The choice of units: which modules become one, and which parameters each holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALL = 16_384  # elements; a unit below this is not worth a message of its own
 
 
 def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
-    """The units' modules by name, root first, outer before inner."""
+    """Return the units' modules by name, root first, outer before inner."""
     if units is None:
         chosen = choose_units(root)
     elif callable(units):
@@ -36,7 +36,7 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
 def infos_by_unit(
     root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, list[ParamInfo]]:
-    """Each parameter under the innermost unit that holds all of its uses.
+    """Return each parameter under the innermost unit that holds all of its uses.
 
     A weight tied between ``enc.0`` and ``enc.1`` belongs to the unit ``enc`` if there is one, else to the
     root: it is then whole while either runs, and gathered and reduced once. A module reachable by two names
@@ -44,41 +44,39 @@ def infos_by_unit(
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     units = {module: name for name, module in anchors.items()}
-    names: dict[nn.Parameter, list[str]] = {}
-    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    holders: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
     homes: dict[nn.Parameter, set[str]] = {}
     for module_name, module in modules.items():
         home = _innermost(module_name, modules, units)
         for attribute, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
-            names.setdefault(param, []).append(f"{module_name}.{attribute}" if module_name else attribute)
-            holders.setdefault(param, [])
-            if (module, attribute) not in holders[param]:
-                holders[param].append((module, attribute))
+            names.setdefault(param, f"{module_name}.{attribute}" if module_name else attribute)
+            holders.setdefault(param, {})[module, attribute] = None
             homes.setdefault(param, set()).add(home)
     infos: dict[str, list[ParamInfo]] = {name: [] for name in anchors}
-    for param, found in homes.items():
-        home = _innermost(_common_ancestor(found), modules, units)
-        infos[home].append(ParamInfo(names[param][0], tuple(holders[param])))
-    return {name: found for name, found in infos.items() if found or name == ""}
+    for param, used_in in homes.items():
+        home = _innermost(_common_ancestor(used_in), modules, units)
+        infos[home].append(ParamInfo(names[param], tuple(holders[param])))
+    return {name: members for name, members in infos.items() if members or name == ""}
 
 
 def _common_ancestor(names: set[str]) -> str:
-    """``a.b`` for ``a.b.c`` and ``a.b.d``."""
+    """Return ``a.b`` for ``a.b.c`` and ``a.b.d``."""
     steps = zip(*(name.split(".") for name in names), strict=False)
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def _innermost(name: str, modules: Mapping[str, nn.Module], units: Mapping[nn.Module, str]) -> str:
-    """The unit that the module called ``name`` is, or lies in."""
+    """Return the unit that the module called ``name`` is, or lies in."""
     while modules[name] not in units:
         name = name.rpartition(".")[0]
     return units[modules[name]]
 
 
 def choose_units(root: nn.Module) -> dict[str, nn.Module]:
-    """The automatic choice of units: walk down from the root and stop at the first real block.
+    """Choose units: walk down from the root and stop at the first real block.
 
     A block is what a model's author wrote a class with a ``forward`` for, and repeated. So a module becomes a
     unit unless it is
@@ -126,6 +124,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def check_forward(name: str, module: nn.Module) -> None:
+    """Refuse a module that is never called itself."""
     if not has_forward(module):
         raise ValueError(
             f"{name} is a {type(module).__name__}, which has no forward of its own, so nothing tells when "
@@ -134,8 +133,5 @@ def check_forward(name: str, module: nn.Module) -> None:
 
 
 def parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
-    """What ``ignored`` names."""
-    found: set[nn.Parameter] = set()
-    for item in items:
-        found.update(item.parameters() if isinstance(item, nn.Module) else [item])
-    return found
+    """Return the parameters that ``ignored`` names."""
+    return {p for item in items for p in (item.parameters() if isinstance(item, nn.Module) else [item])}
