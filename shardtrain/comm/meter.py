@@ -1,26 +1,26 @@
-"""Counts what this rank puts on the wire and how long it waits for others, by the kind of movement.
+"""Counts what this rank sends and how long it waits for others, by the kind of movement.
 
-A movement is counted under its own name whatever carried it: a gather built from point-to-point
-messages is one ``all_gather``. Bytes are those this rank sends: N ranks gathering K bytes in all send
-(N-1)/N * K bytes each.
+A movement is counted under its own name whatever carried it: a gather built from point-to-point messages is
+one ``all_gather``. Bytes are those that this rank sends: N ranks gathering K bytes in all send (N-1)/N * K
+bytes each.
 
-A movement that computation hides costs nothing; what is not hidden is *exposed*: the time between asking
-for a movement's result and having it. On the CPU that includes adding up what came. On CUDA it is the time
-that the compute stream stands still, measured by events, so that the host need not stop.
+A movement that computation hides costs nothing. What is not hidden is *exposed*: the time between asking for
+a movement's result and having it. On the CPU that includes adding up what came. On an accelerator it is the
+time that the compute stream stands still, measured by events, so that the host need not stop.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
+from shardtrain import device as devices
 from shardtrain.comm import trace
 from shardtrain.comm.movement import Movement
-from shardtrain.comm.trace import Moment, moment, seconds
 
 
 class Wait(NamedTuple):
@@ -41,39 +41,35 @@ class Meter:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.during = ""
-        self._seconds: defaultdict[tuple[str, Wait], float] = defaultdict(float)
-        self._on_device: list[tuple[str, Wait, Moment, Moment]] = []
+        self._seconds: dict[tuple[str, Wait], float] = {}
+        self._on_device: list[tuple[str, Wait, Any, Any]] = []  # between two moments
 
     def exposed(self) -> dict[Wait, float]:
-        """Seconds of exposed communication by kind and unit. On CUDA the host waits for the device here."""
-        return _sums((what, value) for (_, what), value in self._waits().items())
+        """Return seconds of exposed communication by kind and unit; the host waits for an accelerator."""
+        sums: dict[Wait, float] = {}
+        for (_, what), seconds in self._waits().items():
+            sums[what] = sums.get(what, 0.0) + seconds
+        return sums
 
     def exposed_during(self) -> dict[str, float]:
-        """The same by what the owner was doing."""
-        return _sums((during, value) for (during, _), value in self._waits().items())
+        """Return the same by what the owner was doing."""
+        sums: dict[str, float] = {}
+        for (during, _), seconds in self._waits().items():
+            sums[during] = sums.get(during, 0.0) + seconds
+        return sums
 
-    def add_wait(self, what: Wait, start: Moment, end: Moment) -> None:
-        """On the CPU it is added up at once: a meter may be open for as long as a run."""
-        if isinstance(start, float):
-            self._seconds[self.during, what] += seconds(start, end)
-        else:
-            self._on_device.append((self.during, what, start, end))
+    def add_wait(self, what: Wait, start: Any, end: Any) -> None:
+        """Add a wait between two moments."""
+        self._on_device.append((self.during, what, start, end))
+        if isinstance(start, float):  # at once: a meter may be open for as long as a run
+            self._waits()
 
     def _waits(self) -> dict[tuple[str, Wait], float]:
         for during, what, start, end in self._on_device:
-            self._seconds[during, what] += seconds(start, end)
+            key = during, what
+            self._seconds[key] = self._seconds.get(key, 0.0) + devices.seconds(start, end)
         self._on_device.clear()
         return self._seconds
-
-
-Key = TypeVar("Key")
-
-
-def _sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
-    sums: defaultdict[Key, float] = defaultdict(float)
-    for key, value in pairs:
-        sums[key] += value
-    return dict(sums)
 
 
 # The one piece of process-wide state: `meter()` takes no argument, and backward runs in other threads,
@@ -117,12 +113,12 @@ class _Timed(AbstractContextManager[None]):
         self._movement, self._unit, self._device = movement, unit, device
 
     def __enter__(self) -> None:
-        self._start = moment(self._device)
+        self._start = devices.moment(self._device)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             return
-        end = moment(self._device)
+        end = devices.moment(self._device)
         for current in _open:
             current.add_wait(Wait(self._movement.counted, self._unit), self._start, end)
         trace.note("wait", f"{self._movement.counted} of {self._unit}", self._start, end)

@@ -1,4 +1,7 @@
-"""The backend's own collectives, and what a process group can do. Only this file knows torch's renaming."""
+"""The backend's own collectives, movements made of them, and what a process group can do.
+
+Only this file knows what torch renames.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from shardtrain import device as devices
 from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, intervals, staged
 from shardtrain.layout import Layout
 
@@ -34,7 +38,7 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 def all_gather(
     output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """torch's ``all_gather_into_tensor``."""
+    """Call torch's ``all_gather_into_tensor``."""
     if input.is_complex():
         output, input = torch.view_as_real(output), torch.view_as_real(input)
     return _finished(_all_gather(group, output, input, _gather_options(async_op)), async_op)
@@ -47,7 +51,7 @@ def reduce_scatter(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """torch's ``reduce_scatter_tensor``."""
+    """Call torch's ``reduce_scatter_tensor``."""
     return _finished(_reduce_scatter(group, output, input, _reduce_options(op, async_op)), async_op)
 
 
@@ -66,7 +70,7 @@ def _reduce_options(op: dist.ReduceOp.RedOpType, async_op: bool) -> ReduceScatte
 
 
 def _finished(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    """``work`` for those who wait themselves; else None, once the current stream may read the results."""
+    """Return ``work`` to who waits for it, else None once the current stream may read the results."""
     if async_op or work is None:
         return work
     work.wait()
@@ -76,7 +80,7 @@ def _finished(work: dist.Work | None, async_op: bool) -> dist.Work | None:
 def all_to_all(
     output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> None:
-    """torch's ``all_to_all_single``: ``sizes[r]`` elements of ``input`` to rank r, equally many from each."""
+    """Call torch's ``all_to_all_single``: send ``sizes[r]`` elements to rank r, get as many from each."""
     equal = [output.numel() // len(sizes)] * len(sizes)
     dist.all_to_all_single(output, input, equal, [*sizes], group=group)
 
@@ -99,35 +103,36 @@ def reduce_scatter_uneven(
 
 
 def set_time_out(time_out: timedelta) -> None:
-    """Of whatever any group of this rank begins from now on."""
+    """Set the time-out of whatever any group of this rank begins from now on."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if moves_bytes(group):
             _set_timeout(time_out, group)
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether CPU tensors can be sent point to point over gloo."""
+    """Return whether CPU tensors can be sent point to point over gloo."""
     return "cpu:gloo" in dist.get_backend_config(group)
 
 
 def moves_bytes(group: dist.ProcessGroup) -> bool:
-    """False for torch's fake process group, whose collectives return at once and move nothing."""
+    """Return False for torch's fake process group, whose collectives return at once and move nothing."""
     return "fake" not in dist.get_backend_config(group)
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
-    """The types of device whose tensors the group's backends move, such as ``["cpu", "cuda"]``."""
+    """Return the types of device whose tensors the group's backends move, ``["cpu"]`` say."""
     return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
 
 # Movements by the backend's own collectives, NCCL's above all.
 #
-# On CUDA they run on a stream of their own. That stream waits for the compute stream when a movement starts,
-# and the compute stream waits for an event when its result is needed; until then whatever the movement uses
-# is held. So memory is allocated and freed in the compute stream's order alone, ``record_stream`` is not
-# needed, and a host that is far ahead of the device takes no more memory than one that is not: what a release
-# gives back is at once there for the next gather, which the device starts later. Gathers and reductions share
-# the stream: one communicator runs one at a time anyway, in the order of starting.
+# On an accelerator they run on a stream of their own. That stream waits for the compute stream when a
+# movement starts, and the compute stream waits for an event when its result is needed; until then whatever
+# the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
+# ``record_stream`` is not needed, and a host that is far ahead of the device takes no more memory than one
+# that is not: what a release gives back is available at once to the next gather, which the device starts
+# later. Gathers and reductions share the stream: one communicator runs one at a time anyway, in the order of
+# starting.
 
 
 class NativeGradient(NamedTuple):
@@ -146,25 +151,25 @@ class Streams:
     """The communication stream of each device; the parts of a group have them in common."""
 
     def __init__(self) -> None:
-        self._of: dict[torch.device, torch.cuda.Stream] = {}
+        self._of: dict[torch.device, Any] = {}
 
     def run(self, movements: Callable[[], None], device: torch.device) -> Pending:
-        """Run ``movements`` on the communication stream of ``device``, on CUDA.
+        """Run ``movements`` on the communication stream of ``device``, on an accelerator.
 
         The result holds ``movements``, and so the memory that they use, until it is waited for: given back
         before, the compute stream would write to it while it is still on its way.
         """
         if device not in self._of:
             # Of high priority, so that copies around a collective do not queue behind computation.
-            self._of[device] = torch.cuda.Stream(device, priority=-1)
+            self._of[device] = devices.new_stream(device, priority=-1)
         stream = self._of[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(devices.current_stream(device))
+        with devices.inside(stream):
             movements()
             done = stream.record_event()
 
         def finish(held: object = movements) -> None:
-            torch.cuda.current_stream(device).wait_event(done)
+            devices.current_stream(device).wait_event(done)
 
         return Pending(finish)
 
@@ -179,7 +184,7 @@ class Backend:
         self._world = torch.tensor(float(group.size()), device="cpu")
 
     def of(self, group: dist.ProcessGroup) -> Backend:
-        """The same between other ranks, on the same streams."""
+        """Return the same between other ranks, on the same streams."""
         return Backend(group, self._streams)
 
     @property
@@ -202,7 +207,7 @@ class Backend:
     def staged(
         self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
     ) -> Pending:
-        if device.type != "cuda":
+        if not devices.is_accelerator(device):
             return staged(start, finish)
 
         def both() -> None:
@@ -214,13 +219,13 @@ class Backend:
     def _start(
         self, movement: Callable[[Moved], None], items: Sequence[Moved], like: torch.Tensor
     ) -> Pending:
-        """Run ``movement`` on each item; where ``like`` is on CUDA, on the communication stream."""
+        """Run ``movement`` on each item; where ``like`` is on an accelerator, on the communication stream."""
 
         def all_of_them() -> None:
             for item in items:
                 movement(item)
 
-        if like.is_cuda:  # a device's type would take five times as long to ask for
+        if devices.on_accelerator(like):
             return self._streams.run(all_of_them, like.device)
         all_of_them()
         return Pending()
@@ -248,30 +253,34 @@ class Backend:
 
     def _reduce(self, gradient: NativeGradient) -> None:
         full, layout, out, interval = gradient
-        op = dist.ReduceOp.AVG if full.is_cuda else dist.ReduceOp.SUM
+        averages = devices.on_accelerator(full)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         if layout.equal:
             reduce_scatter(out, full, self.group, op)
         else:
             reduce_scatter_uneven(out, intervals(full, layout), self.group, op)
-        if not full.is_cuda:
+        if not averages:
             out.div_(self._world)
         if out is not interval:
             interval.copy_(out)
 
     def _average(self, interval: Interval) -> None:
         values = interval.values.to(interval.wire)
-        op = dist.ReduceOp.AVG if values.is_cuda else dist.ReduceOp.SUM
+        averages = devices.on_accelerator(values)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         dist.all_reduce(values, op, group=self.group)
-        interval.values.copy_(values if values.is_cuda else values.div_(self._world))
+        interval.values.copy_(values if averages else values.div_(self._world))
 
 
 def living(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """``group``, unless it is no more. A model may outlive its group, and must not keep it: gloo's threads
-    would live on with it."""
-    found = group()
-    if found is None:
+    """Return ``group``, unless it has been destroyed.
+
+    A model may outlive its group, and must not keep it: gloo's threads would live on with it.
+    """
+    alive = group()
+    if alive is None:
         raise ValueError(
             "the process group over which this model was sharded has been destroyed; finish with the "
             "model before torch.distributed.destroy_process_group()"
         )
-    return found
+    return alive

@@ -10,46 +10,42 @@ ends by bringing the mean of this rank's interval to the host. Two ranks, a unit
     reduce            A A                       reduce                B B
     download          A A       to the host     download              B B   to the host
 
-On CUDA host memory is pinned, and copies run on a stream of their own, so that both ways are hidden behind
-the units that compute meanwhile. The host waits in two places only, both at a fence: at the end of a
-backward until its gradients have come, and at the end of a forward without gradients until nothing reads
-the shards any more. On the CPU the copies are made at once.
+On an accelerator host memory is pinned, and copies run on a stream of their own, so that both ways are hidden
+behind the units that compute meanwhile. The host waits in two places only, both at a fence: at the end of a
+backward until its gradients have come, and at the end of a forward without gradients until nothing reads the
+shards any more. On the CPU the copies are made at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from shardtrain import device as devices
 from shardtrain.comm.movement import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Ranks, Tag, Transport, TransportWrapper
 from shardtrain.layout import Layout
 
 
 class OnDevice:
-    """``inner``, for tensors that may lie elsewhere than on ``device``, where it moves them."""
+    """``inner``, for tensors that may lie elsewhere than on ``device``: they are moved there and back."""
 
     def __init__(self, inner: Ranks, device: torch.device) -> None:
         self.inner, self.device = inner, device
         self.rank, self.world = inner.rank, inner.world
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        with self._moved(tensor) as moved:
-            self.inner.broadcast(moved, src)
+        moved = tensor.to(self.device)
+        self.inner.broadcast(moved, src)
+        tensor.copy_(moved)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        with self._moved(tensor) as moved:
-            self.inner.all_reduce(moved, op)
-
-    @contextmanager
-    def _moved(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """``tensor`` on the device; what becomes of it there becomes of it here."""
         moved = tensor.to(self.device)
-        yield moved
-        if moved is not tensor:
-            tensor.copy_(moved)
+        self.inner.all_reduce(moved, op)
+        tensor.copy_(moved)
 
 
 class Offloaded(TransportWrapper):
@@ -63,14 +59,14 @@ class Offloaded(TransportWrapper):
         super().__init__(inner)
         self.device, self.in_place = device, False
         self.all_ranks = OnDevice(inner.all_ranks, device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: torch.cuda.Event | None = None  # of the newest copy, with which all before it are done
+        self._stream = devices.new_stream(device) if devices.is_accelerator(device) else None
+        self._last: Any = None  # event of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The full vector is on the device, the interval in host memory."""
+        """Return the full vector on the device, and the interval in host memory."""
         if like.is_meta:
             return self.inner.allocate(layout, like, reduced)
         full, _ = self.inner.allocate(layout, like.to(self.device), reduced)
@@ -96,7 +92,7 @@ class Offloaded(TransportWrapper):
         return Pending(finish)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        """When it is done the next units may go on, and the means are on their way; see `fence`."""
+        """Start reducing. Once waited for, the means are on their way to the host; see `fence`."""
         pending, launched = self.inner.reduce(tag, gradients), self._now()
 
         def finish() -> None:
@@ -112,7 +108,7 @@ class Offloaded(TransportWrapper):
         return Pending(finish)
 
     def fence(self, what: Movement) -> None:
-        """At ``LEAVE``: gradients have come to the host, or no upload reads it any more."""
+        """At ``LEAVE`` return when gradients have come to the host, or when no upload reads it any more."""
         super().fence(what)
         backward_follows = torch.is_grad_enabled() and not self._arriving
         if what is LEAVE and not backward_follows and self._last is not None:
@@ -125,22 +121,24 @@ class Offloaded(TransportWrapper):
     def _download(self, mean: torch.Tensor) -> torch.Tensor:
         return self._host(mean.numel(), mean.dtype).copy_(mean, non_blocking=True)
 
-    def _now(self) -> torch.cuda.Event | None:
-        """This moment of the stream that computes."""
-        return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+    def _now(self) -> Any:
+        """Return an event for this moment of the stream that computes."""
+        return None if self._stream is None else devices.current_stream(self.device).record_event()
 
     @contextmanager
-    def _aside(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """In here the device works on the stream for copies, once ``after`` has passed."""
+    def _aside(self, after: Any) -> Iterator[None]:
+        """Let the device work on the stream for copies inside, once ``after`` has passed."""
         if self._stream is None or after is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        with devices.inside(self._stream):
             self._stream.wait_event(after)
-            yield
-            self._last = self._stream.record_event()
+            try:
+                yield
+            finally:
+                self._last = self._stream.record_event()
 
-    def _wait_for(self, event: torch.cuda.Event | None) -> None:
-        """Let the stream that computes wait."""
+    def _wait_for(self, event: Any) -> None:
+        """Let the stream that computes wait for ``event``."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            devices.current_stream(self.device).wait_event(event)

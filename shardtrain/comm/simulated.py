@@ -1,4 +1,4 @@
-"""One rank of a world whose other ranks are not there: memory and traffic as ever, and nothing moves.
+"""One rank of a world whose other ranks are not there: real memory and traffic, and nothing moves.
 
 For tensors without data (torch's ``FakeTensorMode``): what is gathered and reduced is not the other ranks'.
 So the real engine can be asked what one rank of 1,024 would hold and send, in one process.
@@ -32,14 +32,35 @@ from shardtrain.comm.transport import (
 from shardtrain.layout import Layout
 
 
-class Simulated(OneGroup):
+class Absent:
+    """Ranks of which only this one is there: nothing comes from the others, and nothing is waited for."""
+
+    silent = True
+    rank: int
+    world: int
+
+    def note(self, kind: Movement, tag: Tag) -> None:
+        pass
+
+    def sharing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def fence(self, what: Movement) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+        pass
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+
+
+class Simulated(Absent, OneGroup):
     """Rank ``rank`` of ``world`` ranks.
 
     ``in_place``: they share memory, as `SharedMemoryTransport` does; else they exchange messages, as
     `ProcessGroupTransport` does, over gloo with ``inbox`` and over NCCL without.
     """
-
-    silent = True
 
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
         self.rank, self.world, self.in_place = rank, world, in_place
@@ -104,7 +125,7 @@ class Simulated(OneGroup):
         return staged(start, finish)
 
     def _room(self, gradient: Gradient) -> list[torch.Tensor]:
-        """The memory that a reduction takes until it is done, some of which becomes the gradient."""
+        """Return the memory that a reduction takes until it is done; some of it becomes the gradient."""
         if self.in_place:
             return []
         interval = pack_own(gradient, self.rank)
@@ -114,17 +135,9 @@ class Simulated(OneGroup):
     def fence(self, what: Movement) -> None:
         self._unread.clear()
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        pass
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-
-
-class SimulatedReplicas(ReplicaGroup):
-    """Rank ``rank`` of the ranks that replicas have in common: all_ranks, or a column of them."""
-
-    silent = True
+class SimulatedReplicas(Absent, ReplicaGroup):
+    """Rank ``rank`` of all ranks, or of a replica group."""
 
     def __init__(self, rank: int, world: int, *, inbox: bool) -> None:
         self.rank, self.world = rank, world
@@ -137,31 +150,16 @@ class SimulatedReplicas(ReplicaGroup):
         return Pending(held.clear)
 
     def _room(self, values: torch.Tensor, wire: torch.dtype) -> list[torch.Tensor]:
-        """The memory that an average takes until it is done; see `ReplicaGroup.average`."""
+        """Return the memory that an average takes until it is done; see `ReplicaGroup.average`."""
         swaps = self._inbox and self.world == 2
         moved = [values.to(wire, copy=swaps)]
         part = moved[0] if swaps else moved[0].tensor_split(self.world)[self.rank]
         spans = chunks(part.numel(), part.element_size())
         return [*moved, *([open_inbox(part, self.world, spans)] if self._inbox else [])]
 
-    def note(self, kind: Movement, tag: Tag) -> None:
-        pass
-
-    def sharing(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def fence(self, what: Movement) -> None:
-        pass
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        pass
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-
 
 def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:
-    """Rank ``rank``, of the first shard group, of ``world`` ranks with so many replicas; see `Simulated`."""
+    """Return the transport of rank ``rank``, in the first of ``replicas`` shard groups."""
     group = world // replicas
     inside = Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox)
     if replicas == 1:

@@ -1,4 +1,4 @@
-"""Texts between ranks, as bytes in small collectives; never pickles."""
+"""Texts between ranks, as bytes in small collectives and never as pickles; and tensors within a host."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from torch import Tensor
 from shardtrain.comm.transport import Ranks
 
 
-def encoded(text: str) -> torch.Tensor:
-    """``text`` as uint8, 1-D, on the CPU."""
+def _encoded(text: str) -> Tensor:
+    """Return ``text`` as uint8, 1-D, on the CPU."""
     data = bytearray(text.encode())
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def decoded(data: torch.Tensor) -> str:
+def _decoded(data: Tensor) -> str:
     return data.cpu().numpy().tobytes().decode()
 
 
 def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
-    """Rank ``src``'s ``text`` on every rank; nothing where ``src`` is only simulated."""
-    data = encoded(text).to(device)
+    """Return rank ``src``'s ``text`` on every rank; an empty one where ``src`` is only simulated."""
+    data = _encoded(text).to(device)
     length = torch.tensor([data.numel() if ranks.rank == src else 0], device=device)
     ranks.broadcast(length, src)
     if ranks.rank != src:
         data = data.new_empty(int(length.item()))
     if data.numel():
         ranks.broadcast(data, src)
-    return decoded(data)
+    return _decoded(data)
 
 
 def gather_texts(text: str, ranks: Ranks, device: torch.device) -> list[str]:
-    """Every rank's ``text``, in rank order, on every rank: two all-reduces."""
-    data = encoded(text)
+    """Return every rank's ``text``, in rank order, on every rank, by two all-reduces."""
+    data = _encoded(text)
     lengths = torch.zeros(ranks.world, dtype=torch.int64)
     lengths[ranks.rank] = data.numel()
     lengths = lengths.to(device)
@@ -48,7 +48,7 @@ def gather_texts(text: str, ranks: Ranks, device: torch.device) -> list[str]:
     joined = joined.to(device)
     if joined.numel():
         ranks.all_reduce(joined)
-    return [decoded(part) for part in joined.split(sizes)]
+    return [_decoded(part) for part in joined.split(sizes)]
 
 
 def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.device) -> None:
@@ -65,26 +65,25 @@ def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.de
         return
     first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks, device))
     odd = []
-    for rank, found in enumerate(others, 1):
-        pairs = zip_longest(found, first, fillvalue="no more")
+    for rank, text in enumerate(others, 1):
+        pairs = zip_longest(text, first, fillvalue="no more")
         theirs, wanted = next(((a, b) for a, b in pairs if a != b), ("", ""))
         odd += [f"rank {rank} has {theirs} where rank 0 has {wanted}"] if theirs != wanted else []
     raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
 
 
-# One rank of each host hands tensors to the others there.
-#
-# A host of ranks 4 and 5: rank 4 has the pieces [a, b]; a stays with it, b goes to rank 5. The pieces are CPU
-# tensors in any case, and move over gloo, on a group that nothing else uses.
-
-HEADER = 8  # int64: the number of dimensions, then the dimensions
+_HEADER = 8  # int64: the number of dimensions, then the dimensions
 
 
 class HostScatter:
-    """Between the ranks of this host; ``members[0]`` has what the others get. Creating it is collective."""
+    """Hands tensors from the first rank of this host, ``members[0]``, to the others. Creation is collective.
+
+    A host of ranks 4 and 5: rank 4 has the pieces [a, b]; a stays with it, b goes to rank 5. The pieces are
+    CPU tensors in any case, and move over gloo, on a group that nothing else uses.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """keys: one for each rank, equal for ranks of one host."""
+        """``keys``: one for each rank, equal for ranks of one host."""
         hosts = [[rank for rank, key in enumerate(keys) if key == host] for host in dict.fromkeys(keys)]
         groups = [dist.new_group(ranks, backend="gloo") for ranks in hosts]
         self.rank = dist.get_rank()
@@ -97,8 +96,8 @@ class HostScatter:
         return self.rank == self.members[0]
 
     def __call__(self, pieces: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
-        """This rank's of ``pieces``, which have one shape and are given where ``hands_out``."""
-        header = torch.zeros(HEADER, dtype=torch.int64)
+        """Return this rank's of ``pieces``, which have one shape and are given where ``hands_out``."""
+        header = torch.zeros(_HEADER, dtype=torch.int64)
         if pieces is not None:
             shape = pieces[0].shape
             header[: len(shape) + 1] = torch.tensor([len(shape), *shape])

@@ -1,8 +1,8 @@
 """When things happen on this rank: spans of time with a kind and a name, noted while a trace is open.
 
-A rank computes units, asks for movements, waits for them; each says so here by `begin` and `end`. With no
-trace open that is a look at an empty list. Times are those of ``time.perf_counter``. On CUDA a moment is an
-event in the compute stream, so a span lasts from when the device came there, and not the host.
+A rank computes units, starts movements and waits for them; each says so here by `begin` and `end`. With no
+trace open that is a look at an empty list. Times are those of ``time.perf_counter``. On an accelerator a
+moment is an event in the compute stream, so a span lasts from when the device came there, and not the host.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from shardtrain import device as devices
 from shardtrain.comm.movement import GATHER, REDUCE
 
-Moment = float | torch.cuda.Event
-
-# forward, backward: a unit computes. gather, reduce: from asking for a movement to having its result.
+# forward, backward: a unit computes. gather, reduce: from starting a movement to having its result.
 # wait: nothing else is done meanwhile. phase: what the program says it is doing.
 KINDS = ("step", "phase", "forward", "backward", GATHER.traced, REDUCE.traced, "wait")
 
@@ -32,51 +31,31 @@ class Span(NamedTuple):
     end: float
 
 
-def moment(device: torch.device) -> Moment:
-    """This moment, as it passes on ``device``."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def seconds(start: Moment, end: Moment) -> float:
-    """From ``start`` to ``end``. On CUDA the host waits for the device here."""
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(start, float), start
-    assert isinstance(end, float), end
-    return end - start
-
-
 class Trace:
     """The spans that began and ended while the trace was open."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._zero, self._zero_s = moment(device), time.perf_counter()
-        self._begun: dict[tuple[str, str], Moment] = {}
-        self._noted: list[tuple[str, str, Moment, Moment]] = []
+        devices.synchronize(device)
+        self._zero, self._zero_s = devices.moment(device), time.perf_counter()
+        self._begun: dict[tuple[str, str], Any] = {}  # the moments
+        self._noted: list[tuple[str, str, Any, Any]] = []
 
     def begin(self, kind: str, name: str) -> None:
-        self._begun[kind, name] = moment(self.device)
+        self._begun[kind, name] = devices.moment(self.device)
 
     def end(self, kind: str, name: str) -> None:
         start = self._begun.pop((kind, name), None)
         if start is not None:
-            self._noted.append((kind, name, start, moment(self.device)))
+            self.note(kind, name, start, devices.moment(self.device))
 
-    def note(self, kind: str, name: str, start: Moment, end: Moment) -> None:
+    def note(self, kind: str, name: str, start: Any, end: Any) -> None:
         self._noted.append((kind, name, start, end))
 
     def spans(self) -> list[Span]:
-        """All that have ended, by their start."""
+        """Return all that have ended, by their start."""
         found = [
-            Span(kind, name, *(self._zero_s + seconds(self._zero, at) for at in (start, end)))
+            Span(kind, name, *(self._zero_s + devices.seconds(self._zero, at) for at in (start, end)))
             for kind, name, start, end in self._noted
         ]
         return sorted(found, key=lambda span: span.start)
@@ -98,23 +77,23 @@ def record(device: torch.device) -> Iterator[Trace]:
 
 
 def begin(kind: str, name: str) -> None:
-    """A span begins now; one of the same kind and name that has not ended is forgotten."""
+    """Begin a span now, and forget one of the same kind and name that has not ended."""
     for current in _open:
         current.begin(kind, name)
 
 
 def end(kind: str, name: str) -> None:
-    """The span ends now; without a beginning since the trace was opened it is none."""
+    """End the span now, if it began since the trace was opened."""
     for current in _open:
         current.end(kind, name)
 
 
-def note(kind: str, name: str, start: Moment, end: Moment) -> None:
-    """A span that has ended."""
+def note(kind: str, name: str, start: Any, end: Any) -> None:
+    """Add a span between two moments of `device.moment`."""
     for current in _open:
         current.note(kind, name, start, end)
 
 
 def is_open() -> bool:
-    """Whether anything is noted."""
+    """Return whether any trace is open."""
     return bool(_open)
