@@ -41,7 +41,7 @@ from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 
 import programs
 from pool import forkserver
-from small import Block, OddNet, train
+from small import Block, OddNet, images, train
 
 CPU = torch.device("cpu")
 WORLD = 2
@@ -61,15 +61,15 @@ def open_store(folder: str, keep: int, asynchronous: bool) -> Store:
 
 
 def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
-    """A rank: continue from the newest checkpoint, train on, save every step."""
+    """Continue from the newest checkpoint, train on, save every step."""
     model, optimizer = fresh()
     store = open_store(folder, keep, asynchronous)
-    found = store.newest()
+    start = store.newest()
     if comm.rank() == 0:
-        store.clear(found.damaged)
-    if found.opened is not None:
-        load_into(found.opened, model, optimizer)
-    for step in range(found.step + 1, steps + 1):
+        store.clear(start.damaged)
+    if start.opened is not None:
+        load_into(start.opened, model, optimizer)
+    for step in range(start.step + 1, steps + 1):
         store.settle()
         train(model, optimizer, 1, start=step)
         store.save(step, model, optimizer, extra={"step": step}, facts={}, best=None)
@@ -77,16 +77,14 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
 
 
 def content(path: Path) -> str:
-    """A digest of everything that the checkpoint ``path`` loads into a single rank."""
+    """Return a digest of everything that the checkpoint ``path`` loads into a single rank."""
     model, optimizer = fresh()
-    opened = open_checkpoint(path, comm.Alone(), CPU)
-    extra = load_into(opened, model, optimizer)
+    extra = load_into(open_checkpoint(path, comm.Alone(), CPU), model, optimizer)
     digest = hashlib.sha256(json.dumps(extra).encode())
-    for name, value in shardtrain.full_state_dict(model).items():
-        digest.update(name.encode() + value.numpy().tobytes())
-    for param in model.parameters():
-        for key, value in optimizer.state[param].items():
-            digest.update(key.encode() + value.numpy().tobytes())
+    states = [optimizer.state[param] for param in model.parameters()]
+    for tensors in (shardtrain.full_state_dict(model), *states):
+        for name, value in tensors.items():
+            digest.update(name.encode() + value.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -119,7 +117,7 @@ POINTS = {
 
 
 def _arm(kill: Kill) -> None:
-    """In a process that is to die: make it die there."""
+    """Make this process die there."""
     original, calls = getattr(os, kill.function), [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -135,21 +133,25 @@ def _arm(kill: Kill) -> None:
     setattr(os, kill.function, counted)
 
 
-def _rank(rank: int, meeting: str, folder: str, steps: int, asynchronous: bool, kill: Kill | None) -> None:
+def _rank(
+    rank: int, meeting: str, folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | None
+) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what survivors say of the dead is not wanted here
     dist.init_process_group("gloo", store=dist.FileStore(meeting, WORLD), rank=rank, world_size=WORLD)
     if kill is not None and kill.rank == rank:
         _arm(kill)
-    works(folder, steps, 2, asynchronous)
+    works(folder, steps, keep, asynchronous)
     dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None) -> Iterator[list[Any]]:
-    """Two ranks at work on ``folder`` up to step ``steps``; gone when the block is left."""
+def ranks(
+    folder: Path, steps: int, keep: int = 2, asynchronous: bool = False, kill: Kill | None = None
+) -> Iterator[list[Any]]:
+    """Start two ranks that work on ``folder`` up to step ``steps``; they are gone when the block is left."""
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (f"{meeting}/store", str(folder), steps, asynchronous, kill)
+        arguments = (f"{meeting}/store", str(folder), steps, keep, asynchronous, kill)
         started = [forkserver().Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in started:
             process.start()
@@ -161,36 +163,26 @@ def ranks(folder: Path, steps: int, asynchronous: bool, kill: Kill | None = None
                 process.join()
 
 
+def undisturbed(folder: Path, steps: int, keep: int = 2) -> None:
+    with ranks(folder, steps, keep) as started:
+        for process in started:
+            process.join(60)
+        assert [process.exitcode for process in started] == [0] * WORLD, "the undisturbed ranks failed"
+
+
 def expected(folder: Path, steps: int) -> dict[int, str]:
-    """The content of every step's checkpoint, from ranks that nobody disturbs."""
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = (f"{meeting}/store", str(folder), steps)
-        started = [
-            forkserver().Process(target=_undisturbed, args=(rank, *arguments)) for rank in range(WORLD)
-        ]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join()
-            assert process.exitcode == 0, "the undisturbed ranks failed"
+    """Return the content of every step's checkpoint, from ranks that nobody disturbs."""
+    undisturbed(folder, steps, keep=steps)
     return {step: content(folder / step_name(step)) for step in steps_in(folder)}
 
 
-def _undisturbed(rank: int, meeting: str, folder: str, steps: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, WORLD), rank=rank, world_size=WORLD)
-    works(folder, steps, steps, False)
-    dist.destroy_process_group()
-
-
 def survivor(folder: Path, known: dict[int, str], at_least: int) -> int:
-    """The step that the next start finds: whole, bit for bit, and not before ``at_least``."""
-    found = newest(folder, comm.Alone(), CPU)
-    assert not found.damaged, found.damaged
-    assert found.step >= at_least, f"step {found.step} is found, but {at_least} was committed"
-    if found.step:
-        assert content(folder / step_name(found.step)) == known[found.step], f"step {found.step} has changed"
-    return found.step
+    """Return the step that the next start finds: complete, bit for bit, and not before ``at_least``."""
+    start = newest(folder, comm.Alone(), CPU)
+    assert not start.damaged, start.damaged
+    assert start.step >= at_least, f"step {start.step} is found, but {at_least} was committed"
+    assert not start.step or content(folder / step_name(start.step)) == known[start.step], start.step
+    return start.step
 
 
 def points(folder: Path, names: Sequence[str] = tuple(POINTS)) -> Iterator[str]:
@@ -200,22 +192,19 @@ def points(folder: Path, names: Sequence[str] = tuple(POINTS)) -> Iterator[str]:
         place = folder / "points"
         for step in (1, 2):
             shutil.copytree(folder / "expected" / step_name(step), place / step_name(step))
-        with ranks(place, 3, False, POINTS[name]) as started:
+        with ranks(place, 3, kill=POINTS[name]) as started:
             for process in started:
                 process.join(30)
             codes = [process.exitcode for process in started]
             assert codes[POINTS[name].rank] == -signal.SIGKILL, codes
             assert None not in codes, f"{name}: the other rank did not leave within 30 s"
         step = survivor(place, known, 2)
-        with ranks(place, 4, False) as started:
-            for process in started:
-                process.join(60)
-            assert [process.exitcode for process in started] == [0] * WORLD
+        undisturbed(place, 4)
         assert survivor(place, known, 4) == 4
         left = sorted(path.name for path in place.iterdir())
         assert left == [step_name(3), step_name(4)], left
         shutil.rmtree(place)
-        yield f"killed {name}: step {step} is there, whole; then to step 4, nothing left behind"
+        yield f"killed {name}: step {step} is there, complete; then to step 4, nothing left behind"
 
 
 def kills(folder: Path, count: int = 100, steps: int = 2000) -> Iterator[str]:
@@ -226,7 +215,7 @@ def kills(folder: Path, count: int = 100, steps: int = 2000) -> Iterator[str]:
         if reached > 30:  # the known steps are used up: start anew
             shutil.rmtree(place)
             reached = 0
-        with ranks(place, steps, number % 2 == 0) as started:
+        with ranks(place, steps, asynchronous=number % 2 == 0) as started:
             deadline = time.monotonic() + 60
             while not (steps_in(place) and steps_in(place)[-1] > reached):
                 assert time.monotonic() < deadline, "the ranks make no progress"
@@ -236,21 +225,15 @@ def kills(folder: Path, count: int = 100, steps: int = 2000) -> Iterator[str]:
                 os.kill(process.pid, signal.SIGKILL)
         before = steps_in(place)[-1]
         reached = survivor(place, known, before)
-        yield f"kill {number + 1}: step {reached} is there, whole"
+        yield f"kill {number + 1}: step {reached} is there, complete"
 
 
 # --- damage
 
 
 def saved(folder: Path) -> Path:
-    expected(folder / "saved", 2)
+    undisturbed(folder / "saved", 2)
     return folder / "saved"
-
-
-def _named(path: Path, file: str) -> None:
-    """Loading must fail and name the file; and the next start must fall back."""
-    refusal = _refusal(lambda: open_checkpoint(path, comm.Alone(), CPU))
-    assert file in refusal, f"damage to {file}: {refusal or 'not noticed'}"
 
 
 def _refusal(action: Callable[[], object]) -> str:
@@ -261,21 +244,30 @@ def _refusal(action: Callable[[], object]) -> str:
     return ""
 
 
+def _named(place: Path, file: Path) -> None:
+    """Loading step 2 must fail and name the file, and the next start must fall back to step 1."""
+    refusal = _refusal(lambda: open_checkpoint(place / step_name(2), comm.Alone(), CPU))
+    name = "manifest" if file.name.startswith("manifest") else file.name
+    assert name in refusal, f"damage to {name}: {refusal or 'not noticed'}"
+    assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
+
+
+def _flipped(whole: bytes, first: int, length: int, chance: random.Random) -> bytes:
+    at = first + chance.randrange(length)
+    return whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :]
+
+
 def flips(folder: Path, count: int = 1000) -> Iterator[str]:
     """Single bits, spread evenly over every file."""
     chance, place = random.Random(0), saved(folder)
-    path = place / step_name(2)
-    files = sorted(path.iterdir())
+    files = sorted((place / step_name(2)).iterdir())
     for number in range(count):
         file = files[number % len(files)]
         whole = file.read_bytes()
-        at = chance.randrange(len(whole))
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
-        _named(path, "manifest" if file.name.startswith("manifest") else file.name)
-        if number < len(files):
-            assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
+        file.write_bytes(_flipped(whole, 0, len(whole), chance))
+        _named(place, file)
         file.write_bytes(whole)
-    content(path)
+    content(place / step_name(2))
     yield f"{count} bit flips in {len(files)} files: all noticed and named"
 
 
@@ -291,39 +283,31 @@ def files(folder: Path) -> Iterator[str]:
         "with a zeroed tail": _zero_tail,
         "deleted": lambda file: file.unlink(),
         "from another step": lambda file: shutil.copy(other / file.name, file),
-        "a link to itself elsewhere": _link,
+        "a link to itself elsewhere": lambda file: file.symlink_to(file.rename(place / f"at-{file.name}")),
         "a directory": lambda file: (file.unlink(), file.mkdir()),
     }
     for name, damage in damages.items():
         for file in sorted(path.iterdir()):
             shutil.copytree(path, place / "keep")
             damage(file)
-            _named(path, "manifest" if file.name.startswith("manifest") else file.name)
-            assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
+            _named(place, file)
             shutil.rmtree(path)
             (place / "keep").rename(path)
         yield f"every file {name}: noticed, named, fallen back from"
-    swapped = [path / f"rank-0000{rank}.safetensors" for rank in (0, 1)]
-    swapped[0].rename(path / "x")
-    swapped[1].rename(swapped[0])
-    (path / "x").rename(swapped[1])
-    _named(path, "rank-00000.safetensors")
+    first, second = (path / f"rank-0000{rank}.safetensors" for rank in (0, 1))
+    swapped = first.rename(path / "x"), second.rename(first), (path / "x").rename(second)
+    _named(place, swapped[1])
     yield "data files swapped: noticed, named"
     shutil.rmtree(path)
     shutil.copytree(other, path)
     assert newest(place, comm.Alone(), CPU).step == 1
-    yield "a whole checkpoint under another step's name: fallen back from"
+    yield "a complete checkpoint under another step's name: fallen back from"
 
 
 def _zero_tail(file: Path) -> None:
     data = file.read_bytes()
-    file.write_bytes(data[: len(data) * 2 // 3] + bytes(len(data) - len(data) * 2 // 3))
-
-
-def _link(file: Path) -> None:
-    elsewhere = file.parent.parent / f"elsewhere-{file.name}"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
+    kept = len(data) * 2 // 3
+    file.write_bytes(data[:kept] + bytes(len(data) - kept))
 
 
 # --- the same against torch's distributed checkpoints
@@ -348,8 +332,7 @@ def dcp(folder: Path, count: int = 100) -> Iterator[str]:
     whole, raw = file.read_bytes(), weights.numpy().tobytes()
     first, silent = whole.index(raw), 0
     for _ in range(count):
-        at = first + chance.randrange(len(raw))
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
+        file.write_bytes(_flipped(whole, first, len(raw), chance))
         loaded = {"w": torch.zeros(1000)}
         with contextlib.suppress(Exception):
             torch_dcp.load(loaded, checkpoint_id=str(place), no_dist=True)
@@ -382,43 +365,38 @@ def disks(folder: Path) -> Iterator[str]:
         yield "disks: skipped, mounting is not permitted here"
         return
     try:
-        store, model, optimizer = _half_full(place)
+        save = _half_full(place)
         before = content(place / "c" / step_name(1))
-        _fails(store, model, optimizer, "No space left on device")
+        assert "No space left on device" in _refusal(save)
         assert content(place / "c" / step_name(1)) == before
         yield "full disk: the save fails with that reason, the old checkpoint stays"
         (place / "filler").unlink()
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-        _fails(store, model, optimizer, "Read-only file system")
+        assert "Read-only file system" in _refusal(save)
         assert newest(place / "c", comm.Alone(), CPU).step == 1
         yield "read-only disk: the save fails with that reason, the old checkpoint loads"
         subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
-        store.save(2, model, optimizer, extra={}, facts={}, best=None)
+        save()
         assert sorted(path.name for path in (place / "c").iterdir()) == [step_name(1), step_name(2)]
         yield "with room again: saved, nothing left behind"
     finally:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def _half_full(place: Path) -> tuple[Store, nn.Module, torch.optim.Optimizer]:
-    """A checkpoint, and so much besides that there is room for half of the next one."""
+def _half_full(place: Path) -> Callable[[], None]:
+    """Save step 1, fill the disk until half of step 2 has room, and return what saves that."""
     model, optimizer = fresh()
-    train(model, optimizer, 1, batch=_images)
+    train(model, optimizer, 1, batch=lambda step: images(step, rank=0))
     store = open_store(str(place / "c"), 2, False)
-    store.save(1, model, optimizer, extra={}, facts={}, best=None)
+
+    def save(step: int = 2) -> None:
+        store.save(step, model, optimizer, extra={}, facts={}, best=None)
+
+    save(1)
     size = sum(file.stat().st_size for file in (place / "c" / step_name(1)).iterdir())
     free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
     (place / "filler").write_bytes(bytes(free - size // 2))
-    return store, model, optimizer
-
-
-def _images(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(6, 3, 5, 5), torch.randint(5, (6,))
-
-
-def _fails(store: Store, model: nn.Module, optimizer: torch.optim.Optimizer, reason: str) -> None:
-    refusal = _refusal(lambda: store.save(2, model, optimizer, extra={}, facts={}, best=None))
-    assert reason in refusal, f"{reason}: {refusal or 'not noticed'}"
+    return save
 
 
 # --- whole runs
@@ -444,18 +422,15 @@ def program(folder: Path, extra: Sequence[str]) -> list[str]:
 
 
 def finished(folder: Path) -> tuple[Any, Any]:
-    """What must not depend on kills: every tensor of the last checkpoint, and TensorBoard's points."""
-    path = folder / "checkpoints" / step_name(steps_in(folder / "checkpoints")[-1])
+    """Return what must not depend on kills: the last checkpoint's tensors, and TensorBoard's points."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    tags = [
-        tag
-        for tag in events.Tags()["scalars"]
-        if tag.split("/")[0] not in ("perf", "time", "memory", "ranks")
-    ]
+    timed = ("perf", "time", "memory", "ranks")
+    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in timed]
     points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    path = folder / "checkpoints" / step_name(steps_in(folder / "checkpoints")[-1])
     tensors = {
         f"{file.name} {name}": hashlib.sha256(value.numpy().tobytes()).hexdigest()
         for file in path.glob("*.safetensors")
@@ -464,10 +439,14 @@ def finished(folder: Path) -> tuple[Any, Any]:
     return tensors, points
 
 
-def workers(launcher: int) -> list[int]:
-    """The ranks that the process ``launcher`` has started."""
-    listed = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(number) for number in listed]
+def _to_the_end(command: Sequence[str], folder: Path) -> None:
+    done = programs.ended(WORLD, *command, folder=folder, timeout=300)
+    assert done.codes == [0] * WORLD, done.output + done.errors
+
+
+def _undisturbed_run(folder: Path, extra: Sequence[str]) -> None:
+    if not (folder / "whole").exists():
+        _to_the_end(program(folder / "whole", extra), folder)
 
 
 def runs(folder: Path, count: int = 20, extra: Sequence[str] = ()) -> Iterator[str]:
@@ -491,37 +470,22 @@ def runs(folder: Path, count: int = 20, extra: Sequence[str] = ()) -> Iterator[s
     yield f"{count} kills of the whole job, continued by the same command: the same bits, the same curves"
 
 
-def _to_the_end(command: Sequence[str], folder: Path) -> None:
-    done = programs.ended(WORLD, *command, folder=folder, timeout=300)
-    assert done.codes == [0] * WORLD, done.output + done.errors
-
-
-def _undisturbed_run(folder: Path, extra: Sequence[str]) -> None:
-    if not (folder / "whole").exists():
-        _to_the_end(program(folder / "whole", extra), folder)
-
-
 def restarts(folder: Path, count: int = 3, extra: Sequence[str] = ()) -> Iterator[str]:
     """One worker killed at random, again and again, under ``torchrun --max-restarts``."""
     chance = random.Random(1)
     _undisturbed_run(folder, extra)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]  # a port of its own
-    launcher += ["--max-restarts", str(count)]
-    running = subprocess.Popen(
-        [*launcher, *program(folder / "restarted", extra)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    launcher += ["--max-restarts", str(count), *program(folder / "restarted", extra)]
+    running = subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     killed, waiting, told = 0, True, []
     with running, running.stdout as lines:  # type: ignore[union-attr]
         for line in lines:
             told.append(line)
-            if line.startswith("world"):
-                waiting = True  # a new attempt
+            waiting |= line.startswith("world")  # a new attempt
             if waiting and killed < count and re.match(r"step +\d", line) and chance.random() < 0.4:
-                os.kill(chance.choice(workers(running.pid)), signal.SIGKILL)
+                workers = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+                os.kill(int(chance.choice(workers)), signal.SIGKILL)
                 killed, waiting = killed + 1, False
     assert running.returncode == 0, "".join(told[-60:])
     assert killed == count, f"killed {killed} times, not {count}"
@@ -529,16 +493,7 @@ def restarts(folder: Path, count: int = 3, extra: Sequence[str] = ()) -> Iterato
     yield f"{count} kills of one worker under torchrun --max-restarts {count}: the same bits, the same curves"
 
 
-PARTS: dict[str, Callable[[Path], Iterator[str]]] = {
-    "points": points,
-    "kills": kills,
-    "flips": flips,
-    "files": files,
-    "dcp": dcp,
-    "disks": disks,
-    "runs": runs,
-    "restarts": restarts,
-}
+PARTS = {part.__name__: part for part in (points, kills, flips, files, dcp, disks, runs, restarts)}
 
 
 def main(names: Sequence[str]) -> None:
