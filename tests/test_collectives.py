@@ -60,21 +60,6 @@ def reduce_example() -> None:
     equal(tensor_out, [[0, 2], [4, 6]][rank])
 
 
-@pytest.mark.parametrize("example", [gather_example, reduce_example])
-def test_documented_examples_of_two_ranks(on_ranks: Ranks, example: Callable[[], None]) -> None:
-    on_ranks(2, example)
-
-
-def four_ranks_gather_and_reduce() -> None:
-    rank = dist.get_rank()
-    stacked = torch.empty(4, 2, dtype=torch.int64)
-    dist.all_gather_into_tensor(stacked, torch.tensor([rank, rank]))
-    equal(stacked, [[0, 0], [1, 1], [2, 2], [3, 3]])
-    output = torch.empty(1)
-    dist.reduce_scatter(output, list(torch.arange(4.0).chunk(4)))
-    equal(output, [4.0 * rank])
-
-
 def to_all_single_examples() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     input = torch.arange(4) + rank * 4
@@ -101,12 +86,7 @@ def to_all_single_examples() -> None:
 
 
 def uneven(rank: int) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
-    input = [
-        torch.arange(0, 6),
-        torch.arange(10, 19),
-        torch.arange(20, 25),
-        torch.arange(30, 37),
-    ][rank]
+    input = [torch.arange(0, 6), torch.arange(10, 19), torch.arange(20, 25), torch.arange(30, 37)][rank]
     input_splits = [[2, 2, 1, 1], [3, 2, 2, 2], [2, 1, 1, 1], [2, 2, 2, 1]][rank]
     output_splits = [[2, 3, 2, 2], [2, 2, 1, 2], [1, 2, 1, 2], [1, 2, 1, 1]][rank]
     expected = [
@@ -130,16 +110,14 @@ def to_all_examples() -> None:
     output = [torch.empty(size, dtype=torch.int64) for size in output_splits]
     dist.all_to_all(output, input)
     equal(torch.cat(output), expected)
-    input = torch.tensor([1 + 1j, 2 + 2j, 3 + 3j, 4 + 4j], dtype=torch.cfloat) + 4 * rank * (1 + 1j)
-    input = list(input.chunk(4))
-    output = list(torch.empty([4], dtype=torch.cfloat).chunk(4))
-    dist.all_to_all(output, input)
-    equal(torch.cat(output), torch.tensor([1 + rank, 5 + rank, 9 + rank, 13 + rank]) * (1 + 1j))
 
 
-@pytest.mark.parametrize("example", [four_ranks_gather_and_reduce, to_all_single_examples, to_all_examples])
-def test_documented_examples_of_four_ranks(on_ranks: Ranks, example: Callable[[], None]) -> None:
-    on_ranks(4, example)
+@pytest.mark.parametrize(
+    ("world", "example"),
+    [(2, gather_example), (2, reduce_example), (4, to_all_single_examples), (4, to_all_examples)],
+)
+def test_documented_examples(on_ranks: Ranks, world: int, example: Callable[[], None]) -> None:
+    on_ranks(world, example)
 
 
 # results
@@ -269,6 +247,9 @@ def sums_in_rank_order_across_chunks(window: int) -> list[float]:
             expected += full[rank]
         output = torch.empty(n)
         public.WINDOW, saved = window, public.WINDOW
+        gathered = torch.empty(world, n)
+        comm.all_gather_into_tensor(gathered, output.fill_(rank))
+        equal(gathered, torch.arange(float(world)).view(-1, 1).expand(world, n))
         for async_op in (False, True):
             output.zero_()
             finish(comm.reduce_scatter_tensor(output, inputs[rank], async_op=async_op), async_op)
@@ -283,22 +264,6 @@ def sums_in_rank_order_across_chunks(window: int) -> list[float]:
 def test_chunks_change_nothing_and_results_repeat(on_ranks: Ranks, world: int, window: int) -> None:
     first = on_ranks(world, sums_in_rank_order_across_chunks, window)
     assert first == on_ranks(world, sums_in_rank_order_across_chunks, window)
-
-
-def large_and_odd() -> None:
-    rank, world = comm.rank(), comm.world_size()
-    n = messages.CHUNK_BYTES // 4 * 2 + 3
-    output = torch.empty(world, n)
-    comm.all_gather_into_tensor(output, torch.full((n,), float(rank)))
-    assert all(output[r].eq(r).all() for r in range(world))
-    total = torch.empty(n)
-    comm.reduce_scatter_tensor(total, output, comm.ReduceOp.AVG)
-    assert total.eq(rank).all()
-
-
-@several
-def test_messages_of_several_chunks(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, large_and_odd)
 
 
 def odd_tensors() -> None:

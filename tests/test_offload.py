@@ -26,7 +26,7 @@ from small import Block, OddNet, assert_at_rest, assert_same_parameters, images,
 
 Ranks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
-every = pytest.mark.parametrize("world", [1, 2, 3, 4])
+every = pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 
 
 def offloaded(module: nn.Module, **options: Any) -> nn.Module:

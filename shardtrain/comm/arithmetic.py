@@ -42,12 +42,12 @@ def check_op(op: object, dtype: torch.dtype) -> None:
 
 
 def op_name(op: object) -> str:
-    """``SUM`` for ``ReduceOp.SUM``."""
+    """Return ``SUM`` for ``ReduceOp.SUM``."""
     return str(op).rpartition(".")[2]
 
 
 def merge(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object) -> None:
-    """``out = ((parts[0] op parts[1]) op parts[2]) ...``; divided by ``len(parts)`` for AVG.
+    """Merge ``out = ((parts[0] op parts[1]) op parts[2]) ...``, divided by ``len(parts)`` for AVG.
 
     ``parts``: 1-D, of one length, floating-point ones of any dtypes. ``out``: as long, of the widest of
     their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and
@@ -81,7 +81,7 @@ def _merge_span(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object, wi
 
 
 def _as(part: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """fp8 has no arithmetic of its own; the other types are widened inside the operation."""
+    """Widen fp8, which has no arithmetic of its own; other types are widened inside the operation."""
     return part.to(wide) if part.element_size() == 1 and part.is_floating_point() else part
 
 

@@ -1,13 +1,13 @@
 """What the engine asks of a transport: memory for flat vectors, and two movements between ranks.
 
-A transport moves the intervals of one shard group. What is not cut is everyone's: buffers, initial values,
-the gradient's norm. Where a model has several replicas, there are more ranks than a shard group has::
+A transport moves the intervals of one shard group. What is not cut concerns all ranks: buffers, initial
+values, the gradient's norm. With several replicas there are more ranks than one shard group has::
 
     all ranks      ranks 0, 1, 2, 3
     shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
 
-A movement is started now and finished later. Between movements, `fence` keeps writers of parameters
-apart from readers on other ranks where ranks share memory; elsewhere it costs nothing.
+A movement is started now and finished later. Between movements, `fence` keeps ranks that write parameters
+apart from ranks that read them where ranks share memory. Elsewhere it costs nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gradient(NamedTuple):
     ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`: this rank's gradient in the other
     ranks' intervals; its own interval is the transport's to use. ``own``: this rank's gradient in its own
     interval, 1-D, one tensor for each of ``pieces``, its ``layout.pieces(rank)``, of ``full``'s dtype or a
-    wider one. When the reduction is done ``own`` holds the mean over all_ranks, in the same tensors or in
+    wider one. When the reduction is done ``own`` holds the mean over all ranks, in the same tensors or in
     others. ``quantised``: it may travel as int8.
     """
 
@@ -66,14 +66,14 @@ class Interval(NamedTuple):
 
 
 def is_in_place(flats: Sequence[Flat]) -> bool:
-    """Whether every ``local`` lies in its ``full``, rather than in memory of its own."""
+    """Return whether every ``local`` lies in its ``full``, rather than in memory of its own."""
     return all(
         flat.full.untyped_storage().data_ptr() == flat.local.untyped_storage().data_ptr() for flat in flats
     )
 
 
 def sent_by(gradient: Gradient, rank: int) -> int:
-    """Bytes of ``gradient`` that rank ``rank`` owes the others."""
+    """Return the bytes of ``gradient`` that rank ``rank`` sends to the others."""
     return (gradient.layout.padded - gradient.layout.length(rank)) * gradient.full.element_size()
 
 
@@ -90,7 +90,7 @@ class Pending:
 
 
 def staged(start: Callable[[], Pending], finish: Callable[[], None]) -> Pending:
-    """``start`` a movement now, and ``finish`` it when it is waited for."""
+    """Start a movement now with ``start``, and ``finish`` it when it is waited for."""
     moving = start()
 
     def both() -> None:
@@ -101,7 +101,7 @@ def staged(start: Callable[[], Pending], finish: Callable[[], None]) -> Pending:
 
 
 class Ranks(Protocol):
-    """Ranks that do something together, this one's number among them, and how many they are."""
+    """Ranks that do something together: this one is ``rank`` of ``world``."""
 
     rank: int
     world: int
@@ -117,8 +117,8 @@ class Transport(Protocol):
     """Moves bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
     ``all_ranks``: all ranks that train the model, of one shard group or of several; errors name their
-    numbers. ``primary_ranks``: the ranks that speak for what all replicas hold alike, those of the first
-    shard group in their order. ``in_place``: `allocate` returns a local interval that lies inside the full
+    numbers. ``primary_ranks``: the ranks of the first shard group in their order, which answer for what all
+    replicas hold alike. ``in_place``: `allocate` returns a local interval that lies inside the full
     vector, so a gather copies nothing and a release can give nothing back. ``silent``: nothing comes from
     other ranks, because there are none, so what this rank lacks is not to be had. ``reserved``: bytes of
     this rank's memory that are set aside for gradients under way.
@@ -141,14 +141,14 @@ class Transport(Protocol):
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A full vector and this rank's interval, of ``like``'s dtype and device; values undefined.
+        """Return a full vector and this rank's interval, of ``like``'s dtype and device; values undefined.
 
         ``reduced``: the dtype that its gradients will have. Collective. Unless ``in_place``, the full
         vector's storage may be resized at will.
         """
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a full gradient that `reduce` will read; 1-D, ``like``'s dtype, values undefined."""
+        """Return memory for a full gradient that `reduce` will read; 1-D, ``like``'s dtype, undefined."""
 
     def discard(self, gradient: torch.Tensor) -> None:
         """Take back memory that `gradient` gave and that will not be reduced."""
@@ -157,7 +157,7 @@ class Transport(Protocol):
         """Start filling every ``full`` from all ranks' ``local``."""
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        """Start turning each ``own`` into the mean over everyone; each ``full`` is then the transport's."""
+        """Start turning each ``own`` into the mean over all ranks; each ``full`` is then the transport's."""
 
     def fence(self, what: Movement) -> None:
         """Return when every rank is there: at ``ENTER``, before parameters are read, or at ``LEAVE``."""
@@ -179,14 +179,14 @@ class Carrier(Transport, Protocol):
     def staged(
         self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
     ) -> Pending:
-        """``start`` a movement and ``finish`` it: when waited for, or where ``device`` runs movements."""
+        """Start a movement and finish it: when it is waited for, or on ``device``'s communication stream."""
 
 
 Itself = TypeVar("Itself")
 
 
 class OneGroup:
-    """A transport whose shard group is everyone."""
+    """A transport whose shard group is all ranks."""
 
     world: int
 
@@ -206,7 +206,7 @@ class OneGroup:
 
 
 class TransportWrapper:
-    """A transport around ``inner``, which does what is not said otherwise."""
+    """A transport around ``inner``, to which it passes on what subclasses do not change."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -272,12 +272,12 @@ class Alone(OneGroup):
 
 
 def intervals(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Every rank's interval of ``full``; views."""
+    """Return every rank's interval of ``full``; views."""
     return [full[layout.interval(rank)] for rank in range(layout.world)]
 
 
 def pack_own(gradient: Gradient, rank: int) -> torch.Tensor:
-    """Let ``gradient.own`` lie in one interval, that of rank ``rank``, if it does not yet; the interval.
+    """Let ``gradient.own`` lie in one interval, that of rank ``rank``; return the interval.
 
     Empty pieces stay as they are: on many ranks most are.
     """
@@ -294,7 +294,7 @@ def pack_own(gradient: Gradient, rank: int) -> torch.Tensor:
 
 
 def _laid_out(own: Sequence[torch.Tensor], pieces: Sequence[Piece], length: int) -> torch.Tensor | None:
-    """The interval that the pieces are views of, if there is one that is alone in its memory."""
+    """Return the interval that the pieces are views of, if there is one that is alone in its memory."""
     held = [(part, piece.offset) for part, piece in zip(own, pieces, strict=True) if piece.numel]
     if not held or held[0][0].untyped_storage().nbytes() != length * held[0][0].element_size():
         return None
