@@ -8,6 +8,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -221,19 +222,15 @@ def optimizer_built_first(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     assert_same_parameters(plain, replica)
 
 
-def _adam_foreach(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01, foreach=True)
-
-
-def _adamw_fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, fused=True)
-
-
-def _sgd_fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
-
-
-@pytest.mark.parametrize("make", [_adam_foreach, _adamw_fused, _sgd_fused])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.Adam, lr=0.01, foreach=True),
+        partial(torch.optim.AdamW, lr=0.01, fused=True),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    ],
+    ids=["Adam foreach", "AdamW fused", "SGD fused"],
+)
 @pytest.mark.parametrize("world", [1, 4])
 def test_an_optimizer_built_before_sharding_works(ranks: Ranks, world: int, make: Any) -> None:
     ranks(world, optimizer_built_first, make)
@@ -398,54 +395,23 @@ def test_other_orders_of_forward_and_backward(ranks: Ranks, world: int, order: s
     ranks(world, two_forwards, order)
 
 
-class Conditional(nn.Module):
-    """The second layer runs on even ranks only; both are in one unit."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
-        self.rank = rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x)
-        return self.b(x) if self.rank % 2 == 0 else x
-
-
-def used_on_one_rank_only() -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(Conditional(dist.get_rank()) for _ in range(3)))
-    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(layers), find_unused_parameters=True)
-    model = shard(layers, units=[Conditional])
-    for step in range(2):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
-        for net in (model, replica):
-            net(x).square().mean().backward()
-            torch.optim.SGD(net.parameters(), 0.1).step()
-            net.zero_grad()
-    assert_same_parameters(model, replica)
-
-
-@several
-def test_a_parameter_used_on_some_ranks_only(ranks: Ranks, world: int) -> None:
-    ranks(world, used_on_one_rank_only)
-
-
 class Checkpointed(OddNet):
-    reentrant = False
+    """Recomputes each block by itself, or (``together``) both at once and a layer of the root's unit."""
+
+    def __init__(self, together: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.together, self.reentrant = together, reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.fc(x.mean((2, 3)) * self.scale)
+        for part in [self.blocks] if self.together else self.blocks:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        x = x.mean((2, 3)) * self.scale
+        return checkpoint(self.fc, x, use_reentrant=self.reentrant) if self.together else self.fc(x)
 
 
-class ReentrantlyCheckpointed(Checkpointed):
-    reentrant = True
-
-
-def checkpointed(make: Callable[[], nn.Module]) -> None:
-    model, replica = sharded_and_replica(make)
+def checkpointed(together: bool, reentrant: bool) -> None:
+    model, replica = sharded_and_replica(lambda: Checkpointed(together, reentrant))
     optimizer = sgd(model)
     losses = train(model, optimizer)
     assert losses == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
@@ -456,9 +422,12 @@ def checkpointed(make: Callable[[], nn.Module]) -> None:
 
 
 @several
-@pytest.mark.parametrize("make", [Checkpointed, ReentrantlyCheckpointed])
-def test_activation_checkpointing_costs_no_extra_gather(ranks: Ranks, world: int, make: Any) -> None:
-    ranks(world, checkpointed, make)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_activation_checkpointing_costs_no_extra_gather(
+    ranks: Ranks, world: int, together: bool, reentrant: bool
+) -> None:
+    ranks(world, checkpointed, together, reentrant)
 
 
 def frozen_then_unfrozen() -> None:
@@ -663,25 +632,7 @@ def test_running_statistics_are_averaged(ranks: Ranks, world: int) -> None:
     ranks(world, uneven_statistics)
 
 
-# units and refusals
-
-
-def test_automatic_units_of_torchvision_models() -> None:
-    from torchvision import models
-
-    def names(model: nn.Module) -> list[str]:
-        return [info.name for info in shardtrain.introspect(shardtrain.shard(model)).units]
-
-    with torch.device("meta"):
-        assert names(models.resnet18()) == [
-            "(root)", *(f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)), "fc"
-        ]  # fmt: skip
-        vit = names(models.vit_b_16())
-        assert [name for name in vit if "encoder_layer" in name] == [
-            f"encoder.layers.encoder_layer_{i}" for i in range(12)
-        ]
-        assert len(names(models.swin_t())) > 12
-        assert len(names(models.vgg11())) > 8
+# refusals
 
 
 def bad_arguments() -> list[str]:

@@ -173,12 +173,12 @@ def test_units_compute_what_others_do(
 @pytest.mark.parametrize(
     ("make", "inside", "bf16", "reshard"),
     [
-        (Vit, compiled, False, True),
-        (Vit, checkpointed, False, True),
         (Vit, both, True, True),
-        (OddNet, compiled, True, False),
-        (OddNet, checkpointed, True, True),
         (Dropping, both, False, False),
+        pytest.param(Vit, compiled, False, True, marks=pytest.mark.long),
+        pytest.param(Vit, checkpointed, False, True, marks=pytest.mark.long),
+        pytest.param(OddNet, compiled, True, False, marks=pytest.mark.long),
+        pytest.param(OddNet, checkpointed, True, True, marks=pytest.mark.long),
     ],
 )
 def test_the_same_in_bf16_with_kept_parameters_and_with_both(

@@ -226,6 +226,8 @@ def test_automatic_units_are_blocks() -> None:
         assert units_of(models.resnet50()) == [*inside("layer", 3, 4, 6, 3), "fc"]
         names = units_of(models.convnext_tiny())
         assert [n for n in names if n.startswith("features.5.")] == [f"features.5.{i}" for i in range(9)]
+        encoder = [f"encoder.layers.encoder_layer_{layer}" for layer in range(12)]
+        assert [name for name in units_of(models.vit_b_16()) if "encoder_layer" in name] == encoder
         assert units_of(models.vgg11_bn())[-3:] == ["classifier.0", "classifier.3", "classifier.6"]
         assert {"aux1", "aux2", "inception5b", "fc"} <= set(units_of(models.googlenet(init_weights=False)))
         assert units_of(LanguageModel()) == ["blocks.0", "blocks.1"]

@@ -476,38 +476,6 @@ def test_double_backward_says_that_it_is_not_supported(ranks: Ranks, world: int)
         assert text.startswith("double backward (create_graph=True) is not supported: the graph would need")
 
 
-class CheckpointedTogether(OddNet):
-    """Recomputes both blocks at once, and a layer inside of the root's unit."""
-
-    reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.utils.checkpoint.checkpoint(self.blocks, self.stem(x), use_reentrant=self.reentrant)
-        x = x.mean((2, 3)) * self.scale
-        return torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=self.reentrant)
-
-
-class ReentrantlyTogether(CheckpointedTogether):
-    reentrant = True
-
-
-def checkpointed_together(make: Callable[[], nn.Module]) -> dict[str, int]:
-    model, replica = sharded_and_replica(make)
-    optimizer = sgd(model)
-    assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
-    assert_same_parameters(model, replica)
-    with comm.meter() as meter:
-        train(model, optimizer, 1)
-    return dict(meter.calls)
-
-
-@several
-@pytest.mark.parametrize("make", [CheckpointedTogether, ReentrantlyTogether])
-def test_recomputing_several_units_at_once_costs_no_extra_gather(ranks: Ranks, world: int, make: Any) -> None:
-    for calls in ranks(world, checkpointed_together, make):
-        assert calls == {"all_gather": 5, "reduce_scatter": 3}
-
-
 class Outside(nn.Module):
     """Uses a unit's weight without calling the unit."""
 
