@@ -197,7 +197,11 @@ def like_ddp(name: str) -> list[str]:
     return [info.name for info in shardtrain.introspect(model).units]
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ["ConvNeXt", "ViT", "GoogLeNet", "GoogLeNet, main head", "Faster R-CNN", "language model"]
+MORE = [pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *MORE])
 def test_three_steps_equal_ddp_s(on_ranks: Ranks, name: str) -> None:
     on_ranks(2, like_ddp, name)
 
