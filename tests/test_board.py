@@ -23,7 +23,7 @@ from shardtrain.job.data import Batch, Prepare
 from shardtrain.job.data.batches import Arrays, DataSet
 from shardtrain.job.evaluate import Evaluation, Mistake, Scores
 from shardtrain.job.step import Step
-from shardtrain.monitor import Monitor, StepMetrics, summary_figure
+from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.monitor.summary_figure import SummaryFigure
 from shardtrain.monitor.writers import METRICS, TensorBoard, Writer, hyperparameters
 
@@ -160,14 +160,14 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     assert resumed.curves["train/loss"] == {1: 1.0, 2: 2.0}
 
 
-def test_the_summary_is_drawn_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:
     evaluation = Evaluation(
         Scores(1.0, 80.0, 100.0), torch.eye(5, dtype=torch.int64), (Mistake(3, 1, 2, 4.0),)
     )
     summary, monitor, seen = summary_of(tmp_path)
     monitor.evaluated(5, evaluation)
     assert seen == []
-    monkeypatch.setattr(summary_figure, "SHARE", 1e9)
+    summary.due_at = 0.0
     monitor.log(6, {"memory/peak_mib": 3.0, "time/forward_pct": 60.0})
     monitor.evaluated(6, evaluation)
     assert seen == SUMMARY + EVALUATED

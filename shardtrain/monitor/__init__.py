@@ -3,9 +3,9 @@
 The loop reports events to a `Monitor`, which passes each on to its writers. Ranks other than 0 have a monitor
 without writers, so the loop never asks which rank it is on.
 
-Read in this order: ``phases`` and ``metrics`` (what is measured between two reports), ``verdict`` and
-``tables`` (what is concluded from it), ``writers`` (where events go), ``summary_figure`` (the first page),
-``monitor`` (all of these together), ``timeline`` and ``watch`` (a step in detail, on request).
+Read in this order: ``metrics`` (what is measured between two reports), ``tables`` (what is said of it),
+``writers`` (where events go), ``summary_figure`` (the first page), ``monitor`` (all of these together),
+``timeline`` and ``watch`` (a step in detail, on request).
 """
 
 from shardtrain.monitor.metrics import StepMetrics

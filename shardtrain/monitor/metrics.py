@@ -1,4 +1,4 @@
-"""What is measured between two reports: sums of loss and hits, time, traffic and memory.
+"""What is measured between two reports: loss and hits, time by phase, traffic and memory; and who is slow.
 
 Every rank measures; `StepMetrics.report` adds the ranks up and returns scalars by TensorBoard tag.
 """
@@ -8,29 +8,135 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardtrain import Precision, comm, device, introspect
+from shardtrain.comm import trace
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.format import MIB
-from shardtrain.monitor.phases import PHASES, Phases, SlowestRank, slowest
 from shardtrain.plan.memory import optimizer_tensors
 
-MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
+PHASES = ("data", "forward", "backward", "optimizer", "checkpoint")
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
+MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
 
 # Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity): what
 # convolutions of fp32 tensors use by default. In bf16 and fp16 each of these GPUs has twice that.
 # `perf/mfu` is reported where the peak is known.
 TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
+
+
+class Phases:
+    """The stopwatch of one rank.
+
+    Only one phase runs at a time. A phase inside another interrupts it: loading images within a step is
+    ``data`` alone. On an accelerator marks are events in the compute stream, so launching a forward is not
+    taken for one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._now = device, ""
+        self._marks: list[tuple[str, Any]] = []  # phases, and the moments at which they began
+        self._meters: list[comm.Meter] = []  # one per step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time one step and count its traffic. Whatever lies outside a `phase` is the optimizer's."""
+        with comm.meter() as meter:
+            self._meters.append(meter)
+            trace.begin("step", "step")
+            try:
+                with self.phase("optimizer"):
+                    yield
+            finally:
+                trace.end("step", "step")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block, part of a step, as ``name``; afterwards the phase before it continues."""
+        before = self._now
+        self._enter(name)
+        trace.begin("phase", name)
+        try:
+            yield
+        finally:
+            trace.end("phase", name)
+            self._enter(before)
+
+    def _enter(self, name: str) -> None:
+        self._now = self._meters[-1].during = name
+        self._marks.append((name, device.moment(self._device)))
+
+    def take(self) -> tuple[dict[str, float], float, Counter[str]]:
+        """Return what this rank did since the last call; to be called between steps.
+
+        Returns: seconds of its own work by phase, seconds of waiting for others, bytes sent by kind.
+        """
+        spent, waits, sent = Counter[str](), Counter[str](), Counter[str]()
+        for (name, start), (_, end) in pairwise(self._marks):
+            spent[name] += device.seconds(start, end)  # type: ignore[assignment]
+        for meter in self._meters:
+            waits.update(meter.exposed_during())  # type: ignore[arg-type]
+            sent.update(meter.bytes)
+        self._marks.clear()
+        self._meters.clear()
+        busy = {phase: max(0.0, float(spent[phase] - waits[phase])) for phase in PHASES}
+        return busy, float(waits.total()), sent
+
+
+# Step times do not show which rank is slow: ranks wait for one another, so all steps take as long as the
+# slowest rank's. What a rank does itself, without waiting for others, shows it:
+#
+#     rank      data  forward  backward  optimizer    busy     beyond the others' median
+#     0          1.0     30.0      60.0        3.0    94.0 ms
+#     1         41.0     30.0      61.0        3.0   135.0 ms  + 42 %, most of it in data
+#     2          1.0     31.0      60.0        3.0    95.0 ms
+
+MARGIN = 0.20  # of the others' time
+LEAST_S = 0.005  # per step
+HELP = dict.fromkeys(PHASES, "its cores or device: clocks, temperature, other programs") | {
+    "data": "its disk, its loader's workers, its share of the cores",
+    "optimizer": "its memory: paging, other programs",
+    "checkpoint": "its disk",
+}
+
+
+class SlowestRank(NamedTuple):
+    """The slowest of several ranks, the phase in which it is slowest, and both in words."""
+
+    rank: int
+    phase: str
+    excess_pct: float  # of its own time over the median of the others
+    beyond_margin: bool
+    text: str
+
+
+def slowest(busy: Sequence[Mapping[str, float]]) -> SlowestRank | None:
+    """Return the rank that is busy longest, of ``busy[rank][phase]`` in seconds per step; None if alone."""
+    if len(busy) < 2:
+        return None
+    totals = [sum(row.values()) for row in busy]
+    own = max(totals)
+    rank = totals.index(own)
+    others = [row for other, row in enumerate(busy) if other != rank]
+    excess = {phase: value - median(row[phase] for row in others) for phase, value in busy[rank].items()}
+    phase = max(excess, key=excess.__getitem__)
+    usual = median(sum(row.values()) for row in others)
+    excess_pct = 100 * (own / usual - 1) if usual else 0.0
+    text = (
+        f"rank {rank} is slow: busy {1e3 * own:.1f} ms per step, the others {1e3 * usual:.1f} ms "
+        f"({excess_pct:+.0f} %), most of it in {phase} ({1e3 * excess[phase]:+.1f} ms); look at {HELP[phase]}"
+    )
+    return SlowestRank(rank, phase, excess_pct, own - usual > max(MARGIN * usual, LEAST_S), text)
 
 
 @dataclass
@@ -143,8 +249,8 @@ class StepMetrics:
         Raises:
             RuntimeError: the loss is not finite.
         """
-        times = self._phases.take()
-        own = torch.tensor([times.waited, profile_requested, *times.busy.values()], device=self.device)
+        times, waited, sent = self._phases.take()
+        own = torch.tensor([waited, profile_requested, *times.values()], device=self.device)
         rows = torch.zeros(comm.world_size(), 2 + len(own), dtype=torch.float64, device=self.device)
         rows[comm.rank()] = torch.cat([self.sums, own])
         rows = comm.all_reduce(rows).cpu()
@@ -162,7 +268,7 @@ class StepMetrics:
             tags.lr(index): float(group["lr"]) for index, group in enumerate(self.job.optimizer.param_groups)
         }
         scalars |= self._speed(busy, waited, len(rows))
-        scalars |= {tags.sent_mib(kind): times.sent[kind] / self.steps / MIB for kind in REPORTED_TRAFFIC}
+        scalars |= {tags.sent_mib(kind): sent[kind] / self.steps / MIB for kind in REPORTED_TRAFFIC}
         ranks, slow = self._ranks(busy)
         scalars |= ranks | _memory(self.job)
         self._restart()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ from shardtrain.job.pictures import Picture
 from shardtrain.job.schema import UserError, plain, writing
 from shardtrain.monitor.metrics import StepMetrics
 from shardtrain.monitor.summary_figure import SummaryFigure
-from shardtrain.monitor.tables import compare_with_plan, end_table
-from shardtrain.monitor.verdict import judge
+from shardtrain.monitor.tables import compare_with_plan, end_table, judge
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
 
@@ -96,7 +96,7 @@ class Monitor:
         self.log(step, evaluation.scalars())
         if self.summary is not None:
             self.summary.evaluation = evaluation
-            if self.summary.due:
+            if time.perf_counter() > self.summary.due_at:
                 self.draw_summary()
 
     def draw_summary(self) -> None:

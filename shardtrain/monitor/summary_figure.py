@@ -1,7 +1,7 @@
 """The summary of a run: three small plots that show whether it learns, is fast, and fits.
 
 They come first on TensorBoard's first page, whose tags are in alphabetical order. With them come the
-confusion matrix and the images that were misclassified. Drawing may take 1 % of the run's time.
+confusion matrix and the images that were misclassified.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from shardtrain.job.build import Job
 from shardtrain.job.data import Batch
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.pictures import Picture
-from shardtrain.monitor.phases import PHASES
+from shardtrain.monitor.metrics import PHASES
 
-SHARE = 0.01  # of the run's time
-FIRST_S = 0.5  # the cost expected of the first drawing, which imports Matplotlib
+REDRAW_S = 100.0  # a drawing takes about a second: 1 % of the run's time
 SAMPLES = 32  # images of a batch that are shown
 LEAST = 0.1  # of a mixed image: smaller parts are left out of its caption
 INCHES = (5.0, 2.9)
@@ -48,12 +47,7 @@ class SummaryFigure:
         self.path, self.memory_mib, self.validation = directory / "at_a_glance.png", memory_mib, job.val
         self.curves = _curves_until(directory, job.first_step) if job.first_step else {}
         self.evaluation: Evaluation | None = None
-        self._cost_s, self._drawn_at = FIRST_S, time.perf_counter()
-
-    @property
-    def due(self) -> bool:
-        """Whether one more drawing stays below `SHARE` of the run's time."""
-        return (time.perf_counter() - self._drawn_at) * SHARE > self._cost_s
+        self.due_at = time.perf_counter() + REDRAW_S
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
@@ -66,7 +60,7 @@ class SummaryFigure:
 
     def draw(self) -> dict[str, Picture | str]:
         """Return pictures by tag: the three plots first, then those of the latest evaluation."""
-        start = time.perf_counter()
+        self.due_at = time.perf_counter() + REDRAW_S
         plots = zip(tags.SUMMARY, (self._learning, self._speed, self._memory), strict=True)
         drawn = {tag: pictures.plot(plot, INCHES) for tag, plot in plots}
         if self.evaluation is not None and self.evaluation.confusion is not None:
@@ -76,8 +70,6 @@ class SummaryFigure:
             images = torch.cat([prepare(data[[mistake.image]][0]) for mistake in mistakes])
             captions = [f"{mistake.label} as {mistake.predicted}" for mistake in mistakes]
             drawn[tags.WORST_MISTAKES] = self._grid(images, captions)
-        self._drawn_at = time.perf_counter()
-        self._cost_s = self._drawn_at - start
         return drawn
 
     def _grid(self, images: Tensor, captions: list[str]) -> Picture:
@@ -122,16 +114,16 @@ class SummaryFigure:
                 axes.plot(curve.keys(), curve.values(), label=name, color=color, marker=marker, linewidth=1.5)
 
     def _areas(self, axes: Any, named: Mapping[str, str]) -> None:
-        """Stack areas; one that never reaches a hundredth of the highest is left out."""
-        curves = {name: self.curves[tag] for name, tag in named.items() if self.curves.get(tag)}
-        highest = max((max(curve.values()) for curve in curves.values()), default=0.0)
-        curves = {name: curve for name, curve in curves.items() if max(curve.values()) > 0.01 * highest}
-        steps = sorted({step for curve in curves.values() for step in curve})
-        if steps:
+        """Stack areas, whose tags are logged together; one below a hundredth of the highest is left out."""
+        curves = {name: self.curves[tag] for name, tag in named.items() if tag in self.curves}
+        tops = {name: max(curve.values()) for name, curve in curves.items()}
+        shown = {name: curves[name] for name, top in tops.items() if top > 0.01 * max(tops.values())}
+        if shown:
+            steps = list(next(iter(shown.values())))
             x = steps if len(steps) > 1 else [steps[0] - 1, *steps]  # an area needs a width
-            heights = [[curve.get(step, curve.get(steps[0], 0.0)) for step in x] for curve in curves.values()]
-            colors = [COLORS[name] for name in curves]
-            axes.stackplot(x, *heights, labels=list(curves), colors=colors, linewidth=0)
+            heights = [[curve.get(step, curve.get(steps[0], 0.0)) for step in x] for curve in shown.values()]
+            colors = [COLORS[name] for name in shown]
+            axes.stackplot(x, *heights, labels=list(shown), colors=colors, linewidth=0)
 
 
 def _label(figure: Any, title: str, ylabels: Mapping[Any, str], legend: Any) -> None:

@@ -1,21 +1,25 @@
-"""The tables at the start and at the end of a run, and the plan beside what was measured."""
+"""What is said at the start and at the end of a run: tables, plan and measurement, where the time went."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from shardtrain import introspect
-from shardtrain.device import is_accelerator
+from shardtrain.device import ACCELERATOR, is_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, Optim, Reference
+from shardtrain.job.dist_env import cores
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, aligned, counted
 from shardtrain.job.launch import Context
+from shardtrain.monitor.metrics import Spent
 from shardtrain.plan.simulate import Plan, plan_of
 
 MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
@@ -26,7 +30,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     place, share, optim = context.rank_info, job.share, config.optim
     units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
     own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
-    kept = max(_optimizer_bytes_by_rank(optim, job)) / MIB
+    kept = _optimizer_bytes(optim, job) / MIB
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(place.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
@@ -57,16 +61,14 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     return "\n".join([_labelled(rows), *(f"  {line}" for line in aligned(table))])
 
 
-def _optimizer_bytes_by_rank(optim: Optim, job: Job) -> list[int]:
-    """Return the bytes of moments that the optimizer of each rank of a shard group will have."""
-    inside, kept = introspect(job.model), [0] * introspect(job.model).transport.world
-    elements = inside.elements_by_rank
+def _optimizer_bytes(optim: Optim, job: Job) -> int:
+    """Return the bytes of moments that the optimizer of the rank with most of them will have."""
+    elements, kept = introspect(job.model).elements_by_rank, Counter[int]()
     for group in job.optimizer.param_groups:
         moments = optim.moments(group.get("use_muon", False))
         for param in group["params"]:
-            for rank, count in enumerate(elements[param]):
-                kept[rank] += count * param.element_size() * moments
-    return kept
+            kept.update({rank: n * param.element_size() * moments for rank, n in enumerate(elements[param])})
+    return max(kept.values())
 
 
 def _model_name(model: Mapping[str, Any]) -> str:
@@ -114,18 +116,14 @@ def _labelled(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-# The plan of a run beside what the run measured.
+# The plan of a run beside what the run measured, in bytes of rank 0.
 
 STATE = {"parameters": tags.PARAMS_MIB, "gradients": tags.GRADS_MIB, "optimizer": tags.OPTIMIZER_MIB}
-TRAFFIC = {
-    "gathers send": "all_gather",
-    "reductions send": "reduce_scatter",
-    "averages send": "all_reduce",  # between replicas
-}
+TRAFFIC = {"gathers send": "all_gather", "reductions send": "reduce_scatter", "averages send": "all_reduce"}
 
 
 class Row(NamedTuple):
-    """One line of the comparison, in bytes. ``exact``: the plan promises every byte."""
+    """One line of the comparison. ``exact``: the plan promises every byte."""
 
     name: str
     planned: int
@@ -141,7 +139,7 @@ class Row(NamedTuple):
 
 
 def compare(plan: Plan, scalars: Mapping[str, float], *, on_accelerator: bool, scaled: bool) -> list[Row]:
-    """Compare plan and measurement of rank 0. An accelerator's allocator knows the peak; the CPU has none.
+    """Compare plan and measurement. Of the CPU's memory nothing knows the peak.
 
     ``scaled``: the loss was, so ranks exchanged overflow flags: a few more bytes in each all-reduce.
     """
@@ -151,19 +149,113 @@ def compare(plan: Plan, scalars: Mapping[str, float], *, on_accelerator: bool, s
         if kind != "all_reduce" or plan.question.replicate > 1:
             exact = not (scaled and kind == "all_reduce")
             rows.append(Row(name, plan.sent.get(kind, 0), scalars[tags.sent_mib(kind)] * MIB, exact))
-    if on_accelerator:
-        rows.append(Row("peak", plan.peak, scalars[tags.PEAK_MIB] * MIB, exact=False))
-    return rows
+    return [*rows, Row("peak", plan.peak, scalars[tags.PEAK_MIB] * MIB, False)] if on_accelerator else rows
 
 
 def compare_with_plan(config: Config, job: Job, scalars: Mapping[str, Any]) -> str:
     """Describe how far plan and measurement are apart, or why there is no plan. It takes a second or two."""
-    on_accelerator, scaled = is_accelerator(job.device), job.scaler.is_enabled()
     try:
         plan = plan_of(config, job, rank=0)
     except Exception as error:  # the model needs values, say; the run has done well all the same
         return f"no plan to compare with: {type(error).__name__}: {error}".split("\n", 1)[0]
     cells = [["MiB, rank 0", "planned", "measured", ""]]
-    for row in compare(plan, scalars, on_accelerator=on_accelerator, scaled=scaled):
+    scaled = job.scaler.is_enabled()
+    for row in compare(plan, scalars, on_accelerator=is_accelerator(job.device), scaled=scaled):
         cells.append([row.name, f"{row.planned / MIB:,.2f}", f"{row.measured / MIB:,.2f}", row.verdict])
     return "\n".join(aligned(cells))
+
+
+# Where a run's time went, in words, and the one change most likely to help.
+#
+# The advice is for what takes most more of the time than its percentage in `USUAL`: with 68 % for data, it is
+# "68 % of the time is waiting for images: raise data.workers (now 2)". If nothing does, the run computes, and
+# the advice is about computing faster.
+
+FEW_STEPS = 20  # of fewer, the first is most of what there is to see
+OFTEN = 0.5  # of the reports, that name one rank slow
+USUAL = {"data": 10, "waiting": 15, "checkpoint": 5, "evaluation": 20, "optimizer": 15, "the rest": 15}
+ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
+
+
+class Run(NamedTuple):
+    """What the verdict rests on: where the time went, in percent, and the settings that could change it."""
+
+    shares: Mapping[str, float]
+    spent: Spent
+    config: Config
+    ranks: int
+    device: str
+    cores: int  # of this host
+
+
+def judge(spent: Spent, config: Config, ranks: int, device: str) -> dict[str, Any]:
+    """Return entries of result.json: seconds by what they went to, and the verdict."""
+    seconds = time.perf_counter() - spent.since
+    parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
+    parts["the rest"] = max(0.0, seconds - sum(parts.values()))
+    shares = {what: 100 * value / seconds for what, value in parts.items()}
+    text = ", ".join(f"{what} {share:.0f} %" for what, share in shares.items())
+    return {
+        "spent_s": {what: round(value, 3) for what, value in parts.items()},
+        "run_img_per_s": spent.images / seconds,
+        "time": text.replace("waiting", "exposed communication"),
+        "verdict": verdict(Run(shares, spent, config, ranks, device, cores())),
+    }
+
+
+def verdict(run: Run) -> str:
+    """Return one sentence: what takes more time than it should, and what to change."""
+    if run.spent.steps < FEW_STEPS:
+        return f"{run.spent.steps} steps are too few to judge by; from {FEW_STEPS} on there is advice"
+    over = {what: run.shares.get(what, 0.0) - usual for what, usual in USUAL.items()}
+    worst = max(over, key=over.__getitem__)
+    if over[worst] <= 0:
+        computing = run.shares.get("forward", 0.0) + run.shares.get("backward", 0.0)
+        return f"{computing:.0f} % of the time is computing: {_computing(run)}"
+    return f"{run.shares[worst]:.0f} % of the time is {_advice(worst, run)}"
+
+
+def _advice(what: str, run: Run) -> str:
+    train, saves, workers = run.config.train, run.config.checkpoint, run.config.data.workers
+    match what:
+        case "data":
+            more = "raise data.workers" if workers else "let processes of their own load them, data.workers=2"
+            return f"waiting for images: {more} (now {workers})"
+        case "waiting":
+            return f"waiting for other ranks{_waiting(run)}"
+        case "checkpoint" if not saves.asynchronous:
+            return "saving checkpoints: checkpoint.asynchronous=true writes them while training goes on"
+        case "checkpoint":
+            every = saves.every_steps or "once per epoch"
+            return f"saving checkpoints: raise checkpoint.every_steps (now {every})"
+        case "evaluation":
+            return f"evaluation: raise train.eval_every (now {train.eval_every} epochs)"
+        case "optimizer":
+            batch = train.batch_size
+            return f"the optimizer: one update could serve more images, train.batch_size (now {batch})"
+    return f"neither steps nor evaluation: reports, train.log_every (now {train.log_every})"
+
+
+def _waiting(run: Run) -> str:
+    for (rank, phase), times in run.spent.slow.most_common(1):
+        if times >= OFTEN * run.spent.reports:
+            return f": rank {rank} is slower than the others in {phase}, look there first"
+    parallel, images = run.config.parallel, run.config.train.batch_size // run.ranks
+    if run.device == "cpu" and (parallel.transport == "process_group" or parallel.traffic is not None):
+        exact = "parallel.traffic=null " if parallel.traffic is not None else ""
+        help = f"{exact}parallel.transport=auto lets the ranks of one host share memory"
+    elif run.device == ACCELERATOR and parallel.precision == "fp32":
+        help = "parallel.precision=bf16 moves half the bytes"
+    elif parallel.reshard_after_forward:
+        help = "parallel.reshard_after_forward=false spares backward's gathers, if the memory is there"
+    else:
+        help = f"give each rank more to compute, train.batch_size (now {images} images per rank)"
+    return f" and their shards: {help}"
+
+
+def _computing(run: Run) -> str:
+    if run.device == ACCELERATOR and run.config.parallel.precision == "fp32":
+        return "parallel.precision=bf16 computes faster"
+    if run.device == "cpu" and run.ranks >= run.cores:
+        return "every core has a rank already; nothing else stands out"
+    return "more ranks would share it; nothing else stands out"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -33,25 +32,18 @@ TRACKS = {  # kind of span → its rows in a trace, from top to bottom
 }
 
 
-class Style(NamedTuple):
-    """How spans are drawn; ``top`` and ``height`` are parts of a rank's lane."""
-
-    color: str
-    top: float
-    height: float
-    legend: str = ""
-
-
-STYLES = {  # kind of span, or kind and name; later ones are drawn over earlier ones
-    "phase": Style("#c6dde8", 0.05, 0.55),
-    "phase data": Style("tab:olive", 0.05, 0.55, "loading images"),
-    "phase optimizer": Style("#9fd39a", 0.05, 0.55, "optimizer"),
-    "phase checkpoint": Style("tab:gray", 0.05, 0.55),
-    "forward": Style("tab:blue", 0.08, 0.49, "a unit's forward"),
-    "backward": Style("#17708a", 0.08, 0.49, "a unit's backward"),
-    "wait": Style("tab:red", 0.05, 0.55, "exposed waiting"),
-    "gather": Style("tab:orange", 0.63, 0.13, "its all-gather under way"),
-    "reduce": Style("tab:purple", 0.78, 0.13, "its reduce-scatter under way"),
+# Kind of span, or kind and name → color, top and height as parts of a rank's lane, legend.
+# Later ones are drawn over earlier ones.
+STYLES = {
+    "phase": ("#c6dde8", 0.05, 0.55, ""),
+    "phase data": ("tab:olive", 0.05, 0.55, "loading images"),
+    "phase optimizer": ("#9fd39a", 0.05, 0.55, "optimizer"),
+    "phase checkpoint": ("tab:gray", 0.05, 0.55, ""),
+    "forward": ("tab:blue", 0.08, 0.49, "a unit's forward"),
+    "backward": ("#17708a", 0.08, 0.49, "a unit's backward"),
+    "wait": ("tab:red", 0.05, 0.55, "exposed waiting"),
+    "gather": ("tab:orange", 0.63, 0.13, "its all-gather under way"),
+    "reduce": ("tab:purple", 0.78, 0.13, "its reduce-scatter under way"),
 }
 
 
@@ -93,31 +85,24 @@ def chrome(lanes: Lanes) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(lanes.spans):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        steps = count(lanes.first_step)
-        for number, (track, row) in enumerate(_rows(spans)):
+        tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS.values()}
+        for span in spans:  # into the first row with room, since viewers drop spans that overlap
+            rows = tracks[TRACKS[span.kind]]
+            if all(row[-1].end > span.start for row in rows):
+                rows.append([])
+            next(row for row in rows if not row or row[-1].end <= span.start).append(span)
+        named = [(track, row) for track, rows in tracks.items() for row in rows]
+        for number, (track, row) in enumerate(named):
             where = {"pid": rank, "tid": number}
             events.append({"ph": "M", **where, "name": "thread_name", "args": {"name": track}})
-            for kind, name, start, end in row:
-                title = f"step {next(steps)}" if kind == "step" else name
-                title = f"{kind} {name}" if kind in ("forward", "backward", "gather", "reduce") else title
+            for index, (kind, name, start, end) in enumerate(row):
+                title = f"{kind} {name}" if kind in ("forward", "backward", "gather", "reduce") else name
+                title = f"step {lanes.first_step + index}" if kind == "step" else title
                 times = {"ts": round(1e6 * (start - zero), 3), "dur": round(1e6 * (end - start), 3)}
                 events.append(
                     {"ph": "X", **where, **times, "name": title, "cat": kind, "args": {"unit": name}}
                 )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _rows(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Return rows with their tracks, in which no two spans overlap: viewers would drop one."""
-    tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS.values()}
-    for span in spans:
-        rows = tracks[TRACKS[span.kind]]
-        free = next((row for row in rows if row[-1].end <= span.start), None)
-        if free is None:
-            rows.append([span])
-        else:
-            free.append(span)
-    return [(name, row) for name, rows in tracks.items() for row in rows]
 
 
 def in_words(lanes: Lanes, step: int) -> str:
@@ -153,8 +138,8 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
         axes.set_yticks([rank + 0.3 for rank in lanes.drawn], [f"rank {rank}" for rank in lanes.drawn])
         axes.set_xlabel("ms")
         axes.set_title(f"{title}, {in_words(lanes, step)}", fontsize=9, loc="left")
-        styles = [style for style in STYLES.values() if style.legend]
-        handles = [axes.barh([0], [0], color=style.color, label=style.legend) for style in styles]
+        styles = [style for style in STYLES.values() if style[-1]]
+        handles = [axes.barh([0], [0], color=color, label=label) for color, _, _, label in styles]
         figure.legend(handles=handles, ncols=len(handles), fontsize=8, loc="outside lower center")
 
     return plot(draw, (13, 1.4 + 1.1 * len(lanes.drawn)))

@@ -8,6 +8,7 @@ traced; in a step after them every rank's memory is recorded, which slows the st
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 
@@ -29,9 +30,7 @@ from shardtrain.plan.memory import LiveTensors
 TRACED = 3  # steps
 REQUEST, FOLDER = "profile", "timeline"
 
-Steps = Generator[
-    None, int, int
-]  # is sent the number of each step that is done; returns the last it was sent
+Steps = Generator[None, int, int]  # is sent the number of each step that is done, and returns the last
 
 
 class Watch(AbstractContextManager["Watch"]):
@@ -44,7 +43,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._title = f"{config.model.get('name', 'model')}, {counted(context.rank_info.world_size, 'rank')}"
         self._rank_0 = context.rank_info.rank == 0
         self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
-        self._profile_at = config.monitor.profile_at
+        self._profile_at: float = config.monitor.profile_at or math.inf
         self._evaluates_every = config.train.eval_every * job.steps_per_epoch
         self._norms = Norms(job, config.train.log_every) if config.monitor.norms else None
         self._last: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
@@ -84,7 +83,7 @@ class Watch(AbstractContextManager["Watch"]):
         again, self._last = slow == self._last, slow
         if again and slow != self._named:
             if report.slow:
-                self._monitor.say(f"step {step}: {report.slow}")
+                self._monitor.say(f"step {step}: {report.slow.text}")
             elif self._named:
                 self._monitor.say(f"step {step}: rank {self._named[0]} keeps up again")
             self._named = slow
@@ -94,9 +93,9 @@ class Watch(AbstractContextManager["Watch"]):
         while True:
             if step == self._job.steps:
                 step = yield
-            elif self._requested or (self._profile_at is not None and step + 1 >= self._profile_at):
-                if self._profile_at is not None and step + 1 >= self._profile_at:
-                    self._profile_at = None
+            elif self._requested or step + 1 >= self._profile_at:
+                if step + 1 >= self._profile_at:
+                    self._profile_at = math.inf
                 self._requested, memory_due = False, True
                 step = yield from self._trace(step + 1)
             elif memory_due and step % self._evaluates_every:  # an evaluation would be recorded too
