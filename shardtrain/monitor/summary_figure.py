@@ -7,6 +7,7 @@ confusion matrix and the images that were misclassified.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,15 +28,11 @@ SAMPLES = 32  # images of a batch that are shown
 LEAST = 0.1  # of a mixed image: smaller parts are left out of its caption
 INCHES = (5.0, 2.9)
 
-Curves = dict[str, dict[int, float]]  # tag → step → value
-
-
-BESIDE = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # a legend hides nothing there
 STATE = {"parameters": tags.PARAMS_MIB, "gradients": tags.GRADS_MIB, "optimizer": tags.OPTIMIZER_MIB}
 TIMES = {phase: tags.phase_pct(phase) for phase in PHASES} | {"waiting": tags.EXPOSED_COMM_PCT}
 COLORS = {
     **{"data": "tab:olive", "forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"},
-    **{"checkpoint": "tab:gray", "waiting": "tab:red"},
+    **{"checkpoint": "tab:gray", "waiting": "tab:red", "peak of rank 0": "black"},
     **{"parameters": "tab:blue", "gradients": "tab:cyan", "gathered": "tab:orange"},
 }
 
@@ -45,7 +42,7 @@ class SummaryFigure:
 
     def __init__(self, directory: Path, job: Job, memory_mib: float) -> None:
         self.path, self.memory_mib, self.validation = directory / "at_a_glance.png", memory_mib, job.val
-        self.curves = _curves_until(directory, job.first_step) if job.first_step else {}
+        self.curves = _curves_until(directory, job.first_step) if job.first_step else {}  # tag → step → value
         self.evaluation: Evaluation | None = None
         self.due_at = time.perf_counter() + REDRAW_S
 
@@ -55,8 +52,7 @@ class SummaryFigure:
 
     def samples(self, batch: Batch) -> Picture:
         """Return the first images of a training batch, as the model sees them."""
-        captions = [_caption(label) for label in batch.labels[:SAMPLES]]
-        return self._grid(batch.images[:SAMPLES], captions)
+        return self._grid(batch.images[:SAMPLES], [_caption(label) for label in batch.labels[:SAMPLES]])
 
     def draw(self) -> dict[str, Picture | str]:
         """Return pictures by tag: the three plots first, then those of the latest evaluation."""
@@ -76,63 +72,64 @@ class SummaryFigure:
         return pictures.grid(images, captions, self.validation.prepare.mean, self.validation.prepare.std)
 
     def _learning(self, figure: Any) -> None:
+        losses = {"training": tags.TRAIN_LOSS, "validation": tags.VAL_LOSS, "average": tags.VAL_EMA_LOSS}
+        scores = {"training": tags.TRAIN_ACC1, "validation": tags.VAL_ACC1, "average": tags.VAL_EMA_ACC1}
         loss, accuracy = figure.subplots(2, 1, sharex=True)
-        self._lines(loss, training=tags.TRAIN_LOSS, validation=tags.VAL_LOSS, average=tags.VAL_EMA_LOSS)
-        self._lines(accuracy, training=tags.TRAIN_ACC1, validation=tags.VAL_ACC1, average=tags.VAL_EMA_ACC1)
+        self._plot(loss, "loss", losses, {})
+        self._plot(accuracy, "acc1, %", scores, {})
         judged = self.curves.get(tags.VAL_EMA_ACC1) or self.curves.get(tags.VAL_ACC1, {})
-        best = max(judged.values(), default=float("nan"))
-        title = f"loss {self._last(tags.TRAIN_LOSS):.3f}, best acc1 {best:.2f} %"
-        _label(figure, title, {loss: "loss", accuracy: "acc1, %"}, legend=loss)
+        best = max(judged.values(), default=math.nan)
+        figure.suptitle(f"loss {self._last(tags.TRAIN_LOSS):.3f}, best acc1 {best:.2f} %", fontsize=11)
 
     def _speed(self, figure: Any) -> None:
         speed, share = figure.subplots(2, 1, sharex=True)
-        self._lines(speed, images=tags.IMG_PER_S)
-        self._areas(share, TIMES)
+        self._plot(speed, "images/s", {"images": tags.IMG_PER_S}, {})
         speed.set_ylim(bottom=0)
+        self._plot(share, "of the time, %", {}, TIMES)
         share.set_ylim(0, 100)
         now, step_ms = self._last(tags.IMG_PER_S), 1e3 * self._last(tags.STEP_S)
         waiting = self._last(tags.EXPOSED_COMM_PCT)
         title = f"{now:.0f} images/s, {step_ms:.0f} ms per step, {waiting:.0f} % waiting"
-        _label(figure, title, {speed: "images/s", share: "of the time, %"}, legend=share)
+        figure.suptitle(title, fontsize=11)
 
     def _memory(self, figure: Any) -> None:
-        axes = figure.subplots()
-        self._areas(axes, STATE | {"gathered": tags.GATHERED_PEAK_MIB})
-        self._lines(axes, "black", **{"peak of rank 0": tags.PEAK_MIB})
+        axes, held = figure.subplots(), STATE | {"gathered": tags.GATHERED_PEAK_MIB}
+        self._plot(axes, "MiB", {"peak of rank 0": tags.PEAK_MIB}, held)
         axes.set_ylim(bottom=0)
         peak, state = self._last(tags.PEAK_MIB), sum(self._last(tag) for tag in STATE.values())
         title = f"peak {peak:.0f} of {self.memory_mib:.0f} MiB, model state {state:.0f}"
-        _label(figure, title, {axes: "MiB"}, legend=axes)
+        figure.suptitle(title, fontsize=11)
 
     def _last(self, tag: str) -> float:
-        return next(reversed(self.curves.get(tag, {}).values()), float("nan"))
+        return next(reversed(self.curves.get(tag, {}).values()), math.nan)
 
-    def _lines(self, axes: Any, color: str | None = None, /, **named: str) -> None:
-        for name, tag in named.items():
-            if curve := self.curves.get(tag):
-                marker = "." if len(curve) < 30 else ""
-                axes.plot(curve.keys(), curve.values(), label=name, color=color, marker=marker, linewidth=1.5)
+    def _plot(self, axes: Any, label: str, lines: Mapping[str, str], areas: Mapping[str, str]) -> None:
+        """Draw curves by name → tag, as lines and as areas on top of one another.
 
-    def _areas(self, axes: Any, named: Mapping[str, str]) -> None:
-        """Stack areas, whose tags are logged together; one below a hundredth of the highest is left out."""
-        curves = {name: self.curves[tag] for name, tag in named.items() if tag in self.curves}
-        tops = {name: max(curve.values()) for name, curve in curves.items()}
-        shown = {name: curves[name] for name, top in tops.items() if top > 0.01 * max(tops.values())}
-        if shown:
-            steps = list(next(iter(shown.values())))
+        Tags of areas are logged together. An area below a hundredth of the highest is left out.
+        """
+        stacked = {name: self.curves[tag] for name, tag in areas.items() if tag in self.curves}
+        tops = {name: max(curve.values()) for name, curve in stacked.items()}
+        stacked = {name: stacked[name] for name, top in tops.items() if top > 0.01 * max(tops.values())}
+        if stacked:
+            steps = list(next(iter(stacked.values())))
             x = steps if len(steps) > 1 else [steps[0] - 1, *steps]  # an area needs a width
-            heights = [[curve.get(step, curve.get(steps[0], 0.0)) for step in x] for curve in shown.values()]
-            colors = [COLORS[name] for name in shown]
-            axes.stackplot(x, *heights, labels=list(shown), colors=colors, linewidth=0)
-
-
-def _label(figure: Any, title: str, ylabels: Mapping[Any, str], legend: Any) -> None:
-    figure.suptitle(title, fontsize=11)
-    for axes, text in ylabels.items():
-        axes.set_ylabel(text, fontsize=10)
+            heights = [
+                [curve.get(step, curve.get(steps[0], 0.0)) for step in x] for curve in stacked.values()
+            ]
+            colors = [COLORS[name] for name in stacked]
+            axes.stackplot(x, *heights, labels=list(stacked), colors=colors, linewidth=0)
+        for name, tag in lines.items():
+            if curve := self.curves.get(tag):
+                style = {"marker": "." if len(curve) < 30 else "", "color": COLORS.get(name)}
+                axes.plot(curve.keys(), curve.values(), label=name, linewidth=1.5, **style)
+        axes.set_xlabel("step", fontsize=9)
+        axes.label_outer()
+        axes.set_ylabel(label, fontsize=10)
         axes.tick_params(labelsize=9)
-    axes.set_xlabel("step", fontsize=9)
-    legend.legend(fontsize=8, frameon=False, reverse=True, **BESIDE)
+        if len(lines) + len(areas) > 1:  # a legend, beside the plot: it hides nothing there
+            place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+            axes.legend(fontsize=8, frameon=False, reverse=True, **place)
 
 
 def _caption(label: Tensor) -> str:
@@ -143,7 +140,7 @@ def _caption(label: Tensor) -> str:
     return "+".join(str(int(number)) for number, part in zip(classes, parts, strict=True) if part > LEAST)
 
 
-def _curves_until(directory: Path, step: int) -> Curves:
+def _curves_until(directory: Path, step: int) -> dict[str, dict[int, float]]:
     """Read what earlier processes of the run wrote for TensorBoard, up to ``step``."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

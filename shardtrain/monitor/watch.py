@@ -7,10 +7,10 @@ traced; in a step after them every rank's memory is recorded, which slows the st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Generator
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.monitor import timeline
-from shardtrain.monitor.metrics import Report, StepMetrics
+from shardtrain.monitor.metrics import Report, SlowestRank, StepMetrics
 from shardtrain.monitor.monitor import Monitor
 from shardtrain.plan.memory import LiveTensors
 
@@ -33,7 +33,7 @@ REQUEST, FOLDER = "profile", "timeline"
 Steps = Generator[None, int, int]  # is sent the number of each step that is done, and returns the last
 
 
-class Watch(AbstractContextManager["Watch"]):
+class Watch(contextlib.AbstractContextManager["Watch"]):
     """Called after every step, on every rank."""
 
     def __init__(
@@ -59,34 +59,30 @@ class Watch(AbstractContextManager["Watch"]):
 
     def requested(self) -> bool:
         """Return whether somebody asked for a profile since the last call; the file is gone then."""
-        if not self._rank_0:
-            return False
-        try:
-            self._request.unlink()
-        except OSError:
-            return False
-        return True
+        with contextlib.suppress(OSError):
+            if self._rank_0:
+                self._request.unlink()
+                return True
+        return False
 
     def step_done(self, step: int, report: Report | None) -> None:
         """Look at a step after its update; gradients have to be still there. Collective after steps traced or
         reported."""
         if report is not None:
             self._requested |= report.profile_requested
-            self._name_slow_rank(step, report)
+            self._name_slow_rank(step, report.slow)
         if self._norms is not None:
             self._monitor.details(step, self._norms.take(step))
         self._profiles.send(step)
 
-    def _name_slow_rank(self, step: int, report: Report) -> None:
+    def _name_slow_rank(self, step: int, slow: SlowestRank | None) -> None:
         """Name a rank once that two reports in a row name: one report is often another program's doing."""
-        slow = (report.slow.rank, report.slow.phase) if report.slow else None
-        again, self._last = slow == self._last, slow
-        if again and slow != self._named:
-            if report.slow:
-                self._monitor.say(f"step {step}: {report.slow.text}")
-            elif self._named:
-                self._monitor.say(f"step {step}: rank {self._named[0]} keeps up again")
-            self._named = slow
+        now = slow and slow[:2]
+        again, self._last = now == self._last, now
+        if again and now != self._named:
+            text = slow.text if slow else f"rank {self._named and self._named[0]} keeps up again"
+            self._monitor.say(f"step {step}: {text}")
+            self._named = now
 
     def _take_profiles(self) -> Steps:
         step, memory_due = (yield), False

@@ -26,31 +26,22 @@ REDRAW_S = 0.1
 
 
 class Writer:
-    """Ignores every event. A writer overrides what concerns it."""
+    """Ignores every event; a writer overrides those that concern it.
 
-    def say(self, text: str) -> None:
-        """Write lines for people."""
+    ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag; ``details``: so
+    many that only plots can hold them. ``picture``: of the latest step. ``facts``: entries of result.json
+    that no curve has. ``flush``: what was written must survive the end of the process. ``close``: the run has
+    ``finished``, was ``interrupted`` or has ``failed``.
+    """
 
-    def step(self, step: int) -> None:
-        """Note that a step is done; called after each."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars by TensorBoard tag."""
-
-    def details(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars that are too many for anything but plots."""
-
-    def picture(self, tag: str, picture: Picture) -> None:
-        """Write a picture of the latest step."""
-
-    def facts(self, facts: Mapping[str, Any]) -> None:
-        """Write entries of result.json that no curve has."""
-
-    def flush(self) -> None:
-        """Make what was written survive the end of the process."""
-
-    def close(self, status: str) -> None:
-        """End with the run: ``finished``, ``interrupted`` or ``failed``."""
+    def say(self, text: str) -> None: ...
+    def step(self, step: int) -> None: ...
+    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def details(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def picture(self, tag: str, picture: Picture) -> None: ...
+    def facts(self, facts: Mapping[str, Any]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self, status: str) -> None: ...
 
 
 class Console(Writer):
@@ -126,8 +117,9 @@ class ResultFile(Writer):
         earlier = self._read() if first_step else {}
         self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
         self.result: dict[str, Any] = {"status": "running", "step": first_step, "epoch": 0.0, "seconds": 0.0}
-        packages = versions("hydra-core", "tensorboard", "numpy", "safetensors")
-        self.facts({**earlier, **facts, "versions": packages})
+        self.facts(
+            {**earlier, **facts, "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors")}
+        )
 
     def step(self, step: int) -> None:
         self.result["step"] = step
