@@ -6,10 +6,9 @@ With it is everything of the training program at its default settings: phases, t
 ranks compared and curves written every `train.log_every` steps. Without it are bare steps. They take turns
 step by step, since a machine's speed drifts; a round is `train.log_every` steps of each.
 
-Three figures, the first two means over rounds, with standard errors: the ratio of time; that of CPU time,
-over all ranks and threads (waiting for one another is not in it, and others on the machine disturb it less);
-and the time inside monitoring's own calls as a share of the steps, which hardly depends on the machine, but
-leaves out what counting costs inside the engine. With the digits 40 rounds take two minutes on two cores.
+Two figures, means over rounds with standard errors: the ratio of time, and that of CPU time over all ranks
+and threads (waiting for one another is not in it, and others on the machine disturb it less). With the digits
+40 rounds take two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -44,30 +41,6 @@ WARMUP = 2
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Result = TypeVar("Result")
-
-
-class Stopwatch:
-    """Seconds inside calls, one after the other."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        start = time.perf_counter()
-        try:
-            return function(*arguments)
-        finally:
-            self.seconds += time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def within(self, manager: AbstractContextManager[object]) -> Iterator[None]:
-        """Enter ``manager``; only entering and leaving are counted."""
-        self.call(manager.__enter__)
-        try:
-            yield
-        finally:
-            self.call(manager.__exit__, None, None, None)
 
 
 class Monitored:
@@ -78,24 +51,19 @@ class Monitored:
     ) -> None:
         self.one, self.batch, self.steps = step, batch, steps
         self.metrics, self.monitor, self.watch = metrics, monitor, watch
-        self.done, self.own = 0, Stopwatch()
+        self.done = 0
 
     def __call__(self) -> None:
-        metrics, own, report = self.metrics, self.own, None
+        metrics, report = self.metrics, None
         self.done += 1
-        with own.within(metrics.step()):
-            norm = self.one.gradients(
-                iter([self.batch]),
-                1,
-                lambda name: own.within(metrics.phase(name)),
-                lambda *seen: own.call(metrics.add, *seen),
-            )
+        with metrics.step():
+            norm = self.one.gradients(iter([self.batch]), 1, metrics.phase, metrics.add)
             self.one.update(self.done)
-        own.call(self.monitor.step, self.done)
+        self.monitor.step(self.done)
         if self.done % self.steps == 0:
-            report = own.call(metrics.report, self.done, norm, own.call(self.watch.requested))
-            own.call(self.monitor.log, self.done, report.scalars)
-        own.call(self.watch.step_done, self.done, report)
+            report = metrics.report(self.done, norm, self.watch.requested())
+            self.monitor.log(self.done, report.scalars)
+        self.watch.step_done(self.done, report)
         self.one.optimizer.zero_grad()
 
 
@@ -139,7 +107,7 @@ def measure(config: Config, rank_info: RankInfo, device: torch.device, folder: P
             "with": lambda _: cpu_with.of(monitored),
         }
         interleave(runners, samples, device, warmup=WARMUP * steps, rounds=0)
-        monitored.own.seconds, cpu_without.seconds, cpu_with.seconds = 0.0, [], []
+        cpu_without.seconds, cpu_with.seconds = [], []
         interleave(runners, samples, device, warmup=0, rounds=rounds * steps)
     seconds = samples["with"].values, samples["without"].values
     (time_of, error), (cpu, cpu_error) = (
@@ -148,7 +116,6 @@ def measure(config: Config, rank_info: RankInfo, device: torch.device, folder: P
     if rank_info.rank == 0:
         print(
             f"with over without: {time_of:.4f} (± {error:.4f}), CPU time {cpu:.4f} (± {cpu_error:.4f}), "
-            f"inside monitoring's calls: {monitored.own.seconds / sum(seconds[0]):.2%} of the steps, "
             f"{rounds} rounds of {steps} steps of {1e3 * statistics.median(seconds[1]):.1f} ms, "
             f"{rank_info.world_size} ranks on {device}"
         )

@@ -33,7 +33,7 @@ TRACKS = {  # kind of span → its rows in a trace, from top to bottom
 
 
 # Kind of span, or kind and name → color, top and height as parts of a rank's lane, legend.
-# Later ones are drawn over earlier ones.
+# Later kinds are drawn over earlier ones.
 STYLES = {
     "phase": ("#c6dde8", 0.05, 0.55, ""),
     "phase data": ("tab:olive", 0.05, 0.55, "loading images"),
@@ -152,8 +152,9 @@ def _draw_span(axes: Any, span: Span, rank: int, start: float, end: float) -> No
         return
     color, top, height, _ = STYLES[key]
     left, right = 1e3 * (max(span.start, start) - start), 1e3 * (min(span.end, end) - start)
-    middle, order = rank + top + height / 2, list(STYLES).index(key)
-    edge = "none" if span.kind == "phase" else "white"
+    # Phases come in the order of their start, so that one inside another is drawn over it.
+    order, edge = (0, "none") if span.kind == "phase" else (list(STYLES).index(key), "white")
+    middle = rank + top + height / 2
     axes.barh(middle, right - left, height, left, color=color, edgecolor=edge, linewidth=0.5, zorder=order)
     share = (right - left) / (1e3 * (end - start))
     if computes and share > UPRIGHT:
