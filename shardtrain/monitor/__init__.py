@@ -1,4 +1,4 @@
-"""What a run reports: progress, tables, files, TensorBoard.
+"""Reports of a run: progress, tables, files, TensorBoard.
 
 The loop reports events to a `Monitor`, which passes each on to its writers. Ranks other than 0 have a monitor
 without writers, so the loop never asks which rank it is on.

@@ -1,4 +1,4 @@
-"""What is measured between two reports: loss and hits, time by phase, traffic and memory; and who is slow.
+"""Measurements between two reports: loss and hits, time by phase, traffic, memory, and the slowest rank.
 
 Every rank measures; `StepMetrics.report` adds the ranks up and returns scalars by TensorBoard tag.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -255,35 +255,40 @@ class StepMetrics:
         rows[comm.rank()] = torch.cat([self.sums, own])
         rows = comm.all_reduce(rows).cpu()
         (loss, right), waited = rows[:, :2].sum(0).tolist(), rows[:, 2].mean().item()
-        busy = [dict(zip(PHASES, row, strict=True)) for row in rows[:, 4:].tolist()]
         if not math.isfinite(loss):
             raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
         scored = self.scored * len(rows) or math.nan
+        groups = enumerate(self.job.optimizer.param_groups)
         scalars = {
             tags.TRAIN_LOSS: loss / scored,
             tags.TRAIN_ACC1: 100 * right / scored,
             tags.GRAD_NORM: float(grad_norm),
+            **{tags.lr(index): float(group["lr"]) for index, group in groups},
+            **self._speed(dict(zip(PHASES, rows[:, 4:].mean(0).tolist(), strict=True)), waited, len(rows)),
+            **{tags.sent_mib(kind): sent[kind] / self.steps / MIB for kind in REPORTED_TRAFFIC},
+            **_memory(self.job),
         }
-        scalars |= {
-            tags.lr(index): float(group["lr"]) for index, group in enumerate(self.job.optimizer.param_groups)
-        }
-        scalars |= self._speed(busy, waited, len(rows))
-        scalars |= {tags.sent_mib(kind): sent[kind] / self.steps / MIB for kind in REPORTED_TRAFFIC}
-        ranks, slow = self._ranks(busy)
-        scalars |= ranks | _memory(self.job)
+        per_step = (rows[:, 4:] / self.steps).tolist()
+        slow = slowest([dict(zip(PHASES, row, strict=True)) for row in per_step])
+        if slow is not None:
+            scalars |= {tags.busy_s(rank): sum(row) for rank, row in enumerate(per_step[:MOST_RANKS])}
+            scalars |= {tags.SLOWEST_RANK: float(slow.rank), tags.SLOWEST_EXCESS_PCT: slow.excess_pct}
+            slow = slow if slow.beyond_margin else None
+            self.spent.slow.update([slow[:2]] if slow else [])
         self._restart()
         return Report(scalars, slow, bool(rows[:, 3].any()))
 
-    def _speed(self, busy: list[dict[str, float]], waited: float, ranks: int) -> dict[str, float]:
+    def _speed(self, seconds: dict[str, float], waited: float, ranks: int) -> dict[str, float]:
+        """Return scalars of time, and add it to what was spent; ``seconds``: the ranks' mean by phase."""
         elapsed = time.perf_counter() - self.since
         images = self.images.total() * ranks  # every rank has equally many
-        seconds = {phase: fmean(row[phase] for row in busy) for phase in PHASES}
         self.spent.reports += 1
         self.spent.steps += self.steps
         self.spent.images += images
         for what, value in (seconds | {"waiting": waited}).items():
             self.spent.seconds[what] += value
-        scalars = {tags.phase_pct(phase): 100 * value / elapsed for phase, value in seconds.items()} | {
+        scalars = {
+            **{tags.phase_pct(phase): 100 * value / elapsed for phase, value in seconds.items()},
             tags.EXPOSED_COMM_PCT: 100 * waited / elapsed,
             tags.IMG_PER_S: images / elapsed,
             tags.IMG_PER_S_PER_RANK: images / elapsed / ranks,
@@ -294,18 +299,6 @@ class StepMetrics:
             forward = sum(count * costs.get(side, math.nan) for side, count in self.images.items())
             scalars[tags.MFU] = 3 * forward / elapsed / self.peak  # backward takes twice a forward's
         return scalars
-
-    def _ranks(self, busy: list[dict[str, float]]) -> tuple[dict[str, float], SlowestRank | None]:
-        """Return each rank's own time per step, and the slowest rank if it is beyond the margin."""
-        per_step = [{phase: value / self.steps for phase, value in row.items()} for row in busy]
-        last = slowest(per_step)
-        if last is None:
-            return {}, None
-        if last.beyond_margin:
-            self.spent.slow[last.rank, last.phase] += 1
-        each = {tags.busy_s(rank): sum(row.values()) for rank, row in enumerate(per_step[:MOST_RANKS])}
-        each |= {tags.SLOWEST_RANK: float(last.rank), tags.SLOWEST_EXCESS_PCT: last.excess_pct}
-        return each, last if last.beyond_margin else None
 
 
 def _memory(job: Job) -> dict[str, float]:

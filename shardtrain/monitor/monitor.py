@@ -1,4 +1,4 @@
-"""The monitor of a run: what passes its events on to the writers, and what is reported when it ends."""
+"""The monitor of a run: it passes events on to writers, and reports how the run ended."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ from shardtrain.job.data import Batch
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import PHASES
+from shardtrain.monitor.tables import STATE
 
 REDRAW_S = 100.0  # a drawing takes about a second: 1 % of the run's time
 SAMPLES = 32  # images of a batch that are shown
 LEAST = 0.1  # of a mixed image: smaller parts are left out of its caption
 INCHES = (5.0, 2.9)
 
-STATE = {"parameters": tags.PARAMS_MIB, "gradients": tags.GRADS_MIB, "optimizer": tags.OPTIMIZER_MIB}
 TIMES = {phase: tags.phase_pct(phase) for phase in PHASES} | {"waiting": tags.EXPOSED_COMM_PCT}
 COLORS = {
     **{"data": "tab:olive", "forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"},

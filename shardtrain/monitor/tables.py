@@ -1,4 +1,4 @@
-"""What is said at the start and at the end of a run: tables, plan and measurement, where the time went."""
+"""Texts at the start and at the end of a run: tables, plan beside measurement, where the time went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked at between steps: slow ranks, norms, and a profile of some steps on request.
+"""A look at each step: slow ranks, norms, and a profile of some steps on request.
 
 A profile is taken where `monitor.profile_at` says, or when somebody touches the file ``profile`` in the run
 directory. Rank 0 looks for it with each report and tells the others in the report's exchange. Three steps are
