@@ -128,8 +128,8 @@ class SummaryFigure:
         axes.set_ylabel(label, fontsize=10)
         axes.tick_params(labelsize=9)
         if len(lines) + len(areas) > 1:  # a legend, beside the plot: it hides nothing there
-            place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-            axes.legend(fontsize=8, frameon=False, reverse=True, **place)
+            beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+            axes.legend(fontsize=8, frameon=False, reverse=True, **beside)
 
 
 def _caption(label: Tensor) -> str:
@@ -152,4 +152,4 @@ def _curves_until(directory: Path, step: int) -> dict[str, dict[int, float]]:
     finally:
         logger.setLevel(level)
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    return {tag: {e.step: e.value for e in found if e.step <= step} for tag, found in scalars.items()}
+    return {tag: {e.step: e.value for e in points if e.step <= step} for tag, points in scalars.items()}

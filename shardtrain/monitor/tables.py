@@ -27,16 +27,16 @@ MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
 
 def start_table(config: Config, context: Context, job: Job) -> str:
     """Describe what will be trained, on what, and what this rank will hold."""
-    place, share, optim = context.rank_info, job.share, config.optim
+    share, optim, side = job.share, config.optim, config.data.image_size
     units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
     own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
     kept = _optimizer_bytes(optim, job) / MIB
     micro_batches = counted(share.accumulate, "micro-batch")
-    ranks = counted(place.world_size, "rank")
+    ranks = counted(share.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
-    side = config.data.image_size
+    update = f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}"
     rows = [
         ("model", f"{_model_name(config.model)}, {sum(unit.parameters for unit in units):,} parameters"),
         ("cost", f"{job.forward_flops[side] / 1e9:.3g} GFLOP per image, forward"),
@@ -45,10 +45,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("data", f"{job.data_name}, {side}×{side} pixels"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
-        (
-            "update",
-            f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}",
-        ),
+        ("update", update),
         ("world", f"{ranks}{replicas}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
@@ -67,7 +64,8 @@ def _optimizer_bytes(optim: Optim, job: Job) -> int:
     for group in job.optimizer.param_groups:
         moments = optim.moments(group.get("use_muon", False))
         for param in group["params"]:
-            kept.update({rank: n * param.element_size() * moments for rank, n in enumerate(elements[param])})
+            own = elements.get(param, [param.numel()])  # an ignored one counts as rank 0's
+            kept.update({rank: count * param.element_size() * moments for rank, count in enumerate(own)})
     return max(kept.values())
 
 

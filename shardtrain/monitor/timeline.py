@@ -61,8 +61,8 @@ class Lanes(NamedTuple):
     def bounds(self, step: int) -> tuple[float, float]:
         """Return when the first rank began ``step`` and when the last one ended it."""
         index = step - self.first_step
-        found = [[span for span in spans if span.kind == "step"][index] for spans in self.spans if spans]
-        return min(span.start for span in found), max(span.end for span in found)
+        each = [[span for span in spans if span.kind == "step"][index] for spans in self.spans if spans]
+        return min(span.start for span in each), max(span.end for span in each)
 
     @property
     def drawn(self) -> range:

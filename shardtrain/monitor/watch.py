@@ -1,7 +1,7 @@
 """A look at each step: slow ranks, norms, and a profile of some steps on request.
 
 A profile is taken where `monitor.profile_at` says, or when somebody touches the file ``profile`` in the run
-directory. Rank 0 looks for it with each report and tells the others in the report's exchange. Three steps are
+directory. Rank 0 looks for it with each report and the report's exchange passes that on. Three steps are
 traced; in a step after them every rank's memory is recorded, which slows the step down, so not while tracing.
 """
 

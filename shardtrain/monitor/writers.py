@@ -244,7 +244,7 @@ class TensorBoard(Writer):
 
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
     """Return what tells runs apart, under the names of the command line."""
-    found: dict[str, float | str] = {
+    values: dict[str, float | str] = {
         **{key: facts[key] for key in ("model", "parameters", "world_size", "device")},
         **{"data": config.data.name, "optim": config.optim.name, "sched": config.sched.name},
         "augment": (config.augment.get("_target_") or "none").rpartition(".")[2],
@@ -252,5 +252,5 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
     }
     for key in COMPARED:
         value = attrgetter(key)(config)
-        found[key] = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return found
+        values[key] = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return values
