@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -207,53 +207,40 @@ def verdict(run: Run) -> str:
         return f"{run.spent.steps} steps are too few to judge by; from {FEW_STEPS} on there is advice"
     over = {what: run.shares.get(what, 0.0) - usual for what, usual in USUAL.items()}
     worst = max(over, key=over.__getitem__)
-    if over[worst] <= 0:
-        computing = run.shares.get("forward", 0.0) + run.shares.get("backward", 0.0)
-        return f"{computing:.0f} % of the time is computing: {_computing(run)}"
-    return f"{run.shares[worst]:.0f} % of the time is {_advice(worst, run)}"
+    shares = {**run.shares, "computing": run.shares.get("forward", 0.0) + run.shares.get("backward", 0.0)}
+    worst = worst if over[worst] > 0 else "computing"
+    advice = next(text for what, applies, text in _rules(run) if what == worst and applies)
+    return f"{shares[worst]:.0f} % of the time is {advice}"
 
 
-def _advice(what: str, run: Run) -> str:
-    train, saves, workers = run.config.train, run.config.checkpoint, run.config.data.workers
-    match what:
-        case "data":
-            more = "raise data.workers" if workers else "let processes of their own load them, data.workers=2"
-            return f"waiting for images: {more} (now {workers})"
-        case "waiting":
-            return f"waiting for other ranks{_waiting(run)}"
-        case "checkpoint" if not saves.asynchronous:
-            return "saving checkpoints: checkpoint.asynchronous=true writes them while training goes on"
-        case "checkpoint":
-            every = saves.every_steps or "once per epoch"
-            return f"saving checkpoints: raise checkpoint.every_steps (now {every})"
-        case "evaluation":
-            return f"evaluation: raise train.eval_every (now {train.eval_every} epochs)"
-        case "optimizer":
-            batch = train.batch_size
-            return f"the optimizer: one update could serve more images, train.batch_size (now {batch})"
-    return f"neither steps nor evaluation: reports, train.log_every (now {train.log_every})"
-
-
-def _waiting(run: Run) -> str:
+def _rules(run: Run) -> Iterator[tuple[str, bool, str]]:
+    """Yield what takes the time, whether the advice applies, and the advice, the most specific first."""
+    train, saves, parallel = run.config.train, run.config.checkpoint, run.config.parallel
+    on_cpu, fp32 = run.device == "cpu", run.device == ACCELERATOR and parallel.precision == "fp32"
+    workers, shares = run.config.data.workers, "waiting for other ranks and their shards: "
+    yield "data", workers > 0, f"waiting for images: raise data.workers (now {workers})"
+    yield "data", True, "waiting for images: let processes of their own load them, data.workers=2 (now 0)"
     for (rank, phase), times in run.spent.slow.most_common(1):
-        if times >= OFTEN * run.spent.reports:
-            return f": rank {rank} is slower than the others in {phase}, look there first"
-    parallel, images = run.config.parallel, run.config.train.batch_size // run.ranks
-    if run.device == "cpu" and (parallel.transport == "process_group" or parallel.traffic is not None):
-        exact = "parallel.traffic=null " if parallel.traffic is not None else ""
-        help = f"{exact}parallel.transport=auto lets the ranks of one host share memory"
-    elif run.device == ACCELERATOR and parallel.precision == "fp32":
-        help = "parallel.precision=bf16 moves half the bytes"
-    elif parallel.reshard_after_forward:
-        help = "parallel.reshard_after_forward=false spares backward's gathers, if the memory is there"
-    else:
-        help = f"give each rank more to compute, train.batch_size (now {images} images per rank)"
-    return f" and their shards: {help}"
-
-
-def _computing(run: Run) -> str:
-    if run.device == ACCELERATOR and run.config.parallel.precision == "fp32":
-        return "parallel.precision=bf16 computes faster"
-    if run.device == "cpu" and run.ranks >= run.cores:
-        return "every core has a rank already; nothing else stands out"
-    return "more ranks would share it; nothing else stands out"
+        text = f"waiting for other ranks: rank {rank} is slower than the others in {phase}, look there first"
+        yield "waiting", times >= OFTEN * run.spent.reports, text
+    shared = "parallel.transport=auto lets the ranks of one host share memory"
+    yield "waiting", on_cpu and parallel.traffic is not None, f"{shares}parallel.traffic=null {shared}"
+    yield "waiting", on_cpu and parallel.transport == "process_group", shares + shared
+    yield "waiting", fp32, f"{shares}parallel.precision=bf16 moves half the bytes"
+    reshard = "parallel.reshard_after_forward=false spares backward's gathers, if the memory is there"
+    yield "waiting", parallel.reshard_after_forward, shares + reshard
+    images = f"train.batch_size (now {train.batch_size // run.ranks} images per rank)"
+    yield "waiting", True, f"{shares}give each rank more to compute, {images}"
+    beside = "checkpoint.asynchronous=true writes them while training goes on"
+    yield "checkpoint", not saves.asynchronous, f"saving checkpoints: {beside}"
+    every = saves.every_steps or "once per epoch"
+    yield "checkpoint", True, f"saving checkpoints: raise checkpoint.every_steps (now {every})"
+    yield "evaluation", True, f"evaluation: raise train.eval_every (now {train.eval_every} epochs)"
+    update = f"one update could serve more images, train.batch_size (now {train.batch_size})"
+    yield "optimizer", True, f"the optimizer: {update}"
+    reports = f"reports, train.log_every (now {train.log_every})"
+    yield "the rest", True, f"neither steps nor evaluation: {reports}"
+    yield "computing", fp32, "computing: parallel.precision=bf16 computes faster"
+    full = "every core has a rank already; nothing else stands out"
+    yield "computing", on_cpu and run.ranks >= run.cores, f"computing: {full}"
+    yield "computing", True, "computing: more ranks would share it; nothing else stands out"
