@@ -144,9 +144,9 @@ def profiled(folder: str, *arguments: str) -> None:
     assert not trace.is_open()
 
 
-def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_timeline_that_cannot_be_written_does_not_end_the_run(on_ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("")  # a file where the folder should be
-    profiled(str(tmp_path), "debug=profile", "train.max_steps=4")
+    on_ranks(1, profiled, str(tmp_path), "debug=profile", "train.max_steps=4")
     log = (tmp_path / "log.txt").read_text()
     assert f"warning: cannot write {tmp_path}/timeline/step-4.png (File exists); training goes on" in log
     assert "steps 3 to 4 are in" not in log
@@ -231,9 +231,9 @@ def test_norms_need_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-def test_norms_are_plotted_on_request_and_nowhere_else(tmp_path: Path) -> None:
+def test_norms_are_plotted_on_request_and_nowhere_else(on_ranks: Any, tmp_path: Path) -> None:
     short = ("train.max_steps=2", "train.log_every=2", "checkpoint.keep=0", "data.val_images=5")
-    run(str(tmp_path), *short, "monitor.norms=true")
+    on_ranks(1, run, str(tmp_path), *short, "monitor.norms=true")
     events = events_of(tmp_path)
     assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("norms/")]) == 3 * 62
     weight = events.Scalars("norms/weight/layer4.1.conv2.weight")
