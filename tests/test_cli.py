@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from programs import ended, started
 
 PROGRAM = ["-m", "shardtrain.train"]
@@ -112,6 +114,7 @@ def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.long
 def test_ctrl_c_to_torchrun_leaves_cleanly(tmp_path: Path) -> None:
     """As in a terminal, where every process of the group gets the signal."""
     running = subprocess.Popen(
@@ -152,6 +155,7 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     continues(1, command, tmp_path, done.output)
 
 
+@pytest.mark.long
 def test_sigterm_to_torchrun_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     """torchrun passes it on."""
     command = [*SAVING, "train.epochs=4000"]

@@ -1,4 +1,4 @@
-"""From the configuration to the job that the loop works on: data, model, schedule and length."""
+"""From the configuration to the job that the loop works on: data, model, loss, schedule and length."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Job(NamedTuple):
 def build(
     config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
 ) -> tuple[Job, Config]:
-    """The job after ``first_step`` steps, and the configuration completed by what the data set decides."""
+    """Build the job after ``first_step`` steps; complete the configuration by what the data set decides."""
     require_equal_parts(config.train, world_size)
     require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
@@ -107,7 +107,7 @@ def seed_process(*key: int | str) -> None:
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
-    """Operations of a forward of shape `sample`, from a forward without data; refuses what does not fit."""
+    """Count the operations of a forward of shape ``sample`` without data; refuse what does not fit."""
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     shape = "×".join(map(str, sample))
     try:
@@ -126,14 +126,14 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
 
 
 def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], first_step: int) -> LambdaLR:
-    """A pure function of the step, so that to continue it takes no more than the step."""
+    """Make torch's schedule of a pure function of the step: to continue it takes no more than the step."""
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
 
 
 def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
-    """The model's keys, those left open taken from the data set."""
+    """Return the model's keys, those left open taken from the data set."""
     decided = {
         "num_classes": images.classes,
         "in_channels": images.channels,

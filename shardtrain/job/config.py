@@ -23,7 +23,7 @@ from shardtrain.layout import Policy
 
 
 @dataclass(frozen=True)
-class Run:
+class RunConfig:
     name: str | None
     dir: str | None
 
@@ -347,7 +347,7 @@ class Config:
     resume: str
     eval_only: bool
     reference: Reference | None
-    run: Run
+    run: RunConfig
     train: Train
     ema: EmaConfig
     sweep: SweepConfig

@@ -203,7 +203,7 @@ def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str,
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python, torch, torchvision, CUDA and further ``packages``."""
     installed = {name: version(name) for name in ("torch", "torchvision", *packages)}
-    return {"python": platform.python_version(), **installed, "cuda": devices.runtime_version()}
+    return {"python": platform.python_version(), **installed, devices.ACCELERATOR: devices.runtime_version()}
 
 
 def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What a model makes of the held-out images, each counted exactly once whatever the number of ranks."""
+"""Evaluation of a model on the held-out images, each counted exactly once whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtrain.job.data import Batch
 from shardtrain.optim.ema import Ema
 
 MOST_CLASSES = 200  # of which pairs of label and prediction are counted
-MISTAKES = 16  # told of an evaluation, at most
+MISTAKES = 16  # shown of an evaluation, at most
 
 
 class Scores(NamedTuple):
@@ -34,15 +34,14 @@ class Mistake(NamedTuple):
 
 class Evaluation(NamedTuple):
     scores: Scores
-    confusion: (
-        Tensor | None
-    )  # int64 [classes, classes] on the CPU: images of class i taken for j, if few classes
+    # int64 [classes, classes] on the CPU: images of class i taken for j; None of many classes
+    confusion: Tensor | None
     mistakes: tuple[Mistake, ...]  # the images with the largest loss that were taken for another class
     ema: Scores | None = None  # of the weights' moving average
 
     @property
     def acc1(self) -> float:
-        """By which a run is judged: the average's, where one is kept."""
+        """The accuracy by which a run is judged: the average's, where one is kept."""
         return (self.ema or self.scores).acc1
 
     def scalars(self) -> dict[str, float]:
@@ -54,16 +53,16 @@ class Evaluation(NamedTuple):
 def evaluate(
     model: nn.Module, feed: Iterable[Batch], *, ema: Ema | None = None, flip: bool = False
 ) -> Evaluation:
-    """Evaluates a sharded model, and its moving average. Collective; leaves the model in training mode.
+    """Evaluate a sharded model, and its moving average. Collective; leaves the model in training mode.
 
     ``feed`` shows this rank images r, r + N, r + 2N, … of N ranks, as `data.EvalFeed` does.
     ``flip``: an image's logits are the mean of its own and of its mirror image's.
     """
-    found = _evaluate(model, feed, flip)
+    evaluation = _evaluate(model, feed, flip)
     if ema is None:
-        return found
+        return evaluation
     with ema.swapped():
-        return found._replace(ema=_evaluate(model, feed, flip).scores)
+        return evaluation._replace(ema=_evaluate(model, feed, flip).scores)
 
 
 def _evaluate(model: nn.Module, feed: Iterable[Batch], flip: bool) -> Evaluation:
@@ -91,7 +90,7 @@ class Answers(NamedTuple):
 
 
 def _answers(model: nn.Module, batch: Batch, flip: bool) -> Answers:
-    """Of the images that count."""
+    """Return losses and guesses of the images that count."""
     logits = model(batch.images).float()
     if flip:
         logits = (logits + model(batch.images.flip(3)).float()) / 2
@@ -115,13 +114,13 @@ def _confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
 
 
 def _mistakes(losses: Tensor, labels: Tensor, predicted: Tensor) -> tuple[Mistake, ...]:
-    """Every rank's worst, one small all-reduce, and of these the worst."""
+    """Gather every rank's worst mistakes by one small all-reduce, and return the worst of them."""
     wrong = torch.where(predicted == labels, -math.inf, losses.double())
     worst = wrong.topk(min(MISTAKES, len(wrong))).indices
     world, rank = comm.world_size(), comm.rank()
     rows = torch.full((world, MISTAKES, 4), -math.inf, dtype=torch.float64, device=losses.device)
     mine = (wrong[worst], rank + world * worst, labels[worst], predicted[worst])
     rows[rank, : len(worst)] = torch.stack([each.double() for each in mine], 1)
-    found = comm.all_reduce(rows, "max").flatten(0, 1).tolist()
-    told = sorted((row for row in found if row[0] > -math.inf), key=lambda row: (-row[0], row[1]))
-    return tuple(Mistake(int(i), int(y), int(guess), loss) for loss, i, y, guess in told[:MISTAKES])
+    gathered = comm.all_reduce(rows, "max").flatten(0, 1).tolist()
+    shown = sorted((row for row in gathered if row[0] > -math.inf), key=lambda row: (-row[0], row[1]))
+    return tuple(Mistake(int(i), int(y), int(guess), loss) for loss, i, y, guess in shown[:MISTAKES])

@@ -21,3 +21,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
     return lines
+
+
+def first_of(problems: Sequence[str], most: int = 5) -> str:
+    """Return the first few of what may be hundreds of problems, in one line."""
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more

@@ -32,6 +32,7 @@ from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Config, MuonConfig, Optim, Parallel, layout_of
+from shardtrain.job.format import first_of
 from shardtrain.job.schema import UserError, nearest, not_valid, typed
 from shardtrain.optim import Ema
 from shardtrain.optim.muon import hidden_matrices
@@ -52,7 +53,6 @@ SIMPLE: dict[object, type] = {
 }
 
 SUFFIXES = (".safetensors", ".pth", ".pt")
-MOST_DIFFERENCES = 5  # that a refusal of weights names
 
 
 def initial_model(config: Config) -> nn.Module:
@@ -273,6 +273,5 @@ def load_weights(model: nn.Module, path: Path) -> None:
     expected = {name: Spec.of(value) for name, value in model.state_dict().items()}
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
     if problems:
-        more = f"; and {len(problems) - MOST_DIFFERENCES} more" if len(problems) > MOST_DIFFERENCES else ""
-        raise UserError(f"{path} does not fit the model: {'; '.join(problems[:MOST_DIFFERENCES])}{more}")
+        raise UserError(f"{path} does not fit the model: {first_of(problems)}")
     model.load_state_dict(state)

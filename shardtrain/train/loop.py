@@ -27,13 +27,13 @@ from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
 from shardtrain.train import sweep
 from shardtrain.train.resume import find_start, restore, run_directory, start_messages
-from shardtrain.train.saving import Run, Saver
+from shardtrain.train.saving import Saver, Training
 
 
-def fit(run: Run, saver: Saver, watch: Watch) -> None:
+def fit(training: Training, saver: Saver, watch: Watch) -> None:
     """Train up to step ``job.steps``; evaluate every ``train.eval_every`` epochs and at the end."""
-    config, job, metrics, monitor = run
-    train, one_step, bad_steps = config.train, Step.of(job, config.train.clip_grad_norm), BadSteps(run)
+    config, job, metrics, monitor = training
+    train, one_step, bad_steps = config.train, Step.of(job, config.train.clip_grad_norm), BadSteps(training)
     if saver.pending_evaluation:
         saver.evaluate_pending(job.first_step)
     batches = monitor.showing(job.train)
@@ -70,10 +70,10 @@ class BadSteps:
     is left out, and the scale goes down.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._skipped_in_a_row = run, 0
-        skips = run.config.train.nonfinite == "skip"
-        self._buffers = list(run.job.model.buffers()) if skips else []
+    def __init__(self, training: Training) -> None:
+        self._training, self._skipped_in_a_row = training, 0
+        skips = training.config.train.nonfinite == "skip"
+        self._buffers = list(training.job.model.buffers()) if skips else []
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def begin_step(self) -> None:
@@ -89,7 +89,7 @@ class BadSteps:
         if math.isfinite(float(norm)):
             self._skipped_in_a_row = 0
             return True
-        train, scaler = self._run.config.train, self._run.job.scaler
+        train, scaler = self._training.config.train, self._training.job.scaler
         bad = self._bad_losses()
         if not bad and scaler.is_enabled() and scaler.get_scale() >= 1:
             return False
@@ -101,13 +101,13 @@ class BadSteps:
             raise RuntimeError(
                 f"{cause}; {train.skip_at_most} steps in a row were skipped (train.skip_at_most)"
             )
-        self._run.monitor.say(f"skipped {cause}")
-        self._run.metrics.drop_step()
+        self._training.monitor.say(f"skipped {cause}")
+        self._training.metrics.drop_step()
         _copy(self._buffers, self._before)
         return False
 
     def _bad_losses(self) -> list[str]:
-        metrics = self._run.metrics
+        metrics = self._training.metrics
         losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=metrics.sums.device)
         losses[comm.rank()] = metrics.loss_of_step()
         by_rank = enumerate(comm.all_reduce(losses).tolist())
@@ -145,10 +145,10 @@ def train(config: Config, context: Context) -> float | None:
             if rank_info.rank == 0:
                 monitor.say("\n" + rank_table(plan_of(config, job)))
             return best_acc1
-        run = Run(config, job, metrics, monitor)
-        saver = Saver(run, start.store, state, signals)
+        training = Training(config, job, metrics, monitor)
+        saver = Saver(training, start.store, state, signals)
         with Watch(config, context, job, metrics, monitor) as watch:
-            fit(run, saver, watch)
+            fit(training, saver, watch)
         return saver.best.acc1 if saver.best else None
 
 

@@ -21,13 +21,13 @@ from shardtrain.checkpoint.store import Newest, Store, newest, steps_in
 from shardtrain.job.build import Job, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.format import first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, writing
 from shardtrain.monitor import StepMetrics
 from shardtrain.train.saving import Best, RunState, facts_of, restore_random_state
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
-MOST_PROBLEMS = 5  # parameters that do not fit a checkpoint, in a message
 
 
 class Start(NamedTuple):
@@ -193,7 +193,7 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
         averages = None if job.ema is None else job.ema.averages
         extra = load_into(opened, job.model, None if evaluating else job.optimizer, averages)
     except ValueError as error:
-        problems = _shortened(error)
+        problems = first_of(str(error).split("; "))
         if not evaluating:
             problems = f"resume={config.resume}: {problems}; resume=none starts anew"
         raise UserError(problems) from None
@@ -212,13 +212,6 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
     else:
         seed_process("resumed", config.seed, comm.rank(), start.step)
     return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
-
-
-def _shortened(error: ValueError) -> str:
-    """Return the first few of what may be hundreds of parameters that do not fit."""
-    problems = str(error).split("; ")
-    more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-    return "; ".join(problems[:MOST_PROBLEMS]) + more
 
 
 def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

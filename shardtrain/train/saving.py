@@ -28,7 +28,7 @@ from shardtrain.job.signals import StoppableFeed, Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
 
-class Run(NamedTuple):
+class Training(NamedTuple):
     """A job while it trains."""
 
     config: Config
@@ -96,9 +96,9 @@ class Saver:
     step, and on a GPU nobody waits for the exchange.
     """
 
-    def __init__(self, run: Run, store: Store, state: RunState, signals: StopSignals) -> None:
-        self._run, self._store, self._signals = run, store, signals
-        self._config, self._job, self._metrics, self._monitor = run
+    def __init__(self, training: Training, store: Store, state: RunState, signals: StopSignals) -> None:
+        self._store, self._signals = store, signals
+        self._config, self._job, self._metrics, self._monitor = training
         self.best, self.pending_evaluation = state
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
         self._exchanged: tuple[torch.Tensor, Thread | None] | None = None  # and the writer it is about

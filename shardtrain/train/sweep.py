@@ -4,8 +4,9 @@
     python -m shardtrain.train -m +recipe=resnet sweep.trials=20 'optim.lr=tag(log,interval(0.005,0.1))'
 
 The ranks and their process group live through all jobs; each job has a numbered folder in one directory.
-What a job is worth is its best accuracy on the held-out images. A job that fails alike on every rank is told,
-and the next one follows; when the ranks part, nothing can follow.
+The objective of a job is its best accuracy on the held-out images. When a job fails alike on every rank, the
+next one follows; when the ranks leave it for different reasons, nothing can follow. Optuna is an extra: pip
+install 'shardtrain[sweep]'.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import hydra
 import torch
@@ -45,25 +46,34 @@ FLAGS = ("-m", "--multirun")
 SHARED = ("device", "threads", "run.name", "run.dir", "sweep.trials")
 
 
+class Outcome(NamedTuple):
+    """The result of a job."""
+
+    overrides: list[str]  # those in which jobs differ
+    objective: float | None
+    problem: str  # "": none
+
+
 @dataclass(frozen=True)
 class Sweep:
     """What a command line with `--multirun` asks for."""
 
     fixed: list[str]  # overrides and flags of every job
-    search: Search
+    search: Combinations | Suggestions
     first: Config
+    device: str
+    threads: int | None
 
-    @property
-    def device(self) -> str:
-        return self.first.device
 
-    @property
-    def threads(self) -> int | None:
-        return self.first.threads
+def run(program: Program) -> float | None:
+    """Run one job, or with `--multirun` one after the other; return the best objective."""
+    if any(flag in sys.argv[1:] for flag in FLAGS):
+        return launch.start(read, partial(run_jobs, program=program))
+    return launch.run(program)
 
 
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
-    """The sweep that `arguments` ask for; None if they ask for something to be printed."""
+    """Return the sweep that ``arguments`` ask for; None if they ask for something to be printed."""
     fixed, swept = split_sweep([text for text in arguments if text not in FLAGS])
     raw = compose([*fixed, *(_sample(override) for override in swept)], speak=speak)
     if raw is None:
@@ -72,37 +82,37 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     for override in swept:
         if override.key_or_group in SHARED:
             raise UserError(f"{override.input_line}: all jobs of a sweep have one {override.key_or_group}")
-    if first.sweep.trials is None:
-        return Sweep(fixed, Combinations(swept), first)
-    return Sweep(fixed, Suggestions(swept, first.sweep.trials, first.seed), first)
-
-
-def run(program: Program) -> float | None:
-    """`launch.run`, or with `--multirun` one job after the other; the best objective."""
-    if any(flag in sys.argv[1:] for flag in FLAGS):
-        return launch.start(read, partial(run_jobs, program=program))
-    return launch.run(program)
+    trials = first.sweep.trials
+    search: Combinations | Suggestions = (
+        Combinations(swept) if trials is None else Suggestions(swept, trials, first.seed)
+    )
+    return Sweep(fixed, search, first, first.device, first.threads)
 
 
 def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
-    """Runs the jobs in turn; the best objective. Collective.
+    """Run the jobs in turn; return the best objective. Collective.
 
     Raises:
         UserError: not one of them has worked.
         RuntimeError: the ranks have left a job for different reasons.
     """
-    tell, directory = _telling(rank_info), launch.run_dir(sweep.first, rank_info)
+    gather_problems, directory = _text_exchange(rank_info), launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
     while (overrides := sweep.search.next(done)) is not None:
         context = Context(rank_info, device, directory / str(len(done)))
         if rank_info.rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
-        outcome = _attempt(program, sweep, overrides, context)
+        outcome = _run_job(program, sweep, overrides, context)
         gc.collect()  # a model is a cycle, and holds its transport
-        _require_same(len(done), tell(outcome.problem))
+        problems = gather_problems(outcome.problem)
+        if len(set(problems)) > 1:  # a rank that failed alone has left the others in the middle of something
+            why = "; ".join(f"rank {rank}: {problem or 'done'}" for rank, problem in enumerate(problems))
+            raise RuntimeError(
+                f"the ranks left job {len(done)} for different reasons, so none can follow: {why}"
+            )
         done.append(outcome)
         if rank_info.rank == 0:
-            _note(done, directory)
+            _write_outcomes(done, directory)
     if rank_info.rank == 0:
         print(table(done), flush=True)
     if all(outcome.problem for outcome in done):
@@ -111,10 +121,10 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
 
 
 def table(done: Sequence[Outcome]) -> str:
-    """The jobs, best first; what failed comes last, with the reason."""
-    worth = [(bool(each.problem), 1.0 if each.objective is None else -each.objective) for each in done]
+    """Return a table of the jobs, best first; what failed comes last, with the reason."""
+    rank = [(bool(each.problem), 1.0 if each.objective is None else -each.objective) for each in done]
     lines = ["best val/acc1   job  overrides"]
-    for number in sorted(range(len(done)), key=worth.__getitem__):
+    for number in sorted(range(len(done)), key=rank.__getitem__):
         overrides, objective, problem = done[number]
         score = "failed" if problem else "–" if objective is None else f"{objective:.2f} %"
         lines.append(f"{score:>13}  {number:>4}  {' '.join(overrides)}")
@@ -123,13 +133,16 @@ def table(done: Sequence[Outcome]) -> str:
 
 
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """What all jobs have, as written, and the keys with several values."""
+    """Return what all jobs have, as written, and the keys with several values."""
     fixed, overrides = split(arguments)
     swept: list[Override] = []
     with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # which knows groups: glob(…)
         for text in overrides:
-            override = _parsed(parser, text)
+            try:
+                (override,) = parser.parse_overrides([text])
+            except (HydraException, OverrideParseException):
+                raise unreadable(text) from None
             if override.is_sweep_override():
                 swept.append(override)
             else:
@@ -137,15 +150,13 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
     return fixed, swept
 
 
-def _parsed(parser: OverridesParser, text: str) -> Override:
-    try:
-        return parser.parse_overrides([text])[0]
-    except (HydraException, OverrideParseException):
-        raise unreadable(text) from None
+def written(override: Override, value: object) -> str:
+    """Return one value of a swept key, as on the command line."""
+    return f"{override.get_key_element()}={value}"
 
 
 def _sample(override: Override) -> str:
-    """One of the values, for a look at what all jobs have in common."""
+    """Return one of the values, for a look at what all jobs have in common."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         assert value.start is not None
@@ -153,7 +164,7 @@ def _sample(override: Override) -> str:
     return written(override, next(iter(override.sweep_string_iterator())))
 
 
-def _attempt(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
+def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
     try:
         raw = compose([*sweep.fixed, *overrides])
         assert raw is not None
@@ -161,68 +172,37 @@ def _attempt(program: Program, sweep: Sweep, overrides: list[str], context: Cont
     except UserError as error:
         return Outcome(overrides, None, str(error))
     except Exception as error:
-        _keep_traceback(context)
+        rank = context.rank_info.rank
+        if rank == 0:
+            traceback.print_exc()
+        with contextlib.suppress(OSError):  # what the disk refuses may be the job's very failure
+            context.run_dir.mkdir(parents=True, exist_ok=True)
+            (context.run_dir / f"traceback-{rank:05}.txt").write_text(traceback.format_exc())
         return Outcome(overrides, None, f"{type(error).__name__}: {error}")
 
 
-def _keep_traceback(context: Context) -> None:
-    """Of the exception being handled: in the job's folder, every rank's, and on rank 0's terminal."""
-    text, rank = traceback.format_exc(), context.rank_info.rank
-    if rank == 0:
-        print(text, file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):  # what the disk refuses may be the job's very failure
-        context.run_dir.mkdir(parents=True, exist_ok=True)
-        (context.run_dir / f"traceback-{rank:05}.txt").write_text(text)
-
-
-def _telling(rank_info: RankInfo) -> Callable[[str], list[str]]:
-    """Gives every rank's text for this rank's. By way of the store, for the group may be broken."""
+def _text_exchange(rank_info: RankInfo) -> Callable[[str], list[str]]:
+    """Return what gathers every rank's text, by way of the store: the process group may be broken."""
     if rank_info.world_size == 1:
         return lambda text: [text]
     store = meet(rank_info.store, rank_info.rank, rank_info.world_size)
-    ranks, rounds = range(rank_info.world_size), itertools.count()
+    rounds = itertools.count()
 
-    def tell(text: str) -> list[str]:
+    def gather(text: str) -> list[str]:
         key = f"told/{next(rounds)}/{{}}".format
         store.set(key(rank_info.rank), text)
-        return [store.get(key(rank)).decode() for rank in ranks]
+        return [store.get(key(rank)).decode() for rank in range(rank_info.world_size)]
 
-    return tell
-
-
-def _require_same(number: int, problems: list[str]) -> None:
-    """A rank that failed alone has left the others in the middle of something."""
-    if len(set(problems)) > 1:
-        said = "; ".join(f"rank {rank}: {problem or 'done'}" for rank, problem in enumerate(problems))
-        raise RuntimeError(f"the ranks left job {number} for different reasons, so none can follow: {said}")
+    return gather
 
 
-def _note(done: Sequence[Outcome], directory: Path) -> None:
-    """Whatever happens next, what is known so far is in a file."""
+def _write_outcomes(done: Sequence[Outcome], directory: Path) -> None:
+    """Write what is known so far to a file, whatever happens next."""
     if done[-1].problem:
         print(f"job {len(done) - 1} has failed: {done[-1].problem}", flush=True)
     directory.mkdir(parents=True, exist_ok=True)
     facts = [outcome._asdict() for outcome in done]
     (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-
-# What a sweep tries next: every combination of values, or what Optuna suggests.
-#
-# Optuna is an extra: pip install 'shardtrain[sweep]'.
-
-
-class Outcome(NamedTuple):
-    """What became of a job."""
-
-    overrides: list[str]  # those in which jobs differ
-    objective: float | None
-    problem: str  # "": none
-
-
-class Search(Protocol):
-    def next(self, done: Sequence[Outcome]) -> list[str] | None:
-        """The overrides of the job after those that are done; None: there is none. Collective."""
-        ...
 
 
 class Combinations:
@@ -241,13 +221,8 @@ class Combinations:
         return self.jobs[len(done)] if len(done) < len(self.jobs) else None
 
 
-def written(override: Override, value: object) -> str:
-    """One value of a swept key, as on the command line."""
-    return f"{override.get_key_element()}={value}"
-
-
 class Suggestions:
-    """As many jobs as there are `trials`. Rank 0 asks Optuna and tells the others.
+    """As many jobs as there are `trials`. Rank 0 asks Optuna and broadcasts the answer.
 
     A study lives as long as its process, but it depends on the seed and on what its jobs gave alone: a sweep
     that is started again in its directory gets the same suggestions, and finds those jobs done.
@@ -286,7 +261,7 @@ class Suggestions:
 
 
 def _distribution(override: Override, kinds: Any) -> Any:
-    """An interval, of whole numbers if tagged `int`, by powers if tagged `log`; else the values given."""
+    """Return Optuna's distribution: an interval (tagged `int` or `log` or not), or the values given."""
     value = override.value()
     if not isinstance(value, IntervalSweep):
         return kinds.CategoricalDistribution(list(override.sweep_string_iterator()))

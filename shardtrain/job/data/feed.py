@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardtrain.comm import HostScatter
+from shardtrain.device import is_accelerator
 from shardtrain.job.data.batches import Batches, DataSet
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, generator, uniform_draws
 
@@ -264,6 +265,6 @@ def _loader(
         sampler=lists,
         batch_size=None,
         num_workers=workers,
-        pin_memory=device.type == "cuda",
+        pin_memory=is_accelerator(device),
         generator=random,
     )
