@@ -187,7 +187,7 @@ def test_nothing_but_corrupt_images_is_no_matter_of_skipping() -> None:
     message = rf"cannot read the image number 7: no file 7; nor the {MOST_IN_A_ROW - 1} before it"
     with pytest.raises(UserError, match=message):
         none[[48]]
-    assert none.told == {48, 49, *range(8)}
+    assert none.reported == {48, 49, *range(8)}
 
 
 def test_tar_files_give_what_folders_give(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Data sets, the order in which ranks see them, and batches on the device.
 
 Read in this order: ``sampler`` (which images a rank sees, and when), ``batches`` (what a data set is),
-``readers`` (who reads from storage), ``feed`` (batches on the device), ``mixing`` (pairs of images); then the
+``feed`` (who reads, and batches on the device), ``mixing`` (pairs of images); then the
 sets: ``sets`` (by name), ``photos`` over ``folder``, ``tars`` and ``hub``.
 """
 

@@ -1,6 +1,11 @@
 """From indices to float32 batches on the device.
 
 Images travel as uint8; resizing, normalisation and augmentation are done on the device, a batch at a time.
+
+`data.read` says who reads images from storage. With `each`, every rank reads its own, which spreads the work
+of decoding. Where storage is slow to open files, or is one machine's for all (NFS), `one_per_host` opens as
+many streams as there are hosts: one rank's workers decode for all ranks of its host (give it that many more
+`data.workers`), and each batch is copied once more, inside the host. The batches are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ class Batch(NamedTuple):
 
 
 class Prepare:
-    """uint8 batches of any device to normalised float32 batches of ours, square with `side` pixels.
+    """Turns uint8 batches of any device into normalised float32 batches on ours, square with ``side`` pixels.
 
     Images that come larger or smaller are resized here, on the device and a batch at a time.
     """
@@ -50,16 +55,16 @@ class Prepare:
         return F.interpolate(normal, [side, side], mode="bilinear", antialias=True)
 
 
-class Wanted(NamedTuple):
+class Request(NamedTuple):
     """A micro-batch to be loaded."""
 
-    place: int  # of its first image in the run, counted over all ranks from the start
+    position: int  # of its first image in the run, counted over all ranks from the start
     side: int  # pixels
     indices: list[int]
 
 
-class Placed:
-    """What a sampler's index lists stand for; `side` says how large the images of an epoch are."""
+class Requests:
+    """The micro-batches that a sampler asks for; ``side`` says how large the images of an epoch are."""
 
     def __init__(self, sampler: TrainSampler, side: Callable[[int], int]) -> None:
         self.sampler, self.side = sampler, side
@@ -67,20 +72,20 @@ class Placed:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Wanted]:
+    def __iter__(self) -> Iterator[Request]:
         share, steps = self.sampler.share, self.sampler.steps
         for index, indices in enumerate(self.sampler):
             step, micro = divmod(index, share.accumulate)
             before = steps[step] * share.batch_size + share.rank * share.per_rank
-            yield Wanted(before + micro * share.micro_batch, self.side_in(steps[step]), indices)
+            yield Request(before + micro * share.micro_batch, self.side_in(steps[step]), indices)
 
     def side_in(self, step: int) -> int:
-        """Pixels of a side in `step`."""
+        """Return the pixels per side in ``step``."""
         return self.side(step // self.sampler.steps_per_epoch)
 
 
 class Seeded:
-    """Images whose random crops depend on the seed and on their place in the run alone.
+    """Images whose random crops depend on the seed and on their position in the run alone.
 
     So it does not matter which rank or worker loads them, nor whether the run was interrupted before.
     """
@@ -88,23 +93,23 @@ class Seeded:
     def __init__(self, data: Batches, seed: int) -> None:
         self.data, self.seed = data, seed
 
-    def __getitem__(self, wanted: Wanted) -> tuple[Tensor, Tensor]:
-        data = self.data.at(wanted.side)
+    def __getitem__(self, request: Request) -> tuple[Tensor, Tensor]:
+        data = self.data.at(request.side)
         if not data.random:
-            return data[wanted.indices]
-        found = []
+            return data[request.indices]
+        loaded = []
         with torch.random.fork_rng(devices=[]):
-            for place, index in enumerate(wanted.indices, wanted.place):
-                torch.default_generator.manual_seed(generator("image", self.seed, place).initial_seed())
-                found.append(data[[index]])
-        return torch.cat([images for images, _ in found]), torch.cat([labels for _, labels in found])
+            for position, index in enumerate(request.indices, request.position):
+                torch.default_generator.manual_seed(generator("image", self.seed, position).initial_seed())
+                loaded.append(data[[index]])
+        return torch.cat([images for images, _ in loaded]), torch.cat([labels for _, labels in loaded])
 
 
 class TrainFeed:
     """This rank's micro-batches of the steps from `first_step` to `last_step`, exclusive.
 
     `repeats`: see `epoch_order`. `side`: from an epoch to its images' pixels of a side; None: always as
-    `prepare` says. `scatter`: see `readers.py`; None: every rank reads.
+    `prepare` says. `scatter`: how one rank of each host hands out what it reads; None: every rank reads.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class TrainFeed:
     ) -> None:
         self.share, self.prepare, self.augment, self.seed = share, prepare, augment, seed
         lists = [
-            Placed(
+            Requests(
                 TrainSampler(
                     len(data.train), share._replace(rank=rank), seed, first_step, last_step, repeats
                 ),
@@ -132,8 +137,8 @@ class TrainFeed:
             )
             for rank in range(share.world_size)
         ]
-        self.placed = lists[share.rank]
-        self.sampler = self.placed.sampler
+        self.requests = lists[share.rank]
+        self.sampler = self.requests.sampler
         self.loader = reader(
             Seeded(data.train, seed),
             lists,
@@ -149,7 +154,7 @@ class TrainFeed:
         for index, (images, labels) in enumerate(self.loader):
             done, micro = divmod(index, self.share.accumulate)
             step = self.sampler.steps[done]
-            batch = self.prepare(images, self.placed.side_in(step))
+            batch = self.prepare(images, self.requests.side_in(step))
             if self.augment is not None:
                 if micro == 0:
                     uniform = self._draws(step)
@@ -188,20 +193,11 @@ class EvalFeed:
             yield Batch(self.prepare(images), labels, self.sampler.valid(index))
 
 
-# Who reads images from storage: every rank its own, or one rank of each host for all of them.
-#
-# `data.read=each` needs nothing else and spreads the work of decoding; what it costs is that every rank opens
-# files. Where storage is slow to open files or is one machine's for all (NFS), `one_per_host` asks it for as
-# many streams as there are hosts. Then one rank's workers decode for the whole host, so give it that many
-# more
-# (`data.workers`), and each batch is copied once more, inside the host. The batches are the same, bit for
-# bit.
-
 Loaded = tuple[Tensor, Tensor]  # images, labels
 
 
 class Lists(Sized, Iterable[Any], Protocol):
-    """What to load, batch by batch."""
+    """Requests for batches."""
 
 
 class InTurn:
@@ -219,7 +215,7 @@ class InTurn:
 
 
 class Shared:
-    """`count` batches of this rank, which one rank of the host reads; `reading` is where it is that one."""
+    """``count`` batches of this rank, read by one rank of the host; ``reading``: on that rank, its loader."""
 
     def __init__(self, reading: Iterable[Loaded] | None, count: int, scatter: HostScatter) -> None:
         self.reading, self.count, self.scatter = reading, count, scatter
@@ -246,7 +242,7 @@ def reader(
     device: torch.device,
     seed: int,
 ) -> Iterable[Loaded]:
-    """What `lists[rank]` asks `batches` for; `lists` has an entry for every rank."""
+    """Return what loads the requests of ``lists[rank]``; ``lists`` has an entry for every rank."""
     if scatter is None:
         return _loader(batches, lists[rank], workers, device, generator("workers", seed, rank))
     reading = None
@@ -259,7 +255,7 @@ def reader(
 def _loader(
     batches: Any, lists: Lists, workers: int, device: torch.device, random: torch.Generator
 ) -> DataLoader[Any]:
-    """Whole index lists are the loader's samples, so that a data set sees a batch at once."""
+    """Return a loader whose samples are whole index lists, so that a data set sees a batch at once."""
     return DataLoader(
         batches,
         sampler=lists,

@@ -47,7 +47,7 @@ def _find(config: ImageFolder, part: str) -> datasets.ImageFolder:
 
 
 def _advice(root: Path, part: str) -> str:
-    """What is to be done about a part that is not there, or not sorted into classes; "" where it is well."""
+    """Return what to do about a part that is missing, or not sorted into classes; "" where all is well."""
     if not (root / part).is_dir():
         missing = f"there is no folder {(root / part).absolute()}; expected {part}/<class>/<image> in it"
         return f"{missing}{_instead(root, part)}"
@@ -62,7 +62,7 @@ def _advice(root: Path, part: str) -> str:
 
 
 def _instead(root: Path, part: str) -> str:
-    """What is there that may have been meant."""
+    """Return what was found that may have been meant."""
     if not root.is_dir():
         return ""
     for below in ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "images"):

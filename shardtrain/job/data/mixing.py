@@ -39,7 +39,7 @@ class Mix:
         self.share, self.seed = share, seed
 
     def draws(self, step: int) -> Draws:
-        """What is drawn for this rank's images of `step`, counted from 0."""
+        """Return the draws for this rank's images of ``step``, counted from 0."""
         images = self.share.batch_size
         random = np.random.default_rng(generator("mix", self.seed, step).initial_seed())
         part_boxed = 0.5 if self.mixup and self.cutmix else float(self.cutmix > 0)
@@ -61,7 +61,7 @@ class Mix:
 
 
 def kept_pixels(draws: Draws, height: int, width: int) -> Tensor:
-    """How much of each image's pixels stays its own, float32 [batch, height, width].
+    """Return how much of each image's pixels stays its own, float32 [batch, height, width].
 
     A box takes the part ``1 - kept`` of the area before it is cut off at the image's edge.
     """

@@ -31,7 +31,7 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> bytes: ...
 
     def name(self, index: int) -> str:
-        """Where the image is, for messages."""
+        """Return where the image is, for messages."""
         ...
 
 
@@ -51,7 +51,7 @@ class Pictures(Batches):
         """crop: the transform to `side` pixels. skip: the next image takes the place of an unreadable one."""
         self.source, self.crop, self.side, self.skip = source, crop, side, skip
         self.transform = v2.Compose([crop(side), v2.PILToTensor()])
-        self.told: set[int] = set()  # unreadable images that this process has told
+        self.reported: set[int] = set()  # unreadable images that this process has reported
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -65,11 +65,11 @@ class Pictures(Batches):
         if side == self.side:
             return self
         other = Pictures(self.source, self.crop, side, skip=self.skip)
-        other.told = self.told
+        other.reported = self.reported
         return other
 
     def _read(self, wanted: int) -> tuple[Image.Image, int]:
-        """The image and its label; those of the next that can be read, if others may be skipped."""
+        """Return the image and its label; those of the next readable one, if others may be skipped."""
         problem = ""
         for index in range(wanted, wanted + (MOST_IN_A_ROW if self.skip else 1)):
             index %= len(self)
@@ -77,18 +77,18 @@ class Pictures(Batches):
                 image = Image.open(io.BytesIO(self.source[index])).convert("RGB")
             except Exception as error:  # decoders raise what they like
                 problem = f"cannot read the image {self.source.name(index)}: {error}"
-                self._tell(index, problem)
+                self._report(index, problem)
             else:
                 return image, int(self.source.labels[index])
         if self.skip:
             raise Unreadable(f"{problem}; nor the {MOST_IN_A_ROW - 1} before it: are the files whole?")
         raise Unreadable(f"{problem}; data.corrupt=skip takes the next one instead")
 
-    def _tell(self, index: int, problem: str) -> None:
-        if self.skip and index not in self.told:
-            self.told.add(index)
+    def _report(self, index: int, problem: str) -> None:
+        if self.skip and index not in self.reported:
+            self.reported.add(index)
             logging.getLogger("shardtrain").warning(
-                "%s; the next one takes its place (%d so far)", problem, len(self.told)
+                "%s; the next one takes its place (%d so far)", problem, len(self.reported)
             )
 
 

@@ -70,7 +70,7 @@ def _find(config: WebDataset, key: str) -> list[Path]:
 
 
 def _index(shard: Path) -> Index:
-    """From the file beside the shard, if that is of this very shard; else from the headers."""
+    """Return the index kept beside the shard, if it is of this very shard; else read the headers."""
     kept = shard.with_name(f"{shard.name}.index")
     state = shard.stat()
     stamp = np.array([[state.st_size, state.st_mtime_ns, 0]], dtype=np.int64)
@@ -79,14 +79,14 @@ def _index(shard: Path) -> Index:
         if np.array_equal(found[:1], stamp):
             return found[1:]
     except (OSError, ValueError, EOFError):
-        pass  # not there, or not whole: it is made anew
+        pass  # missing or damaged: it is made anew
     index = np.array(list(_scan(shard)), dtype=np.int64)
     _keep(np.concatenate([stamp, index]), kept)
     return index
 
 
 def _keep(index: Index, path: Path) -> None:
-    """Several ranks may do this at once: each writes a file of its own, and the last one stays."""
+    """Write an index. Several ranks may at once: each writes a file of its own, and the last one stays."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -97,7 +97,7 @@ def _keep(index: Index, path: Path) -> None:
 
 
 def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
-    """First byte, bytes and label of each image, in the order of the keys' first appearance."""
+    """Yield first byte, bytes and label of each image, in the order of the keys' first appearance."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
@@ -117,7 +117,7 @@ def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
         raise UserError(f"{shard}: {key.lstrip('/')} has no {lacks}")
     if not images:
         raise UserError(f"{shard}: no images in it; expected <key>.jpg and <key>.cls side by side")
-    yield from ((*place, labels[key]) for key, place in images.items())
+    yield from ((*extent, labels[key]) for key, extent in images.items())
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, shard: Path) -> int:
