@@ -12,6 +12,7 @@ import pytest
 
 import shardtrain
 from shardtrain.job import hydra_app
+from shardtrain.job.build import require_equal_parts
 from shardtrain.job.config import (
     AdamWConfig,
     Config,
@@ -20,7 +21,6 @@ from shardtrain.job.config import (
     SgdConfig,
     from_hydra,
     layout_of,
-    require_equal_parts,
 )
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, plain

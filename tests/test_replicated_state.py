@@ -17,7 +17,7 @@ from torch import nn
 import shardtrain
 from shardtrain import checkpoint
 from shardtrain.engine.hooks import engine_of
-from shardtrain.job.config import require_equal_groups
+from shardtrain.job.build import require_equal_groups
 from shardtrain.job.schema import UserError
 from shardtrain.optim import Ema
 

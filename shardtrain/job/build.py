@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardtrain import comm
 from shardtrain.job import data, model
-from shardtrain.job.config import Config, Sched, require_equal_groups, require_equal_parts
+from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.mixing import Mix, Mixed
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
@@ -230,3 +230,28 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
         return sched.scale(step / steps_per_epoch, progress)
 
     return factor
+
+
+def require_equal_groups(parallel: Parallel, world_size: int) -> None:
+    """Refuse replicas that the ranks cannot be divided among."""
+    replicate, shard = parallel.replicate, parallel.shard
+    if shard is not None and shard * replicate != world_size:
+        raise UserError(
+            f"parallel.shard={shard} × parallel.replicate={replicate} is not the number of ranks, "
+            f"{world_size}; parallel.shard=null leaves it to parallel.replicate"
+        )
+    if world_size % replicate:
+        fitting = ", ".join(str(count) for count in range(1, world_size + 1) if world_size % count == 0)
+        raise UserError(f"parallel.replicate={replicate} does not divide {world_size} ranks; {fitting} would")
+
+
+def require_equal_parts(train: Train, world_size: int) -> None:
+    """Refuse a batch that ranks and micro-batches do not divide."""
+    parts = world_size * train.accumulate
+    if train.batch_size % parts:
+        below = train.batch_size // parts * parts
+        fitting = " or ".join(str(size) for size in (below, below + parts) if size)
+        raise UserError(
+            f"train.batch_size={train.batch_size} is not divisible by {world_size} ranks × "
+            f"train.accumulate={train.accumulate}; {fitting} would fit"
+        )

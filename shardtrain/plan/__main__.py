@@ -12,8 +12,8 @@ import torch
 
 from shardtrain import device
 from shardtrain.job import data, launch, pictures
-from shardtrain.job.build import completed
-from shardtrain.job.config import Config, Data, require_equal_groups
+from shardtrain.job.build import completed, require_equal_groups
+from shardtrain.job.config import Config, Data
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import read_beside

@@ -1,4 +1,7 @@
-"""Images in folders: `root/train/<class>/<image>` and `root/val/<class>/<image>`, like ImageNet's."""
+"""Images in folders: `root/train/<class>/<image>` and `root/val/<class>/<image>`, like ImageNet's.
+
+It is an own file because torchvision's transforms, which it needs, take a second to import.
+"""
 
 from __future__ import annotations
 

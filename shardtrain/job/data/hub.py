@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's `datasets`, on disk or on the hub; an extra."""
+"""Data sets of Hugging Face's `datasets`, on disk or on the hub; an extra, and so an own file."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ An image's partner is its neighbour in the global batch, 0 and 1, 2 and 3, …; 
 each image of the global batch from the seed and the step. So neither depends on how many ranks and
 micro-batches the batch is cut into, as long as each has an even number of images. Of an odd number the last
 stays as it is, and the others pair up within their micro-batch. (torchvision and timm draw once a batch of
-one rank, so that every number of ranks trains on other images.)
+one rank, so that every number of ranks trains on other images.) This is an own file because it wraps a
+feed that is complete without it.
 
 Mixup with 0.7 turns images a, b of classes 3, 5 into 0.7 a + 0.3 b, labelled 0.7 of class 3 and 0.3 of 5.
 Cutmix puts a box of b into a; a box that covers 30 % gives the same label.
