@@ -19,7 +19,6 @@ from small import Block, OddNet, assert_same_parameters, images, shard, sharded_
 from test_parity import mean_in_rank_order
 
 Ranks = Callable[..., list[Any]]
-every = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
 class TinyViT(torchvision.models.VisionTransformer):
@@ -55,6 +54,12 @@ class Together(torch.optim.Optimizer):
             part.step()
 
 
+def moves_nothing(optimizer: Muon) -> bool:
+    with comm.meter() as meter:
+        optimizer.step()
+    return not meter.calls
+
+
 def vit_like_torch_s_muon(adjust_lr_fn: str) -> None:
     block = torchvision.models.vision_transformer.EncoderBlock
     sharded, replica = sharded_and_replica(TinyViT, units=[block], layout="whole")
@@ -63,13 +68,11 @@ def vit_like_torch_s_muon(adjust_lr_fn: str) -> None:
     ours = Muon(muon_groups(sharded), lr=0.02, weight_decay=0.1, adjust_lr_fn=adjust_lr_fn)
     assert train(sharded, ours, 5, vit_batch) == pytest.approx(expected, rel=1e-6)
     assert_same_parameters(sharded, replica, tolerance=1e-6)
-    with comm.meter() as meter:
-        ours.step()
-    assert not meter.calls
+    assert moves_nothing(ours)
 
 
 @pytest.mark.parametrize(
-    ("adjust_lr_fn", "world"), [*(("match_rms_adamw", world) for world in (1, 2, 3, 4)), ("original", 2)]
+    ("adjust_lr_fn", "world"), [("match_rms_adamw", 1), ("match_rms_adamw", 3), ("original", 2)]
 )
 def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model(
     ranks: Ranks, world: int, adjust_lr_fn: str
@@ -96,14 +99,12 @@ def convolutions_like_unsharded(channels_last: bool, built_before: bool) -> None
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 9]
     assert train(model, optimizer) == pytest.approx(train(replica, theirs), rel=1e-6)
     assert_same_parameters(model, replica, tolerance=1e-6)
-    with comm.meter() as meter:
-        optimizer.step()
-    assert not meter.calls
+    assert moves_nothing(optimizer)
     held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim)
     assert held <= 2 * sum(param.numel() for param in model.parameters())
 
 
-@every
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_convolutions_on_shards_equal_unsharded_ones(ranks: Ranks, world: int) -> None:
     ranks(world, convolutions_like_unsharded, world == 2, world == 3)
 

@@ -66,15 +66,15 @@ def test_the_newest_and_the_best_are_kept(
 
 
 def falls_back(path: str) -> Any:
-    store = opened(path, keep=3)
+    store, folder = opened(path, keep=3), Path(path)
     fill(store, [10, 20, 30])
     if dist.get_rank() == 0:
-        (Path(path) / ".tmp-step-00000040-abcd").mkdir()
-        (Path(path) / ".tmp-step-00000040-abcd" / "rank-00000.safetensors").write_text("half")
-        (Path(path) / "step-00000099").symlink_to(Path(path) / "step-00000010")
-        (Path(path) / "step-note").write_text("")
-        os.truncate(Path(path) / "step-00000030/rank-00001.safetensors", 100)
-        (Path(path) / "step-00000020").rename(Path(path) / "step-00000025")
+        (folder / ".tmp-step-00000040-abcd").mkdir()
+        (folder / ".tmp-step-00000040-abcd/rank-00000.safetensors").write_text("half")
+        (folder / "step-00000099").symlink_to(folder / "step-00000010")
+        (folder / "step-note").write_text("")
+        os.truncate(folder / "step-00000030/rank-00001.safetensors", 100)
+        (folder / "step-00000020").rename(folder / "step-00000025")
     comm.barrier()
     found = store.newest()
     if dist.get_rank() == 0:

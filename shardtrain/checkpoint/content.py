@@ -16,7 +16,6 @@ that rank cannot know whether there was a gradient, so its step count may differ
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +25,7 @@ from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint.files import DTYPES
-from shardtrain.checkpoint.manifest import Manifest, ParameterEntry, Slice, dtype_name, dump, file_name
+from shardtrain.checkpoint.manifest import Manifest, ParameterEntry, Slice, dtype_name, file_name
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import Engine
 from shardtrain.engine.shard import flattened, shown
@@ -98,10 +97,6 @@ class Content(NamedTuple):
     manifest: Manifest
     state: dict[str, dict[str, Any]]
     first_state: dict[str, dict[str, Any]]
-
-    def digest(self) -> str:
-        """Return what is the same on all ranks that hold the same model and optimizer."""
-        return hashlib.sha256(dump(self.manifest).encode()).hexdigest()
 
     def take_state(self, state: Mapping[str, Any]) -> str:
         """Put the optimizer ``state`` of all parameters into the manifest; return how this rank's differs."""

@@ -181,12 +181,12 @@ def begin(
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
-    compared = {} if content is None else {"digest": content.digest(), "state": content.first_state}
-    told, problems = exchange(
-        problem, engine.transport.all_ranks, engine.device, temporary=temporary, **compared
-    )
+    facts = {"temporary": temporary}
+    if content is not None:
+        facts |= {"manifest": digest_line(dump(content.manifest)), "state": content.first_state}
+    told, problems = exchange(problem, engine.transport.all_ranks, engine.device, **facts)
     if not problems:
-        odd = [rank for rank, each in enumerate(told) if each["digest"] != told[0]["digest"]]
+        odd = [rank for rank, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]
         problems = [f"rank {rank} holds another model, optimizer or facts than rank 0" for rank in odd]
     if problems:
         if temporary:

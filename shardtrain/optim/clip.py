@@ -1,7 +1,4 @@
-"""What needs one decision of all ranks between backward and the update: clipping and loss scaling.
-
-An own file, since neither has anything to do with a particular optimizer.
-"""
+"""Clipping and loss scaling: one decision of all ranks. In an own file, apart from any optimizer."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ def clip_grad_norm_(
     sharded = {param for unit in engine.units for segment in unit.segments for param in segment.params}
     cut = _power([p.grad for p in params if p in sharded], norm_type, engine.device)
     whole = _power([p.grad for p in params if p not in sharded], norm_type, engine.device)
-    all_ranks, primary_ranks = engine.transport.all_ranks, engine.transport.primary_ranks
-    if all_ranks.rank not in primary_ranks:
+    all_ranks = engine.transport.all_ranks
+    if all_ranks.rank not in engine.transport.primary_ranks:
         cut.zero_()  # replicas have the same gradient, which counts once; so all get the same bits, too
     with waiting(ALL_REDUCE, "the gradient's norm", engine.device):
         all_ranks.all_reduce(cut, "max" if norm_type == math.inf else "sum")

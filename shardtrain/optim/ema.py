@@ -39,9 +39,7 @@ class Ema:
         require_rest(self._engine, "Ema")
         self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self._buffer_averages = [buffer.detach().clone() for buffer in self._buffers]
-        self.averages: dict[nn.Parameter, Tensor] = {
-            param: param.detach().clone() for param in module.parameters()
-        }
+        self.averages = {param: param.detach().clone() for param in module.parameters()}
         """The average of each parameter, cut as the parameter is."""
 
     def update(self, step: int) -> None:
@@ -74,10 +72,10 @@ class Ema:
 
         The parameters' `averages` are saved beside the parameters, cut as they are.
         """
-        means, all_ranks = [average.clone() for average in self._buffer_averages], self._all_ranks
+        means = [average.clone() for average in self._buffer_averages]
         for mean in means:
-            all_ranks.all_reduce(mean)
-            mean.div_(all_ranks.world)
+            self._all_ranks.all_reduce(mean)
+            mean.div_(self._all_ranks.world)
         return {"own": list(self._buffer_averages), "mean": means}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:

@@ -57,12 +57,11 @@ class Muon(torch.optim.Optimizer):
         """
         Args:
             params: parameters, or groups of them, each with ``use_muon`` True or False.
-            lr: learning rate of all groups.
-            weight_decay: decoupled, of all groups.
+            lr, weight_decay: of all groups; decay is decoupled.
             momentum, nesterov: Muon's.
             ns_steps: steps of the Newton-Schulz iteration.
-            adjust_lr_fn: Muon's scale, as torch names it: ``"match_rms_adamw"``, or ``"original"``, Jordan et
-                al.'s √max(1, rows / columns), which wants learning rates of its own.
+            adjust_lr_fn: Muon's scale, as torch names it: ``"match_rms_adamw"``, or ``"original"``, which is
+                √max(1, rows / columns) by Jordan et al. and needs learning rates of its own.
             betas, eps: AdamW's.
 
         Raises:
