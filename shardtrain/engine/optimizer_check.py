@@ -6,6 +6,8 @@ would silently become another algorithm, unless parameters are whole; one that l
 together (LBFGS) would in any case. Names do not tell; behaviour does. So before an optimizer's first step, a
 new one of its class with its options makes three steps on two parameters, and another one on what rank 0 of
 two would hold of them. On what both have they must come to the same.
+
+It has its own file because it knows nothing of hooks, and ``hooks.py`` would exceed 400 lines with it.
 """
 
 from __future__ import annotations
