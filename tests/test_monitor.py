@@ -162,14 +162,6 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert written == ["config.yaml"]  # made by rank 0 of the group
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    opening, _, _ = opened(tmp_path / "file/run")
-    message = r"run.dir=.*: cannot write there \(Not a directory\); choose another"
-    with pytest.raises(UserError, match=message), opening:
-        pass
-
-
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
     _, context, job = opened(tmp_path, "optim=adamw", "train.accumulate=2")
     table = start_table(configure("optim=adamw"), context, job)

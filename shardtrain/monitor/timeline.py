@@ -133,10 +133,8 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
             for span in lanes.spans[rank]:
                 if span.end > start and span.start < end:
                     _draw_span(axes, span, rank, start, end)
-        axes.set_xlim(0, 1e3 * (end - start))
-        axes.set_ylim(len(lanes.drawn), 0)
+        axes.set(xlim=(0, 1e3 * (end - start)), ylim=(len(lanes.drawn), 0), xlabel="ms")
         axes.set_yticks([rank + 0.3 for rank in lanes.drawn], [f"rank {rank}" for rank in lanes.drawn])
-        axes.set_xlabel("ms")
         axes.set_title(f"{title}, {in_words(lanes, step)}", fontsize=9, loc="left")
         styles = [style for style in STYLES.values() if style[-1]]
         handles = [axes.barh([0], [0], color=color, label=label) for color, _, _, label in styles]
