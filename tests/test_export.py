@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +35,29 @@ def trained(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["export", *arguments, "threads=1"])
+@pytest.fixture
+def export(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``export("run=…", "out=…")`` runs the command and returns its exit code."""
     # Torch's `record` points it at stderr, which is no file where pytest captures it.
     monkeypatch.setattr(faulthandler, "enable", lambda **_: None)
-    try:
-        main()
-    except SystemExit as left:
-        return int(left.code or 0)
-    return 0
+
+    def exported(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["export", *arguments, "threads=1"])
+        try:
+            main()
+        except SystemExit as left:
+            return int(left.code or 0)
+        return 0
+
+    return exported
 
 
 @pytest.mark.parametrize(("suffix", "weights"), [("safetensors", "raw"), ("pth", "ema")])
 def test_the_stock_model_loads_an_export(
-    tmp_path: Path,
-    trained: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    suffix: str,
-    weights: str,
+    tmp_path: Path, trained: Path, export: Any, capsys: Any, suffix: str, weights: str
 ) -> None:
     out = tmp_path / f"new/weights.{suffix}"
-    assert export(monkeypatch, f"run={trained}", f"out={out}", f"weights={weights}") == 0
+    assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0
     tag = {"raw": "val/acc1", "ema": "val/ema_acc1"}[weights]
     acc1 = json.loads((trained / "result.json").read_text())[tag]
     said = capsys.readouterr().out
@@ -70,17 +72,15 @@ def test_the_stock_model_loads_an_export(
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
-def test_weights_are_a_start(
-    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None:
     out = tmp_path / "weights.safetensors"
     checkpoint = trained / "checkpoints/step-00000005"
-    assert export(monkeypatch, f"run={checkpoint}", f"out={out}") == 0
+    assert export(f"run={checkpoint}", f"out={out}") == 0
     run_dir = tmp_path / "run"
     still = ("optim.lr=1e-30", "optim.weight_decay=0", f"model.weights={out}", "train.max_steps=1")
     assert run(str(run_dir), *QUIET, *still) == "finished"
     again = tmp_path / "again.safetensors"
-    assert export(monkeypatch, f"run={run_dir}", f"out={again}") == 0
+    assert export(f"run={run_dir}", f"out={again}") == 0
     before, after = load_file(out), load_file(again)
     assert all(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
     ending = run(str(tmp_path / "other"), *QUIET, "model.num_classes=11", f"model.weights={out}")
@@ -96,11 +96,7 @@ def told(*arguments: str) -> str:
 
 
 def test_an_evaluation_alone_scores_as_the_run_did(
-    on_ranks: Any,
-    tmp_path: Path,
-    trained: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    on_ranks: Any, tmp_path: Path, trained: Path, export: Any, capsys: Any
 ) -> None:
     result = json.loads((trained / "result.json").read_text())
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
@@ -114,7 +110,7 @@ def test_an_evaluation_alone_scores_as_the_run_did(
         assert f"average  loss {result['val/ema_loss']:.4f}" in output
     assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     out = tmp_path / "weights.pth"
-    assert export(monkeypatch, f"run={trained}", f"out={out}") == 0
+    assert export(f"run={trained}", f"out={out}") == 0
     capsys.readouterr()
     plain = (*QUIET, "eval_only=true", "ema.decay=null", "train.eval_flip=true", f"model.weights={out}")
     assert run(str(tmp_path / "none"), *plain) == "finished"
@@ -144,12 +140,7 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     ],
 )
 def test_mistakes_are_named(
-    tmp_path: Path,
-    trained: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    text: str,
+    tmp_path: Path, trained: Path, export: Any, monkeypatch: Any, capsys: Any, arguments: list[str], text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.pth").write_text("")
@@ -161,25 +152,23 @@ def test_mistakes_are_named(
         path.with_name("manifest.sha256").write_text(digest_line(text_of))
     places = {"run": trained, "broken": tmp_path / "broken", "raw": tmp_path / "raw"}
     filled = [each.format(**places) for each in arguments]
-    assert export(monkeypatch, *filled) == 2
+    assert export(*filled) == 2
     assert text in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file.pth", "raw"]
 
 
 def test_an_export_where_the_images_are_not(
-    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, trained: Path, export: Any, monkeypatch: Any, capsys: Any
 ) -> None:
     def missing(config: Any) -> Any:
         raise UserError("not here")
 
     monkeypatch.setattr("shardtrain.job.data.load", missing)
-    assert export(monkeypatch, f"run={trained}", f"out={tmp_path}/x.safetensors") == 0
+    assert export(f"run={trained}", f"out={tmp_path}/x.safetensors") == 0
     assert "answers as the checkpoint does to 32 random images" in capsys.readouterr().out
 
 
-def test_a_run_of_another_version_is_exported(
-    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, export: Any) -> None:
     """Keys that an export has no use for may be missing or unknown."""
     run_dir = shutil.copytree(trained, tmp_path / "run")
     for path in run_dir.glob("checkpoints/*/manifest.json"):
@@ -189,7 +178,7 @@ def test_a_run_of_another_version_is_exported(
         config["later"] = {"key": 1}
         path.write_text(text := json.dumps(manifest))
         path.with_name("manifest.sha256").write_text(digest_line(text))
-    assert export(monkeypatch, f"run={run_dir}", f"out={tmp_path}/x.safetensors") == 0
+    assert export(f"run={run_dir}", f"out={tmp_path}/x.safetensors") == 0
 
 
 def test_weights_are_on_the_disk_before_they_have_a_name(
