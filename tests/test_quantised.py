@@ -27,11 +27,11 @@ import shardtrain
 from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
 from shardtrain.comm.quantised import BLOCK, Packets, Part, decode, encode
-from shardtrain.comm.transport import Pending, TransportWrapper
+from shardtrain.comm.transport import Pending
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, even
 
-from small import Block, OddNet, assert_at_rest, average_gradients, images, sgd, train
+from small import Block, OddNet, assert_at_rest, average_gradients, images, raised_soon, sgd, train
 
 Ranks = Callable[..., list[Any]]
 INT8 = Precision(gather=torch.int8, reduce=torch.int8)
@@ -209,19 +209,21 @@ def test_int8_moves_a_quarter_of_the_bytes(on_ranks: Ranks) -> None:
 # the engine
 
 
-def by_hand_of(unit: Any, values: dict[str, torch.Tensor], own: bool) -> dict[str, torch.Tensor]:
-    """What ``values``, whole and exact, become on their way to this rank; ``own``: its interval, too."""
-    found = {}
-    for segment in unit.segments:
-        names = [place.name for place in segment.infos]
-        flat = torch.cat([values[name].flatten() for name in names])
-        flat = torch.cat([flat, flat.new_zeros(segment.layout.padded - len(flat))])
-        for rank in range(segment.layout.world):
-            span = segment.layout.interval(rank)
-            if segment.traffic.gather and (own or rank != dist.get_rank()):
-                flat[span] = by_hand(flat[span])
-        found.update(zip(names, flat[: segment.layout.numel].split(segment.layout.sizes), strict=True))
-    return {name: value.view_as(values[name]) for name, value in found.items()}
+def flat_of(segment: Any, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The segment's flat vector of whole ``values``, and zeros for its padding."""
+    flat = torch.cat([values[info.name].flatten() for info in segment.infos])
+    return torch.cat([flat, flat.new_zeros(segment.layout.padded - len(flat))])
+
+
+def rounded(segment: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a gather of the segment makes of whole and exact ``values``."""
+    flat = flat_of(segment, values)
+    for rank in range(segment.layout.world if segment.traffic.gather else 0):
+        flat[segment.layout.interval(rank)] = by_hand(flat[segment.layout.interval(rank)])
+    parts = flat[: segment.layout.numel].split(segment.layout.sizes)
+    return {
+        info.name: part.view_as(values[info.name]) for info, part in zip(segment.infos, parts, strict=True)
+    }
 
 
 def one_step_by_hand() -> None:
@@ -230,29 +232,25 @@ def one_step_by_hand() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(75, 37), nn.BatchNorm1d(37), nn.ReLU(), nn.Linear(37, 11))
     model = shardtrain.shard(copy.deepcopy(plain), units=[nn.Linear], precision=INT8)
-    units = engine_of(model).units
+    segments = [segment for unit in engine_of(model).units for segment in unit.segments]
     exact = {name: param.detach().clone() for name, param in plain.named_parameters()}
     with torch.no_grad():
-        for unit in units:
-            for name, value in by_hand_of(unit, exact, own=True).items():
+        for segment in segments:
+            for name, value in rounded(segment, exact).items():
                 plain.get_parameter(name).copy_(value)
     x, _ = images(0)
     for each in (plain, model):
         each(x.flatten(1)).square().sum().backward()
-    for unit in units:
-        for segment in unit.segments:
-            names = [place.name for place in segment.infos]
-            grads = torch.cat([plain.get_parameter(name).grad.flatten() for name in names])  # type: ignore[union-attr]
-            grads = torch.cat([grads, grads.new_zeros(segment.layout.padded - len(grads))])
-            theirs = [full[segment.layout.interval(rank)] for full in from_all(grads)]
-            total = torch.zeros(segment.layout.length(rank))
-            for other, part in enumerate(theirs):
-                total += by_hand(part) if segment.traffic.reduce and other != rank else part
-            for param, piece in zip(segment.params, segment.pieces, strict=True):
-                expected = total[piece.offset : piece.offset + piece.numel] / world
-                assert param.grad is not None
-                assert torch.equal(param.grad, expected)
-    assert not any(s.traffic.gather for u in units for s in u.segments if "1.weight" in s.infos[0].name)
+    grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+    for segment in segments:
+        total = torch.zeros(segment.layout.length(rank))
+        for other, full in enumerate(from_all(flat_of(segment, grads))):
+            part = full[segment.layout.interval(rank)]
+            total += by_hand(part) if segment.traffic.reduce and other != rank else part
+        for param, piece in zip(segment.params, segment.pieces, strict=True):
+            assert param.grad is not None
+            assert torch.equal(param.grad, total[piece.offset : piece.offset + piece.numel] / world)
+    assert not any(segment.traffic.gather for segment in segments if "1.weight" in segment.infos[0].name)
     whole = shardtrain.full_state_dict(model)
     assert all(torch.equal(whole[name], value) for name, value in exact.items()), "shards stay exact"
     with shardtrain.unsharded(model):
@@ -265,11 +263,9 @@ def test_a_step_equals_one_by_hand(on_ranks: Ranks, world: int) -> None:
     on_ranks(world, one_step_by_hand)
 
 
-def twins(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, DistributedDataParallel]:
+def made(make: Callable[[], nn.Module] = OddNet, units: Any = (Block,)) -> nn.Module:
     torch.manual_seed(0)
-    plain = make()
-    options = {"precision": INT8, "transport": "process_group", **options}
-    return shardtrain.shard(copy.deepcopy(plain), **options), DistributedDataParallel(plain)
+    return shardtrain.shard(make(), units=units, precision=INT8, transport="process_group")
 
 
 def resnet10() -> nn.Module:
@@ -283,8 +279,9 @@ def small_vit() -> nn.Module:
 def trains_like_ddp(make: Callable[[], nn.Module], lr: float, each: float, mean: float) -> None:
     """20 losses, every one within ``each`` of DDP's and their mean within ``mean``."""
     losses = []
-    model, replica = twins(make)
-    for net in (replica, model):
+    model = made(make, units=None)
+    torch.manual_seed(0)
+    for net in (DistributedDataParallel(make()), model):
         optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
         losses.append(train(net, optimizer, 20, lambda step: images(step, n=8, size=32)))
     assert losses[1] == pytest.approx(losses[0], rel=each)
@@ -377,7 +374,7 @@ def test_parameters_used_on_some_ranks_only_or_frozen(on_ranks: Ranks, world: in
 
 def overflows() -> None:
     """An infinity on one rank reaches the owner, and everyone's norm."""
-    model, _ = twins(OddNet, units=[Block])
+    model = made()
     model(images(0)[0] * (math.inf if dist.get_rank() == 1 else 1)).sum().backward()
     assert not shardtrain.clip_grad_norm_(model, 1.0).isfinite()
 
@@ -388,11 +385,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(on_ranks: Ranks) -> None:
 
 def saves(path: Path) -> None:
     """A run that is saved and loaded goes on bit for bit, since shards are exact."""
-    runs = []
-    for _ in range(2):
-        model, _ = twins(OddNet, units=[Block])
-        runs.append((model, sgd(model)))
-    (model, optimizer), (again, its_optimizer) = runs
+    (model, optimizer), (again, its_optimizer) = [(net, sgd(net)) for net in (made(), made())]
     train(model, optimizer, 2)
     checkpoint.save(path, model, optimizer)
     checkpoint.load(path, again, its_optimizer)
@@ -408,14 +401,14 @@ def test_checkpoints_are_exact(on_ranks: Ranks, tmp_path: Path) -> None:
 def delayed() -> None:
     """One rank starts and ends its movements late."""
     losses = []
-    for seconds in (0.0, 0.05):
-        model, _ = twins(OddNet, units=[Block])
+    for seconds in (0.0, 0.02):
+        model = made()
         link = engine_of(model).transport
 
-        def late(original: Any, tag: Tag, items: Any, seconds: float = seconds) -> comm.Pending:
+        def late(original: Any, tag: Tag, items: Any, seconds: float = seconds) -> Pending:
             time.sleep(seconds * dist.get_rank())
             pending = original(tag, items)
-            return comm.Pending(lambda: (time.sleep(seconds * dist.get_rank()), pending.wait())[1])
+            return Pending(lambda: (time.sleep(seconds * dist.get_rank()), pending.wait())[1])
 
         for name in ("gather", "reduce"):
             setattr(link, name, partial(late, getattr(link, name)))
@@ -429,7 +422,7 @@ def test_slow_movements_change_nothing(on_ranks: Ranks) -> None:
 
 def evaluates() -> None:
     """inference_mode, then training; a copy; every rank computes the same outputs of the same images."""
-    model, _ = twins(OddNet, units=[Block])
+    model = made()
     x, _ = images(0, rank=0)
     with torch.inference_mode():
         outputs = from_all(model.eval()(x).clone())
@@ -451,9 +444,8 @@ def test_a_single_rank_rounds_nothing() -> None:
 
 
 def refused() -> str:
-    with pytest.raises(ValueError, match="int8") as info:
-        shardtrain.shard(OddNet(), transport="shared_memory", precision=INT8)
-    return str(info.value)
+    shard = partial(shardtrain.shard, OddNet(), transport="shared_memory", precision=INT8)
+    return raised_soon(ValueError, shard)
 
 
 def test_what_makes_no_sense_is_refused(on_ranks: Ranks) -> None:
@@ -465,26 +457,8 @@ def test_what_makes_no_sense_is_refused(on_ranks: Ranks) -> None:
         Precision(gather=torch.bfloat16)
 
 
-class Yours(TransportWrapper):
-    """A transport of messages that is none of this package's."""
-
-    inner: Simulated
-
-    def gather(self, *args: Any) -> Pending:
-        return self.inner.gather(*args)
-
-    def reduce(self, *args: Any) -> Pending:
-        return self.inner.reduce(*args)
-
-    def exchange(self, *args: Any) -> Pending:
-        return self.inner.exchange(*args)
-
-    def staged(self, *args: Any) -> Pending:
-        return self.inner.staged(*args)
-
-
-def test_whatever_carries_packets_will_do() -> None:
-    around = Quantised(Yours(Simulated(0, 2)))
+def test_any_transport_of_messages_will_do() -> None:
+    around = Quantised(Simulated(0, 2))
     layout = even([BLOCK], 2, 4)
     flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(0)), layout, quantised=True)
     with comm.meter() as meter:
