@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +20,16 @@ from shardtrain.job.build import require_equal_groups
 from shardtrain.job.schema import UserError
 from shardtrain.optim import Ema
 
-from small import Block, OddNet, assert_at_rest, sgd, shard, train
+from small import Block, OddNet, assert_at_rest, mesh, raised_soon, sgd, shard, train
 from test_config import configure
+from test_hosts import hosts
 from test_plan import assert_kept, measured, planned
 from test_plan import run as run_planned
-from test_replicated import HYBRID, assert_replicas_are_equal, mesh
+from test_replicated import HYBRID, assert_replicas_are_equal
 from test_resume import crash, run
 
 Ranks = Callable[..., list[Any]]
+State = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # parameters and buffers; momentum
 
 
 def made(sizes: tuple[int, int]) -> tuple[nn.Module, torch.optim.Optimizer, Ema]:
@@ -49,17 +50,16 @@ def momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return {name: whole[name] for name, _ in model.named_parameters()}
 
 
-def saved(path: str, sizes: tuple[int, int]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def saved(path: str, sizes: tuple[int, int]) -> tuple[State, list[float]]:
     model, optimizer, ema = made(sizes)
     train(model, optimizer, 3)
     ema.update(1)
     checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank()}, averages=ema.averages)
-    return shardtrain.full_state_dict(model), momentum(model, optimizer)
+    state = shardtrain.full_state_dict(model), momentum(model, optimizer)
+    return state, train(model, optimizer, 3, start=3)
 
 
-def loaded(
-    path: str, sizes: tuple[int, int], expected: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-) -> int:
+def loaded(path: str, sizes: tuple[int, int], expected: State) -> tuple[int, list[float]]:
     model, optimizer, ema = made(sizes)
     extra = checkpoint.load(path, model, optimizer, averages=ema.averages)
     found = shardtrain.full_state_dict(model), momentum(model, optimizer)
@@ -68,29 +68,27 @@ def loaded(
         assert all(torch.equal(ours[name], theirs[name]) for name in cut)
         torch.testing.assert_close(ours, theirs)  # three times a buffer, divided by 3, may not be the buffer
     assert_at_rest(model)
-    train(model, optimizer, 1, start=3)
+    losses = train(model, optimizer, 3, start=3)
     assert_replicas_are_equal(model)
-    return int(extra["rank"])
+    return int(extra["rank"]), losses
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (HYBRID, (1, 4)),
-        (HYBRID, (3, 1)),
-        (HYBRID, (1, 1)),
-        ((1, 3), HYBRID),
-    ],
+    [(HYBRID, (1, 4)), (HYBRID, (3, 1)), (HYBRID, (1, 1)), ((1, 3), HYBRID), (HYBRID, HYBRID)],
     ids=str,
 )
 def test_a_checkpoint_goes_from_any_mesh_to_any_other(
     on_ranks: Ranks, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
+    """On the same mesh, training goes on as if it had never stopped."""
     path = str(tmp_path / "step")
-    expected = on_ranks(before[0] * before[1], saved, path, before)[0]
-    ranks = after[0] * after[1]
-    extras = on_ranks(ranks, loaded, path, after, expected)
-    assert extras == (list(range(ranks)) if ranks == before[0] * before[1] else [0] * ranks)
+    before_all = on_ranks(before[0] * before[1], saved, path, before)
+    after_all = on_ranks(after[0] * after[1], loaded, path, after, before_all[0][0])
+    same_world = len(after_all) == len(before_all)
+    assert [rank for rank, _ in after_all] == [rank if same_world else 0 for rank in range(len(after_all))]
+    if before == after:
+        assert [losses for _, losses in after_all] == [losses for _, losses in before_all]
 
 
 def test_one_replica_writes_what_all_hold_alike(on_ranks: Ranks, tmp_path: Path) -> None:
@@ -100,20 +98,6 @@ def test_one_replica_writes_what_all_hold_alike(on_ranks: Ranks, tmp_path: Path)
             kinds = {key.split("/")[0] for key in file.keys()}  # noqa: SIM118
         assert ("parameters" in kinds) == ("optimizer" in kinds) == ("ema" in kinds) == (rank < 2)
         assert "buffers" in kinds
-
-
-def goes_on_exactly(path: str) -> None:
-    model, optimizer, _ = made(HYBRID)
-    train(model, optimizer, 3)
-    checkpoint.save(path, model, optimizer)
-    expected = train(model, optimizer, 3, start=3)
-    again, its_optimizer, _ = made(HYBRID)
-    checkpoint.load(path, again, its_optimizer)
-    assert train(again, its_optimizer, 3, start=3) == expected
-
-
-def test_going_on_after_a_load_is_never_having_stopped(on_ranks: Ranks, tmp_path: Path) -> None:
-    on_ranks(4, goes_on_exactly, str(tmp_path / "step"))
 
 
 def whole_state() -> None:
@@ -140,24 +124,23 @@ def test_whole_parameters_and_buffers_are_everyones(ranks: Ranks) -> None:
 
 
 def differs() -> str:
-    with pytest.raises(ValueError, match="the model to shard differs") as caught:
-        shard(nn.Linear(3, 4 if dist.get_rank() == 3 else 5), mesh=mesh(*HYBRID))
-    return str(caught.value)
+    odd = nn.Linear(3, 4 if dist.get_rank() == 3 else 5)
+    return raised_soon(ValueError, lambda: shard(odd, mesh=mesh(*HYBRID)))
 
 
 def test_a_model_that_differs_in_another_replica_is_named(ranks: Ranks) -> None:
-    assert all("rank 3 has weight (4, 3)" in text for text in ranks(4, differs))
+    for text in ranks(4, differs):
+        assert text.startswith("the model to shard differs")
+        assert "rank 3 has weight (4, 3)" in text
 
 
 def on_hosts(of_ranks: list[int], transport: str) -> tuple[str, bool]:
     """What is chosen where ranks are on these hosts."""
-    os.environ["SHARDTRAIN_HOST_KEY"] = f"host {of_ranks[dist.get_rank()]}"
     try:
-        model = shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport=transport)
+        with hosts(of_ranks):
+            model = shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport=transport)
     except ValueError as error:
         return str(error), False
-    finally:
-        del os.environ["SHARDTRAIN_HOST_KEY"]
     train(model, sgd(model), 1)
     assert_replicas_are_equal(model)
     return "", engine_of(model).transport.in_place
@@ -171,22 +154,19 @@ def test_memory_is_shared_where_every_shard_group_is_on_one_host(on_ranks: Ranks
 
 
 @pytest.mark.parametrize(
-    ("replicate", "shard_size", "message"),
+    ("arguments", "message"),
     [
-        (3, None, "parallel.replicate=3 does not divide 4 ranks; 1, 2, 4 would"),
+        ("parallel.replicate=3", "parallel.replicate=3 does not divide 4 ranks; 1, 2, 4 would"),
         (
-            2,
-            3,
+            "parallel.replicate=2 parallel.shard=3",
             "parallel.shard=3 × parallel.replicate=2 is not the number of ranks, 4; "
             "parallel.shard=null leaves it to parallel.replicate",
         ),
     ],
 )
-def test_replicas_that_do_not_fit_are_refused(replicate: int, shard_size: int | None, message: str) -> None:
-    parallel = configure(f"parallel.replicate={replicate}", f"parallel.shard={shard_size or 'null'}").parallel
-    with pytest.raises(UserError) as caught:
-        require_equal_groups(parallel, 4)
-    assert str(caught.value) == message
+def test_replicas_that_do_not_fit_are_refused(arguments: str, message: str) -> None:
+    parallel = configure(*arguments.split()).parallel
+    assert raised_soon(UserError, lambda: require_equal_groups(parallel, 4)) == message
 
 
 @pytest.mark.parametrize("arguments", ["", "parallel.replicate=2", "parallel.replicate=2 parallel.shard=2"])
@@ -197,9 +177,9 @@ def test_replicas_that_fit_are_accepted(arguments: str) -> None:
 @pytest.mark.parametrize(
     ("world", "replicate", "more"),
     [
-        (4, 2, ["parallel.transport=process_group"]),
+        pytest.param(4, 2, ["parallel.transport=process_group"], marks=pytest.mark.long),
         (4, 2, ["parallel.transport=shared_memory", "parallel.precision=bf16"]),
-        (3, 3, ["train.batch_size=15"]),
+        pytest.param(3, 3, ["train.batch_size=15"], marks=pytest.mark.long),
     ],
 )
 def test_a_plan_with_replicas_is_kept(on_ranks: Ranks, world: int, replicate: int, more: list[str]) -> None:
@@ -225,6 +205,7 @@ def runs_on(folder: str) -> list[str]:
     return [first, run(folder, "parallel.replicate=4", *quick)]
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_another_number_of_replicas(on_ranks: Ranks, tmp_path: Path) -> None:
     assert on_ranks(4, runs_on, str(tmp_path)) == [["Crash ", "finished"]] * 4
     assert "continuing after step 2 of 5" in (tmp_path / "log.txt").read_text()
