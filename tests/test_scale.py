@@ -161,6 +161,23 @@ def test_a_step_with_replicas_runs_in_a_simulated_world(world: int) -> None:
     assert meter.bytes["reduce_scatter"] == 3 * interval
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_transport_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
+    class Mine(comm.Simulated):
+        pass
+
+    opened = lambda opening: Mine(opening.inside.rank(), opening.inside.size())  # noqa: E731
+    monkeypatch.setitem(comm.TRANSPORTS, "mine", opened)
+    with simulated_group(8):
+        mesh = init_device_mesh("cpu", (replicas, 8 // replicas))
+        model = shardtrain.shard(OddNet(), units=[], mesh=mesh, transport="mine")
+        with comm.meter() as meter:
+            model(torch.randn(2, 3, 5, 5)).sum().backward()
+        transport = shardtrain.introspect(model).transport
+    assert isinstance(transport, Mine) or isinstance(transport.inner, Mine)
+    assert meter.calls["all_gather"] == 1
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

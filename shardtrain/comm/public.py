@@ -73,8 +73,7 @@ def all_gather_into_tensor(
 
     def check(mailbox: Mailbox) -> Call:
         (read,), (write,) = _flat(mailbox, {"input": input}, {"output": output})
-        sizes = f"{mailbox.world} x {read.numel()} elements for input {_shape([input])}"
-        rows = _rows(write, mailbox.world * read.numel(), mailbox.world, f"output of {sizes}", output)
+        rows = _rows(mailbox.world, ("output", output, write), ("input", input, read))
         own = partial(native.all_gather, write, read)
         return Call(GATHER, [input], [read] * mailbox.world, rows, own)
 
@@ -123,8 +122,7 @@ def reduce_scatter_tensor(
     def check(mailbox: Mailbox) -> Call:
         (read,), (write,) = _flat(mailbox, {"input": input}, {"output": output})
         check_op(op, input.dtype)
-        sizes = f"{mailbox.world} x {write.numel()} elements for output {_shape([output])}"
-        rows = _rows(read, mailbox.world * write.numel(), mailbox.world, f"input of {sizes}", input)
+        rows = _rows(mailbox.world, ("input", input, read), ("output", output, write))
         own = partial(native.reduce_scatter, write, read, op=op)
         return Call(REDUCE, [input], rows, [write] * mailbox.world, own, op)
 
@@ -327,9 +325,9 @@ def _flat(
     reads = [_readable(item) for item in inputs.values()]
     writes = [_writable(item, name) for name, item in outputs.items()]
     # torch lets a complex tensor meet its real counterpart, so the flat views are compared.
-    dtypes = dict.fromkeys(_short(item.dtype) for item in (*reads, *writes))
+    dtypes = dict.fromkeys(item.dtype for item in (*reads, *writes))
     if len(dtypes) > 1:
-        raise ValueError(f"expected all tensors to have one dtype, found {', '.join(dtypes)}")
+        raise ValueError(f"expected all tensors to have one dtype, found {', '.join(map(_short, dtypes))}")
     return reads, writes
 
 
@@ -371,10 +369,14 @@ def _splits(sizes: Sequence[int] | None, item: Tensor, name: str, world: int) ->
     return [size * row for size in sizes]
 
 
-def _rows(flat: Tensor, elements: int, world: int, expected: str, item: Tensor) -> list[Tensor]:
-    """Return each rank's part of ``flat``, the view of ``item`` that must have so many ``elements``."""
-    if flat.numel() != elements:
-        raise ValueError(f"expected {expected}, found {_shape([item])}")
+def _rows(world: int, whole: tuple[str, Tensor, Tensor], part: tuple[str, Tensor, Tensor]) -> list[Tensor]:
+    """Return each rank's part of ``whole``: of both the name, the tensor as given, and its flat view."""
+    elements, flat = part[2].numel(), whole[2]
+    if flat.numel() != world * elements:
+        raise ValueError(
+            f"expected {whole[0]} of {world} x {elements} elements for {part[0]} {_shape([part[1]])}, "
+            f"found {_shape([whole[1]])}"
+        )
     return list(flat.view(world, -1)) if elements else [flat] * world
 
 
