@@ -46,7 +46,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat1
 
 GROUP = "process_group"
 
-HALVED = range(4, 2**20, 2)  # numbers of ranks of which two replicas have equally many, at least 2
+HALVED = range(4, 2**20, 2)  # numbers of ranks that make two replicas of at least 2 ranks
 
 # What peers are told to shard one by one: residual blocks and encoder blocks.
 BLOCKS: tuple[type[nn.Module], ...] = (BasicBlock, Bottleneck, EncoderBlock)
