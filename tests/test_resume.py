@@ -361,9 +361,9 @@ def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:
     assert first_of(many.split("; ")) == f"{few}; and 25 more"
 
 
-def test_no_whole_checkpoint_is_told(tmp_path: Path) -> None:
+def test_no_complete_checkpoint_is_reported(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
-    assert "no checkpoint is whole: " in (ending := run(str(tmp_path)))
+    assert "no checkpoint is complete: " in (ending := run(str(tmp_path)))
     assert ending.endswith(
         "step-00000004 is damaged: rank 0: manifest.json is missing; resume=none starts anew"
     )
