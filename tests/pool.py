@@ -99,8 +99,9 @@ class Pool:
 def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a function into a test that runs it on every rank: ``@each_rank(2, 3)`` on two, then on three.
 
-    ``transport``: ``each`` is once over messages and once over shared memory, ``auto`` once. The function's
-    parameters are those of ``pytest.mark.parametrize``, or fixtures whose values can be pickled.
+    Where 3 is among the worlds (it divides no width of the tests' models), 2 and 4 show the same again and
+    are long. ``transport``: ``each`` is once over messages and once over shared memory, ``auto`` once. The
+    function's parameters are those of ``pytest.mark.parametrize``, or fixtures whose values can be pickled.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -115,7 +116,9 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
         parameters = [*own, *inspect.signature(body).parameters.values()]
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         test.on_rank = body  # type: ignore[attr-defined]
-        marked: Callable[..., None] = pytest.mark.parametrize("world", worlds)(test)
+        again = [world for world in worlds if world in (2, 4) and 3 in worlds]
+        each = [pytest.param(w, marks=pytest.mark.long if w in again else ()) for w in worlds]
+        marked: Callable[..., None] = pytest.mark.parametrize("world", each)(test)
         return marked
 
     return decorate

@@ -16,6 +16,8 @@ from shardtrain import comm as dist
 from shardtrain.comm import messages, native, public
 from shardtrain.comm.arithmetic import merge
 
+from pool import each_rank
+
 Ranks = Callable[..., list[Any]]
 several = pytest.mark.parametrize("world", [2, 3, 4])
 every = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -208,18 +210,14 @@ def test_reductions(on_ranks: Ranks, world: int, async_op: bool) -> None:
     on_ranks(world, reduces_all, cases, async_op)
 
 
-def reduces_uneven_lists() -> None:
+@each_rank(1, 2, 3, 4, transport="auto")
+def test_uneven_lists_are_reduced() -> None:
     rank, world = comm.rank(), comm.world_size()
     sizes = [(3 * r + 2) % 4 for r in range(world)]
     lists = [[torch.full((size,), 10.0 * r + i) for i, size in enumerate(sizes)] for r in range(world)]
     output = torch.empty(sizes[rank])
     comm.reduce_scatter(output, lists[rank])
     equal(output, torch.stack([parts[rank] for parts in lists]).sum(0))
-
-
-@every
-def test_uneven_lists_are_reduced(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, reduces_uneven_lists)
 
 
 def sums_low_precision_in_fp32() -> None:
@@ -266,7 +264,8 @@ def test_chunks_change_nothing_and_results_repeat(on_ranks: Ranks, world: int, w
     assert first == on_ranks(world, sums_in_rank_order_across_chunks, window)
 
 
-def odd_tensors() -> None:
+@each_rank(1, 2, 3, 4, transport="auto")
+def test_odd_tensors() -> None:
     rank, world = comm.rank(), comm.world_size()
     # strided, expanded and conjugated inputs; inputs that want gradients; results where inputs lie
     output = torch.empty(world * 3, 2)
@@ -293,12 +292,8 @@ def odd_tensors() -> None:
     equal(output[:1], [float(world)])
 
 
-@every
-def test_odd_tensors(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, odd_tensors)
-
-
-def splits_with_nothing() -> None:
+@each_rank(2, 3, 4, transport="auto")
+def test_splits_of_no_rows() -> None:
     rank, world = comm.rank(), comm.world_size()
     sends = [r if rank == 0 else 0 for r in range(world)]
     gets = [rank if r == 0 else 0 for r in range(world)]
@@ -307,12 +302,8 @@ def splits_with_nothing() -> None:
     equal(output, torch.ones(rank, 2))
 
 
-@several
-def test_splits_of_no_rows(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, splits_with_nothing)
-
-
-def many_at_once() -> None:
+@each_rank(2, 3, 4, transport="auto")
+def test_calls_under_way_together_keep_apart() -> None:
     rank, world = comm.rank(), comm.world_size()
     full = torch.arange(float(world * 3))
     outputs = [torch.empty(3) for _ in range(20)]
@@ -324,11 +315,6 @@ def many_at_once() -> None:
         finish(work, True)
     for index, output in enumerate(outputs):
         equal(output, full.view(world, 3)[rank] * world * (index + 1))
-
-
-@several
-def test_calls_under_way_together_keep_apart(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, many_at_once)
 
 
 def completes_without_wait() -> bool:
@@ -350,7 +336,8 @@ def test_asynchronous_work_completes_by_itself(on_ranks: Ranks) -> None:
     assert on_ranks(2, completes_without_wait)[0] is False
 
 
-def in_a_group() -> None:
+@each_rank(3, transport="auto")
+def test_groups() -> None:
     rank = comm.rank()
     group = comm.new_group([0, 2])
     if rank == 1:
@@ -360,10 +347,6 @@ def in_a_group() -> None:
     output = torch.empty(2)
     comm.all_to_all_single(output, torch.tensor([0.0, 1.0]) + rank, group=group)
     equal(output, [[0.0, 2.0], [1.0, 3.0]][rank // 2])
-
-
-def test_groups(on_ranks: Ranks) -> None:
-    on_ranks(3, in_a_group)
 
 
 def test_without_a_process_group_the_input_is_the_output() -> None:
@@ -658,7 +641,8 @@ def test_all_reduce_takes_torchs_operations_too(on_ranks: Ranks) -> None:
     assert on_ranks(2, reduced_by_name_and_by_torchs_own) == [expected * 2] * 2
 
 
-def torchs_arguments() -> None:
+@each_rank(3, transport="auto")
+def test_torchs_keywords_groups_and_results() -> None:
     """Snippets that were written for torch: its keywords, groups, and results that are waited for."""
     rank = dist.get_rank()
     group = dist.new_group([1, 2])
@@ -681,10 +665,6 @@ def torchs_arguments() -> None:
         equal(dist.broadcast(torch.tensor([rank]), src=2, group=group), [2])
     with pytest.warns(FutureWarning, match="reduce_op"):
         equal(dist.all_reduce(torch.ones(1), dist.reduce_op.SUM), [3.0])
-
-
-def test_torchs_keywords_groups_and_results(on_ranks: Ranks) -> None:
-    on_ranks(3, torchs_arguments)
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, "mean"])

@@ -21,6 +21,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.engine.deferred_init import deferred
 
+from pool import each_rank
 from small import Block, OddNet, assert_same_parameters, shard, train
 
 Ranks = Callable[..., list[Any]]
@@ -127,16 +128,14 @@ def test_a_constructor_that_needs_values_runs_everywhere(on_ranks: Ranks, which:
     on_ranks(2, on_every_rank, NeedsValues, (which,), False)
 
 
-def a_mistake() -> None:
+@each_rank(2, transport="auto")
+def test_a_mistake_in_the_constructor_is_raised_on_every_rank() -> None:
     with pytest.raises(TypeError, match="argument"):
         deferred(OddNet, 1, 2, 3)
 
 
-def test_a_mistake_in_the_constructor_is_raised_on_every_rank(on_ranks: Ranks) -> None:
-    on_ranks(2, a_mistake)
-
-
-def trains_alike() -> None:
+@each_rank(2)
+def test_an_optimizer_built_before_and_ignored_parameters() -> None:
     """With an optimizer built before, and parameters and buffers of an ignored module; seeds differ."""
     torch.manual_seed(1 + dist.get_rank())
     meta = deferred(lambda: OddNet().to(memory_format=torch.channels_last))
@@ -151,11 +150,8 @@ def trains_alike() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_an_optimizer_built_before_and_ignored_parameters(ranks: Ranks) -> None:
-    ranks(2, trains_alike)
-
-
-def conversions() -> None:
+@each_rank(2, transport="auto")
+def test_conversions_copies_and_wrappers_after_deferring() -> None:
     torch.manual_seed(2)
     expected = nn.Sequential(OddNet(), nn.Linear(5, 3))
     expected = expected.to(memory_format=torch.channels_last).double()
@@ -166,21 +162,14 @@ def conversions() -> None:
     assert_same_parameters(shard(model, units=[Block]), expected, tolerance=0)
 
 
-def test_conversions_copies_and_wrappers_after_deferring(on_ranks: Ranks) -> None:
-    on_ranks(2, conversions)
-
-
-def not_in_the_mesh() -> None:
+@each_rank(3, transport="auto")
+def test_a_mesh_without_rank_0_is_refused() -> None:
     mesh = DeviceMesh("cpu", [1, 2])
     model = deferred(OddNet)
     if dist.get_rank():
         with pytest.raises(ValueError, match=r"deferred\(\) built the values on rank 0.*not in the mesh"):
             shard(model, mesh=mesh)
     dist.barrier()  # rank 0 stays while the others connect
-
-
-def test_a_mesh_without_rank_0_is_refused(on_ranks: Ranks) -> None:
-    on_ranks(3, not_in_the_mesh)
 
 
 class Counter(TorchDispatchMode):

@@ -24,12 +24,12 @@ from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.shard import ALIGN_BYTES
 from shardtrain.engine.unit import State
 
+from pool import each_rank
 from small import (
     Block,
     OddNet,
     assert_at_rest,
     assert_same_parameters,
-    every,
     images,
     several,
     sgd,
@@ -44,7 +44,8 @@ Ranks = Callable[..., list[Any]]
 # memory and traffic
 
 
-def holds_its_share() -> None:
+@each_rank(1, 2, 3, 4)
+def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered() -> None:
     model, _ = sharded_and_replica()
     world = dist.get_world_size()
     before = list(model.parameters())
@@ -62,11 +63,6 @@ def holds_its_share() -> None:
         ):
             assert sum(t.nbytes for t in held if t is not None) <= info.local_bytes
     assert_at_rest(model)
-
-
-@every
-def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered(ranks: Ranks, world: int) -> None:
-    ranks(world, holds_its_share)
 
 
 def traffic_of_a_step(reshard: bool) -> tuple[dict[str, int], dict[str, int], int, int]:
@@ -116,7 +112,8 @@ def test_the_meter_says_how_long_a_rank_waited_and_for_what(ranks: Ranks) -> Non
     assert quick[1] <= {"all_gather", "reduce_scatter", "fence"}
 
 
-def alone_moves_and_copies_nothing() -> None:
+@each_rank(1)
+def test_world_size_1_makes_no_collective_and_no_copy() -> None:
     model, _ = sharded_and_replica()
     gradients: dict[str, int] = {}
     for name, param in model.named_parameters():
@@ -130,10 +127,6 @@ def alone_moves_and_copies_nothing() -> None:
     for name, param in model.named_parameters():
         assert param.grad is not None
         assert param.grad.untyped_storage().data_ptr() == gradients[name]
-
-
-def test_world_size_1_makes_no_collective_and_no_copy(ranks: Ranks) -> None:
-    ranks(1, alone_moves_and_copies_nothing)
 
 
 def test_no_process_group_is_world_size_1() -> None:
@@ -150,7 +143,8 @@ def test_no_process_group_is_world_size_1() -> None:
     assert_same_parameters(model, plain, tolerance=0)
 
 
-def is_freed() -> None:
+@each_rank(1, 2)
+def test_a_sharded_model_is_freed() -> None:
     model, _ = sharded_and_replica()
     train(model, sgd(model), 1)
     local = weakref.ref(engine_of(model).units[1].segments[0].local.untyped_storage())
@@ -158,11 +152,6 @@ def is_freed() -> None:
     del model, _
     gc.collect()
     assert [w() for w in (*gone, local)] == [None] * 4
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sharded_model_is_freed(ranks: Ranks, world: int) -> None:
-    ranks(world, is_freed)
 
 
 def most_gathered_at_once() -> int:
@@ -212,16 +201,6 @@ def test_slow_movements_change_nothing(ranks: Ranks) -> None:
 # optimizers
 
 
-def optimizer_built_first(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    torch.manual_seed(0)
-    plain = OddNet()
-    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    early = make(plain.parameters())
-    train(shard(plain, units=[Block]), early)
-    train(replica, make(replica.parameters()))
-    assert_same_parameters(plain, replica)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -231,15 +210,23 @@ def optimizer_built_first(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     ],
     ids=["Adam foreach", "AdamW fused", "SGD fused"],
 )
-@pytest.mark.parametrize("world", [1, 4])
-def test_an_optimizer_built_before_sharding_works(ranks: Ranks, world: int, make: Any) -> None:
-    ranks(world, optimizer_built_first, make)
+@each_rank(1, 4)
+def test_an_optimizer_built_before_sharding_works(make: Any) -> None:
+    torch.manual_seed(0)
+    plain = OddNet()
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    early = make(plain.parameters())
+    train(shard(plain, units=[Block]), early)
+    train(replica, make(replica.parameters()))
+    assert_same_parameters(plain, replica)
 
 
 # accumulation and clipping
 
 
-def accumulates(way: str) -> None:
+@pytest.mark.parametrize("way", ["no_sync", "reduce every time"])
+@each_rank(1, 2, 3, 4)
+def test_accumulation_equals_one_big_step(way: str) -> None:
     model, replica = sharded_and_replica()
     for net, no_sync in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
         optimizer = sgd(net)
@@ -256,13 +243,9 @@ def accumulates(way: str) -> None:
     assert_same_parameters(model, replica)
 
 
-@every
-@pytest.mark.parametrize("way", ["no_sync", "reduce every time"])
-def test_accumulation_equals_one_big_step(ranks: Ranks, world: int, way: str) -> None:
-    ranks(world, accumulates, way)
-
-
-def clips(norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@each_rank(1, 2, 3, 4)
+def test_clipping_equals_ddp_s(norm_type: float) -> None:
     model, replica = sharded_and_replica()
     for net in (model, replica):
         x, y = images(0)
@@ -276,12 +259,6 @@ def clips(norm_type: float) -> None:
     with shardtrain.unsharded(model, grads=True, writeback=False):
         for (name, ours_p), theirs_p in zip(model.named_parameters(), replica.parameters(), strict=True):
             torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
-
-
-@every
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_clipping_equals_ddp_s(ranks: Ranks, world: int, norm_type: float) -> None:
-    ranks(world, clips, norm_type)
 
 
 def an_infinity_is_seen_by_all() -> list[str]:
@@ -341,7 +318,8 @@ class FirstOutput(nn.Module):
         return self.net(x)["out"].logits
 
 
-def shared_and_unused() -> None:
+@each_rank(1, 2, 3, 4)
+def test_modules_called_twice_or_never_tied_weights_and_nested_outputs() -> None:
     torch.manual_seed(0)
     plain = Shared()
     replica = nn.parallel.DistributedDataParallel(
@@ -361,12 +339,9 @@ def shared_and_unused() -> None:
     assert all(p.grad is None for p in model.never.parameters())
 
 
-@every
-def test_modules_called_twice_or_never_tied_weights_and_nested_outputs(ranks: Ranks, world: int) -> None:
-    ranks(world, shared_and_unused)
-
-
-def two_forwards(order: str) -> None:
+@pytest.mark.parametrize("order", ["one backward", "retain_graph", "two backwards"])
+@each_rank(2, 3)
+def test_other_orders_of_forward_and_backward(order: str) -> None:
     model, replica = sharded_and_replica()
     plain = replica.module  # DDP itself reduces only the first of several backwards
     for net in (model, plain):
@@ -387,12 +362,6 @@ def two_forwards(order: str) -> None:
     sgd(model).step()
     sgd(plain).step()
     assert_same_parameters(model, plain)
-
-
-@several
-@pytest.mark.parametrize("order", ["one backward", "retain_graph", "two backwards"])
-def test_other_orders_of_forward_and_backward(ranks: Ranks, world: int, order: str) -> None:
-    ranks(world, two_forwards, order)
 
 
 class Checkpointed(OddNet):
@@ -430,7 +399,8 @@ def test_activation_checkpointing_costs_no_extra_gather(
     ranks(world, checkpointed, together, reentrant)
 
 
-def frozen_then_unfrozen() -> None:
+@each_rank(1, 2, 3, 4)
+def test_frozen_parameters_and_unfreezing() -> None:
     torch.manual_seed(0)
     plain = OddNet()
     plain.blocks.requires_grad_(False)
@@ -451,12 +421,8 @@ def frozen_then_unfrozen() -> None:
     assert_same_parameters(model, replica)
 
 
-@every
-def test_frozen_parameters_and_unfreezing(ranks: Ranks, world: int) -> None:
-    ranks(world, frozen_then_unfrozen)
-
-
-def left_alone() -> None:
+@each_rank(2, 3)
+def test_ignored_modules_stay_whole() -> None:
     torch.manual_seed(0)
     model = OddNet()
     weight, shape = model.fc.weight, model.fc.weight.shape
@@ -467,12 +433,8 @@ def left_alone() -> None:
     assert shardtrain.clip_grad_norm_(model, 1.0) > 0
 
 
-@several
-def test_ignored_modules_stay_whole(ranks: Ranks, world: int) -> None:
-    ranks(world, left_alone)
-
-
-def uneven_initial_weights() -> None:
+@each_rank(2, 3)
+def test_initial_weights_and_buffers_are_rank_0_s() -> None:
     torch.manual_seed(dist.get_rank())
     model = OddNet()
     model.blocks[0].norm.running_mean.fill_(dist.get_rank())
@@ -483,12 +445,8 @@ def uneven_initial_weights() -> None:
     assert model.blocks[0].norm.running_mean.eq(0).all()
 
 
-@several
-def test_initial_weights_and_buffers_are_rank_0_s(ranks: Ranks, world: int) -> None:
-    ranks(world, uneven_initial_weights)
-
-
-def channels_last() -> None:
+@each_rank(1, 2, 3, 4)
+def test_channels_last_weights_stay_channels_last() -> None:
     model, replica = sharded_and_replica(lambda: OddNet().to(memory_format=torch.channels_last))
     with shardtrain.unsharded(model):
         assert model.stem.weight.is_contiguous(memory_format=torch.channels_last)
@@ -496,12 +454,8 @@ def channels_last() -> None:
     assert_same_parameters(model, replica)
 
 
-@every
-def test_channels_last_weights_stay_channels_last(ranks: Ranks, world: int) -> None:
-    ranks(world, channels_last)
-
-
-def inference_then_training() -> None:
+@each_rank(1, 2, 3, 4)
+def test_inference_mode_then_training() -> None:
     model, replica = sharded_and_replica()
     for net in (model, replica):
         optimizer = sgd(net)
@@ -514,12 +468,8 @@ def inference_then_training() -> None:
     assert_same_parameters(model, replica)
 
 
-@every
-def test_inference_mode_then_training(ranks: Ranks, world: int) -> None:
-    ranks(world, inference_then_training)
-
-
-def converted() -> None:
+@each_rank(1, 2, 3, 4)
+def test_edits_and_conversions_after_sharding_take_effect() -> None:
     model, replica = sharded_and_replica()
     model.to(torch.float64)
     replica = nn.parallel.DistributedDataParallel(replica.module.to(torch.float64))
@@ -536,12 +486,8 @@ def converted() -> None:
     assert_same_parameters(model, replica, tolerance=1e-9)
 
 
-@every
-def test_edits_and_conversions_after_sharding_take_effect(ranks: Ranks, world: int) -> None:
-    ranks(world, converted)
-
-
-def from_meta() -> None:
+@each_rank(2, 3)
+def test_a_model_on_the_meta_device_materialises_its_pieces() -> None:
     torch.manual_seed(0)
     expected = OddNet()
     with torch.device("meta"):
@@ -557,12 +503,8 @@ def from_meta() -> None:
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
 
 
-@several
-def test_a_model_on_the_meta_device_materialises_its_pieces(ranks: Ranks, world: int) -> None:
-    ranks(world, from_meta)
-
-
-def a_child_by_itself() -> None:
+@each_rank(2, 3)
+def test_a_child_called_by_itself_finds_its_parameters() -> None:
     model, replica = sharded_and_replica()
     for net, inner in ((model, model), (replica, replica.module)):
         optimizer = sgd(net)
@@ -576,16 +518,13 @@ def a_child_by_itself() -> None:
     assert_same_parameters(model, replica)
 
 
-@several
-def test_a_child_called_by_itself_finds_its_parameters(ranks: Ranks, world: int) -> None:
-    ranks(world, a_child_by_itself)
-
-
 class Boom(Exception):
     pass
 
 
-def fails_then_recovers(where: str) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward", "Ctrl-C"])
+@each_rank(1, 2, 3, 4)
+def test_a_clean_step_after_an_exception(where: str) -> None:
     model, replica = sharded_and_replica()
     optimizer = sgd(model)
 
@@ -607,13 +546,8 @@ def fails_then_recovers(where: str) -> None:
     assert_same_parameters(model, replica)
 
 
-@every
-@pytest.mark.parametrize("where", ["forward", "backward", "Ctrl-C"])
-def test_a_clean_step_after_an_exception(ranks: Ranks, world: int, where: str) -> None:
-    ranks(world, fails_then_recovers, where)
-
-
-def uneven_statistics() -> None:
+@each_rank(1, 2, 3, 4)
+def test_running_statistics_are_averaged() -> None:
     model, _ = sharded_and_replica()
     norm = model.blocks[0].norm
     norm.running_mean.fill_(float(dist.get_rank()))
@@ -625,11 +559,6 @@ def uneven_statistics() -> None:
     shardtrain.average_buffers(model)
     assert norm.running_mean.eq(mean).all()
     assert norm.num_batches_tracked == 10
-
-
-@every
-def test_running_statistics_are_averaged(ranks: Ranks, world: int) -> None:
-    ranks(world, uneven_statistics)
 
 
 # refusals
@@ -687,12 +616,9 @@ def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPa
         shardtrain.shard(OddNet())
 
 
-def sparse() -> None:
+@each_rank(2)
+def test_sparse_gradients_are_refused_by_name() -> None:
     model = shard(nn.Sequential(nn.Embedding(10, 3, sparse=True)))
     with pytest.raises(ValueError, match=r"parameter 0\.weight has a sparse gradient"):
         model(torch.tensor([1, 2])).sum().backward()
     dist.barrier()  # each rank is refused by itself, and the other may still be on its way there
-
-
-def test_sparse_gradients_are_refused_by_name(ranks: Ranks) -> None:
-    ranks(2, sparse)

@@ -27,6 +27,7 @@ from shardtrain.engine.recompute import require_inductor
 from shardtrain.job.step import Step
 from shardtrain.plan.memory import memory_of_step
 
+from pool import each_rank
 from small import (
     Block,
     OddNet,
@@ -190,7 +191,9 @@ def test_the_same_in_bf16_with_kept_parameters_and_with_both(
 # compiling
 
 
-def evaluates_compiled(bf16: bool) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+@each_rank(2, transport="auto")
+def test_compiled_units_evaluate(bf16: bool) -> None:
     """Evaluation at several sizes, whole parameters, then training again: few graphs, right results."""
     options = {"precision": BF16 if bf16 else None}
     (model, _), (plain, _) = (sharded_and_replica(OddNet, **options) for _ in range(2))
@@ -218,12 +221,8 @@ def evaluates_compiled(bf16: bool) -> None:
         assert stats["unique_graphs"] == 3 + bf16
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_compiled_units_evaluate(on_ranks: Ranks, bf16: bool) -> None:
-    on_ranks(2, evaluates_compiled, bf16)
-
-
-def runs_compiled_code_again() -> None:
+@each_rank(1, transport="auto")
+def test_what_is_computed_again_is_compiled() -> None:
     """What is computed again in backward is compiled, too."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -250,11 +249,9 @@ def runs_compiled_code_again() -> None:
     assert ran == ["forward"] * 2 + ["forward", "backward"] * 2
 
 
-def test_what_is_computed_again_is_compiled(on_ranks: Ranks) -> None:
-    on_ranks(1, runs_compiled_code_again)
-
-
-def compiles_for_real() -> None:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@each_rank(2, transport="auto")
+def test_inductor() -> None:
     (model, _), (plain, _) = (sharded_and_replica() for _ in range(2))
     environment = dict(os.environ)
     try:
@@ -268,11 +265,6 @@ def compiles_for_real() -> None:
     whole, expected = shardtrain.full_state_dict(model), shardtrain.full_state_dict(plain)
     for name, value in whole.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor(on_ranks: Ranks) -> None:
-    on_ranks(2, compiles_for_real)
 
 
 def test_inductor_without_a_compiler() -> None:

@@ -21,6 +21,7 @@ from shardtrain.comm.transport import Flat, Gradient, Tag
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
 
+from pool import each_rank
 from small import Block, OddNet, assert_at_rest, raised_soon, sgd, train
 
 Ranks = Callable[..., list[Any]]
@@ -73,7 +74,9 @@ def test_training_over_hosts_is_training(on_ranks: Ranks) -> None:
         assert all(torch.equal(first[3][name], second[3][name]) for name in first[3])
 
 
-def moves_exactly(of_ranks: list[int]) -> None:
+@pytest.mark.parametrize("of_ranks", [BLOCKS, INTERLEAVED])
+@each_rank(4, transport="auto")
+def test_movements_between_hosts_are_exact(of_ranks: list[int]) -> None:
     """Every rank's interval everywhere; the mean of the hosts' means, to the bit."""
     with hosts(of_ranks):
         transport = comm.open_transport("auto")
@@ -102,11 +105,6 @@ def moves_exactly(of_ranks: list[int]) -> None:
     for piece, found in zip(pieces, taken.own, strict=True):
         assert torch.equal(found, mean[piece.offset : piece.offset + piece.numel])
     transport.fence(LEAVE)
-
-
-@pytest.mark.parametrize("of_ranks", [BLOCKS, INTERLEAVED])
-def test_movements_between_hosts_are_exact(on_ranks: Ranks, of_ranks: list[int]) -> None:
-    on_ranks(4, moves_exactly, of_ranks)
 
 
 def saved_and_loaded(folder: str) -> None:

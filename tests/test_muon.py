@@ -15,6 +15,7 @@ from shardtrain import comm
 from shardtrain.optim import Muon, muon_groups
 from shardtrain.optim.muon import hidden_matrices, orthogonalised
 
+from pool import each_rank
 from small import Block, OddNet, assert_same_parameters, images, shard, sharded_and_replica, train
 from test_parity import mean_in_rank_order
 
@@ -109,7 +110,8 @@ def test_convolutions_on_shards_equal_unsharded_ones(ranks: Ranks, world: int) -
     ranks(world, convolutions_like_unsharded, world == 2, world == 3)
 
 
-def muon_needs_whole_parameters() -> None:
+@each_rank(2, transport="auto")
+def test_muon_on_pieces_is_refused_with_the_way_out() -> None:
     model, plain = shard(OddNet()), OddNet()
     way_out = r"shard\(..., layout='whole'\)"
     with pytest.raises(ValueError, match=f"found a parameter of shape .*{way_out}"):
@@ -118,10 +120,6 @@ def muon_needs_whole_parameters() -> None:
     shard(plain)(images(0)[0]).sum().backward()
     with pytest.raises(ValueError, match=f"Muon cannot step on a sharded model.*{way_out}"):
         optimizer.step()
-
-
-def test_muon_on_pieces_is_refused_with_the_way_out(on_ranks: Ranks) -> None:
-    on_ranks(2, muon_needs_whole_parameters)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from shardtrain.job.hydra_app import compose
 from shardtrain.monitor import StepMetrics
 from shardtrain.optim import Ema
 
+from pool import each_rank
 from small import Block, OddNet, assert_at_rest, assert_same_parameters, images, sgd, shard, train
 
 Ranks = Callable[..., list[Any]]
@@ -43,7 +44,8 @@ def both(**options: Any) -> tuple[nn.Module, nn.Module]:
     return offloaded(plain, **options), resident
 
 
-def equal_ddp() -> None:
+@each_rank(1, 2, 3, 4, transport="auto")
+def test_training_equals_ddp() -> None:
     torch.manual_seed(0)
     plain = OddNet()
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
@@ -53,11 +55,6 @@ def equal_ddp() -> None:
     for unit in engine_of(model).units:
         for segment in unit.segments:
             assert segment.wire.untyped_storage().data_ptr() != segment.full.untyped_storage().data_ptr()
-
-
-@every
-def test_training_equals_ddp(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, equal_ddp)
 
 
 def equals_resident(precision: Precision | None, accumulate: str, clip: bool) -> None:
@@ -135,10 +132,7 @@ def test_a_run_adds_up_where_units_compute() -> None:
     assert window.loss_of_step().device == elsewhere
 
 
-def on_the_cpu() -> None:
+@each_rank(2)
+def test_on_the_cpu_there_is_nothing_to_offload() -> None:
     model = shard(OddNet(), units=[Block], offload=True)
     assert not isinstance(engine_of(model).transport, comm.Offloaded)
-
-
-def test_on_the_cpu_there_is_nothing_to_offload(ranks: Ranks) -> None:
-    ranks(2, on_the_cpu)

@@ -18,6 +18,7 @@ from shardtrain import Precision, comm
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.precision import cast
 
+from pool import each_rank
 from small import Block, OddNet, assert_at_rest, images, sgd, shard, train
 
 Ranks = Callable[..., list[Any]]
@@ -108,7 +109,8 @@ def test_bf16_with_other_norms_equals_a_replicated_twin(ranks: Ranks) -> None:
     ranks(3, exactly_like_the_twin, NormNet, nn.Linear, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm))
 
 
-def accumulates() -> None:
+@each_rank(1, 3)
+def test_accumulation_adds_up_in_the_dtype_of_the_reduction() -> None:
     """bf16 gradients of three micro-batches are added up in fp32, and move in fp32."""
     torch.manual_seed(0)
     plain = OddNet()
@@ -132,11 +134,6 @@ def accumulates() -> None:
     assert all(torch.equal(whole[name], param) for name, param in twin.master.named_parameters())
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_accumulation_adds_up_in_the_dtype_of_the_reduction(ranks: Ranks, world: int) -> None:
-    ranks(world, accumulates)
-
-
 class Traffic(NamedTuple):
     gathered: int
     reduced: int
@@ -152,18 +149,16 @@ def moved(precision: Precision | None) -> Traffic:
     return Traffic(meter.bytes["all_gather"], meter.bytes["reduce_scatter"])
 
 
-def halves() -> None:
+@each_rank(2)
+def test_bf16_moves_half_the_bytes() -> None:
     full = moved(None)
     assert moved(BF16) == Traffic(full.gathered // 2, full.reduced // 2)
     assert moved(Precision(torch.bfloat16, reduce=torch.float32)) == Traffic(full.gathered // 2, full.reduced)
     assert moved(Precision(reduce=torch.bfloat16)) == Traffic(full.gathered, full.reduced // 2)
 
 
-def test_bf16_moves_half_the_bytes(ranks: Ranks) -> None:
-    ranks(2, halves)
-
-
-def dtypes() -> None:
+@each_rank(2)
+def test_what_is_cast_and_what_is_not() -> None:
     model = shard(NormNet(), units=[nn.Linear], precision=BF16)
     out = model(torch.randn(2, 3, 5, 5), mask=torch.ones(2, 9, dtype=torch.int64))
     assert model.seen == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
@@ -184,11 +179,8 @@ def dtypes() -> None:
     assert everything.seen[2] == torch.bfloat16
 
 
-def test_what_is_cast_and_what_is_not(ranks: Ranks) -> None:
-    ranks(2, dtypes)
-
-
-def updates_are_seen() -> None:
+@each_rank(1, 2)
+def test_every_forward_sees_the_last_update() -> None:
     """Shards are cast once per forward, also where no update came between, or by hand."""
     model = shard(nn.Linear(3, 3, bias=False), precision=BF16)
     with torch.no_grad():
@@ -200,12 +192,8 @@ def updates_are_seen() -> None:
         assert segment.wire.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_forward_sees_the_last_update(ranks: Ranks, world: int) -> None:
-    ranks(world, updates_are_seen)
-
-
-def autocasts() -> None:
+@each_rank(2)
+def test_autocast() -> None:
     """Without a Precision, torch.autocast works as on the plain model."""
     torch.manual_seed(0)
     plain = OddNet()
@@ -213,10 +201,6 @@ def autocasts() -> None:
     x, _ = images(0)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), plain(x))
-
-
-def test_autocast(ranks: Ranks) -> None:
-    ranks(2, autocasts)
 
 
 def test_a_dtype_that_cannot_compute_is_refused() -> None:

@@ -31,6 +31,7 @@ from shardtrain.comm.transport import Pending
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, even
 
+from pool import each_rank
 from small import Block, OddNet, assert_at_rest, average_gradients, images, raised_soon, sgd, train
 
 Ranks = Callable[..., list[Any]]
@@ -191,7 +192,8 @@ def moved(precision: Precision) -> tuple[int, int]:
     return meter.bytes["all_gather"], meter.bytes["reduce_scatter"]
 
 
-def a_quarter() -> None:
+@each_rank(4, transport="auto")
+def test_int8_moves_a_quarter_of_the_bytes() -> None:
     """(1 + 4 / block) / 4 of fp32's bytes where whole blocks fill the intervals; either movement alone."""
     gathered, reduced = moved(Precision())
     low = [int(size * (1 + 4 / BLOCK) / 4) for size in (gathered, reduced)]
@@ -200,10 +202,6 @@ def a_quarter() -> None:
     assert moved(INT8) == (low[0], low[1])
     halved = Precision(torch.bfloat16, reduce=torch.int8)
     assert moved(halved) == (gathered // 2, low[1])
-
-
-def test_int8_moves_a_quarter_of_the_bytes(on_ranks: Ranks) -> None:
-    on_ranks(4, a_quarter)
 
 
 # the engine
@@ -306,7 +304,8 @@ def test_losses_stay_near_ddp_s(
     on_ranks(world, trains_like_ddp, make, lr, each, mean)
 
 
-def bf16_and_micro_batches() -> None:
+@each_rank(3, transport="auto")
+def test_bf16_accumulation_and_clipping() -> None:
     """bf16 compute, accumulation and clipping, beside the same without int8."""
     found = []
     for int8 in (None, torch.int8):
@@ -327,10 +326,6 @@ def bf16_and_micro_batches() -> None:
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=0.05)
     assert found[1] != found[0]
-
-
-def test_bf16_accumulation_and_clipping(on_ranks: Ranks) -> None:
-    on_ranks(3, bf16_and_micro_batches)
 
 
 class Choice(nn.Module):
@@ -372,15 +367,12 @@ def test_parameters_used_on_some_ranks_only_or_frozen(on_ranks: Ranks, world: in
     on_ranks(world, absent_gradients)
 
 
-def overflows() -> None:
+@each_rank(3, transport="auto")
+def test_a_gradient_that_is_not_finite_is_seen_by_all() -> None:
     """An infinity on one rank reaches the owner, and everyone's norm."""
     model = made()
     model(images(0)[0] * (math.inf if dist.get_rank() == 1 else 1)).sum().backward()
     assert not shardtrain.clip_grad_norm_(model, 1.0).isfinite()
-
-
-def test_a_gradient_that_is_not_finite_is_seen_by_all(on_ranks: Ranks) -> None:
-    on_ranks(3, overflows)
 
 
 def saves(path: Path) -> None:
@@ -398,7 +390,8 @@ def test_checkpoints_are_exact(on_ranks: Ranks, tmp_path: Path) -> None:
     on_ranks(2, saves, tmp_path / "saved")
 
 
-def delayed() -> None:
+@each_rank(2, transport="auto")
+def test_slow_movements_change_nothing() -> None:
     """One rank starts and ends its movements late."""
     losses = []
     for seconds in (0.0, 0.02):
@@ -416,11 +409,8 @@ def delayed() -> None:
     assert losses[0] == losses[1]
 
 
-def test_slow_movements_change_nothing(on_ranks: Ranks) -> None:
-    on_ranks(2, delayed)
-
-
-def evaluates() -> None:
+@each_rank(2, transport="auto")
+def test_inference_and_copies() -> None:
     """inference_mode, then training; a copy; every rank computes the same outputs of the same images."""
     model = made()
     x, _ = images(0, rank=0)
@@ -429,10 +419,6 @@ def evaluates() -> None:
     assert all(torch.equal(outputs[0], other) for other in outputs)
     twin = copy.deepcopy(model)
     assert train(model.train(), sgd(model), 2) == train(twin.train(), sgd(twin), 2)
-
-
-def test_inference_and_copies(on_ranks: Ranks) -> None:
-    on_ranks(2, evaluates)
 
 
 def test_a_single_rank_rounds_nothing() -> None:

@@ -25,6 +25,7 @@ from shardtrain.comm import Tag
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.precision import Precision
 
+from pool import each_rank
 from small import (
     Block,
     OddNet,
@@ -179,14 +180,11 @@ def trains_where_used(users: list[int], skips: bool) -> None:
     assert_replicas_are_equal(model)
 
 
-def used_here_and_there(skips: bool) -> None:
+@pytest.mark.parametrize("skips", [True, False], ids=["layers of the root", "outputs of units"])
+@each_rank(4)
+def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
     for users in ([3], [0], [1, 2], []):
         trains_where_used(users, skips)
-
-
-@pytest.mark.parametrize("skips", [True, False], ids=["layers of the root", "outputs of units"])
-def test_what_is_used_on_some_ranks_only(ranks: Ranks, skips: bool) -> None:
-    ranks(4, used_here_and_there, skips)
 
 
 class Touched(nn.Module):
@@ -256,7 +254,9 @@ def test_traffic_is_as_theory_says(ranks: Ranks, sizes: tuple[int, int], precisi
     ranks(sizes[0] * sizes[1], traffic, sizes, precision)
 
 
-def accumulates_and_clips() -> None:
+@each_rank(4)
+def test_accumulation_and_clipping_equal_ddp() -> None:
+    """Norms add up in another order: to 1e-5."""
     micro = 3
     model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block])
     optimizers = [sgd(model), sgd(replica)]
@@ -279,12 +279,8 @@ def accumulates_and_clips() -> None:
     assert_replicas_are_equal(model)
 
 
-def test_accumulation_and_clipping_equal_ddp(ranks: Ranks) -> None:
-    """Norms add up in another order: to 1e-5."""
-    ranks(4, accumulates_and_clips)
-
-
-def in_bf16() -> None:
+@each_rank(4)
+def test_bf16_keeps_replicas_equal() -> None:
     """Every replica has the same bits, and losses near to fp32's."""
     for replicate in (2, 4):
         torch.manual_seed(0)
@@ -296,10 +292,6 @@ def in_bf16() -> None:
         assert losses[1] == pytest.approx(losses[0], abs=0.1)
         assert losses[1] != losses[0]
         assert_replicas_are_equal(model)
-
-
-def test_bf16_keeps_replicas_equal(ranks: Ranks) -> None:
-    ranks(4, in_bf16)
 
 
 def bad_meshes() -> list[str]:
@@ -340,7 +332,8 @@ def test_the_backends_own_collectives_serve_as_well(on_ranks: Ranks, sizes: tupl
     on_ranks(sizes[0] * sizes[1], by_the_backend, sizes)
 
 
-def a_part_exchanges() -> None:
+@each_rank(3, transport="auto")
+def test_a_part_of_a_group_exchanges_among_its_own() -> None:
     members = [0, 2]
     group = dist.new_group(members)
     world = dist.group.WORLD
@@ -351,10 +344,6 @@ def a_part_exchanges() -> None:
         outgoing, incoming = part.rank + torch.tensor([0.1, 0.2]), torch.zeros(2)
         part.exchange(Tag(0, "packets"), outgoing, [1, 1], incoming).wait()
         assert torch.equal(incoming, torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
-
-
-def test_a_part_of_a_group_exchanges_among_its_own(on_ranks: Ranks) -> None:
-    on_ranks(3, a_part_exchanges)
 
 
 def strays(sizes: tuple[int, int], odd: list[int], order: str, folder: str) -> str:

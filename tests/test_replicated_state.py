@@ -20,6 +20,7 @@ from shardtrain.job.build import require_equal_groups
 from shardtrain.job.schema import UserError
 from shardtrain.optim import Ema
 
+from pool import each_rank
 from small import Block, OddNet, assert_at_rest, mesh, raised_soon, sgd, shard, train
 from test_config import configure
 from test_hosts import hosts
@@ -100,7 +101,8 @@ def test_one_replica_writes_what_all_hold_alike(on_ranks: Ranks, tmp_path: Path)
         assert "buffers" in kinds
 
 
-def whole_state() -> None:
+@each_rank(4)
+def test_whole_parameters_and_buffers_are_everyones() -> None:
     model, _, _ = made(HYBRID)
     with torch.no_grad(), shardtrain.unsharded(model):
         model.fc.weight.fill_(2.0)  # type: ignore[union-attr]
@@ -117,10 +119,6 @@ def whole_state() -> None:
     means = {float(b.mean()) for b in model.buffers() if b.is_floating_point()}
     assert means == {1.5}
     assert_replicas_are_equal(model)
-
-
-def test_whole_parameters_and_buffers_are_everyones(ranks: Ranks) -> None:
-    ranks(4, whole_state)
 
 
 def differs() -> str:

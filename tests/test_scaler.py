@@ -24,6 +24,7 @@ from shardtrain.job.launch import Context
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
+from pool import each_rank
 from small import images, shard
 
 Ranks = Callable[..., list[Any]]
@@ -48,7 +49,9 @@ def update(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
     optimizer.zero_grad()
 
 
-def scaled_and_not(fused: bool, clip: bool) -> None:
+@pytest.mark.parametrize(("fused", "clip"), [(False, False), (True, False), (False, True)])
+@each_rank(3)
+def test_scaling_changes_no_update(fused: bool, clip: bool) -> None:
     """A power of two as scale changes no bit of what does not overflow."""
     ends = []
     for scale in (1.0, 2.0**10):
@@ -63,11 +66,6 @@ def scaled_and_not(fused: bool, clip: bool) -> None:
         ends.append(shardtrain.full_state_dict(model))
     for name, value in ends[0].items():  # subnormal fp16 has fewer bits
         torch.testing.assert_close(ends[1][name], value, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize(("fused", "clip"), [(False, False), (True, False), (False, True)])
-def test_scaling_changes_no_update(ranks: Ranks, fused: bool, clip: bool) -> None:
-    ranks(3, scaled_and_not, fused, clip)
 
 
 def overflows(fused: bool) -> list[tuple[float, bool]]:
@@ -94,7 +92,8 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(ranks: Ranks, fused: bool) 
     assert seen == [[(8.0, True), (4.0, False), (4.0, True), (8.0, True)]] * 3
 
 
-def accumulates() -> None:
+@each_rank(1, 2)
+def test_accumulation_adds_up_in_the_dtype_of_the_reduction() -> None:
     """fp16 gradients of micro-batches are added up in the dtype of the reduction, here fp32."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(75, 9), nn.Tanh(), nn.Linear(9, 5))
@@ -113,11 +112,6 @@ def accumulates() -> None:
         for param, expected in zip(model.parameters(), total, strict=True):
             dist.all_reduce(expected)
             assert torch.equal(param.grad, expected / dist.get_world_size())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_accumulation_adds_up_in_the_dtype_of_the_reduction(ranks: Ranks, world: int) -> None:
-    ranks(world, accumulates)
 
 
 TINY = """

@@ -19,6 +19,7 @@ from shardtrain.comm.shared_memory import Arena
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
 
+from pool import each_rank
 from small import Block, OddNet, assert_same_parameters, sgd, sharded_and_replica, train
 from test_hosts import hosts
 
@@ -56,7 +57,8 @@ def test_ranks_of_one_host_share_memory_unasked(on_ranks: Ranks) -> None:
     assert on_ranks(2, what_is_chosen) == [(comm.SharedMemoryTransport, True)] * 2
 
 
-def accumulates_more_than_the_arena_holds() -> None:
+@each_rank(2, 3, transport="auto")
+def test_gradients_beyond_the_arena_wait_in_private_memory() -> None:
     """Units whose gradients all wait under `no_sync`: most are collected in private memory."""
     model, plain = sharded_and_replica(
         lambda: nn.Sequential(*(nn.Linear(31, 31) for _ in range(9))),
@@ -74,11 +76,6 @@ def accumulates_more_than_the_arena_holds() -> None:
             torch.optim.SGD(net.parameters(), 0.1).step()
             net.zero_grad()
     assert_same_parameters(model, plain)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_beyond_the_arena_wait_in_private_memory(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, accumulates_more_than_the_arena_holds)
 
 
 def a_unit_of_two_segments(of_ranks: list[int]) -> None:

@@ -14,12 +14,12 @@ from torch import nn
 import shardtrain
 from shardtrain.engine.hooks import engine_of
 
+from pool import each_rank
 from small import (
     Block,
     OddNet,
     assert_at_rest,
     assert_same_parameters,
-    every,
     sgd,
     shard,
     sharded_and_replica,
@@ -29,7 +29,9 @@ from small import (
 Ranks = Callable[..., list[Any]]
 
 
-def edits(writeback: bool) -> None:
+@pytest.mark.parametrize("writeback", [True, False])
+@each_rank(1, 2, 3, 4)
+def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
     model, replica = sharded_and_replica()
     with shardtrain.unsharded(model, writeback=writeback):
         for (name, ours), theirs in zip(model.named_parameters(), replica.module.parameters(), strict=True):
@@ -46,13 +48,8 @@ def edits(writeback: bool) -> None:
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
 
 
-@every
-@pytest.mark.parametrize("writeback", [True, False])
-def test_unsharded_keeps_or_drops_edits(ranks: Ranks, world: int, writeback: bool) -> None:
-    ranks(world, edits, writeback)
-
-
-def edits_shape() -> None:
+@each_rank(1, 2)
+def test_an_edit_of_a_shape_is_refused() -> None:
     model, _ = sharded_and_replica()
     named = "parameter fc.weight or its gradient was given shape (6, 7) inside unsharded(), expected (5, 7)"
     with pytest.raises(ValueError, match=re.escape(named)), shardtrain.unsharded(model):
@@ -60,12 +57,9 @@ def edits_shape() -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_edit_of_a_shape_is_refused(ranks: Ranks, world: int) -> None:
-    ranks(world, edits_shape)
-
-
-def edits_gradients(writeback: bool) -> None:
+@pytest.mark.parametrize("writeback", [True, False])
+@each_rank(2, 3)
+def test_unsharded_gradients(writeback: bool) -> None:
     model, replica = sharded_and_replica()
     for net in (model, replica):
         train(net, torch.optim.SGD(net.parameters(), 0.0), 1)
@@ -80,13 +74,8 @@ def edits_gradients(writeback: bool) -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("writeback", [True, False])
-def test_unsharded_gradients(ranks: Ranks, world: int, writeback: bool) -> None:
-    ranks(world, edits_gradients, writeback)
-
-
-def computes_inside_unsharded() -> None:
+@each_rank(1, 2)
+def test_the_model_computes_inside_unsharded() -> None:
     model, replica = sharded_and_replica()
     x = torch.randn(2, 3, 5, 5)
     with shardtrain.unsharded(model), torch.no_grad():
@@ -95,12 +84,9 @@ def computes_inside_unsharded() -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_model_computes_inside_unsharded(ranks: Ranks, world: int) -> None:
-    ranks(world, computes_inside_unsharded)
-
-
-def full_state(rank0_only: bool) -> None:
+@pytest.mark.parametrize("rank0_only", [True, False])
+@each_rank(1, 2, 3, 4)
+def test_a_full_state_dict_is_the_plain_model_s(rank0_only: bool) -> None:
     model, replica = sharded_and_replica()
     train(model, sgd(model))
     train(replica, sgd(replica))
@@ -116,13 +102,8 @@ def full_state(rank0_only: bool) -> None:
     assert list(model.state_dict()) == list(plain)
 
 
-@every
-@pytest.mark.parametrize("rank0_only", [True, False])
-def test_a_full_state_dict_is_the_plain_model_s(ranks: Ranks, world: int, rank0_only: bool) -> None:
-    ranks(world, full_state, rank0_only)
-
-
-def loads_from_rank_0() -> None:
+@each_rank(1, 2, 3, 4)
+def test_rank_0_s_state_is_loaded_everywhere() -> None:
     torch.manual_seed(7)
     source = OddNet()
     source.blocks[0].norm.running_var.fill_(4.0)
@@ -134,11 +115,6 @@ def loads_from_rank_0() -> None:
     shardtrain.load_full_state_dict(model, part if dist.get_rank() == 0 else {}, strict=False)
     source.fc.bias.data = torch.arange(5.0)
     assert_same_parameters(model, source, tolerance=0)
-
-
-@every
-def test_rank_0_s_state_is_loaded_everywhere(ranks: Ranks, world: int) -> None:
-    ranks(world, loads_from_rank_0)
 
 
 def refuses(damage: Callable[[dict[str, torch.Tensor]], object]) -> str:
@@ -183,7 +159,8 @@ def test_a_state_that_does_not_fit_is_refused_everywhere_and_nothing_is_loaded(
     assert ranks(3, refuses, damage) == [f"nothing was loaded: {text}"] * 3
 
 
-def tied() -> None:
+@each_rank(1, 3)
+def test_tied_weights_are_saved_under_both_names() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
         model[1].weight = model[0].weight
@@ -196,11 +173,6 @@ def tied() -> None:
     assert_same_parameters(model, replica, tolerance=0)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_tied_weights_are_saved_under_both_names(ranks: Ranks, world: int) -> None:
-    ranks(world, tied)
-
-
 class Twice(OddNet):
     """Its head and its stem have two names each."""
 
@@ -209,7 +181,8 @@ class Twice(OddNet):
         self.again, self.first = self.fc, self.stem
 
 
-def loads_ignored() -> None:
+@each_rank(1, 3)
+def test_ignored_parameters_are_loaded_too() -> None:
     torch.manual_seed(7)
     source = Twice().state_dict()
     model = Twice()
@@ -225,12 +198,8 @@ def loads_ignored() -> None:
     assert all(torch.equal(whole[name], source[name]) for name in source)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_ignored_parameters_are_loaded_too(ranks: Ranks, world: int) -> None:
-    ranks(world, loads_ignored)
-
-
-def runs_out_of_memory() -> None:
+@each_rank(1, 2)
+def test_unsharded_that_cannot_open_leaves_all_as_it_was() -> None:
     """A gather fails at the second unit, as it does where memory ends."""
     model, replica = sharded_and_replica()
     train(model, torch.optim.SGD(model.parameters(), 0.0), 1)
@@ -250,11 +219,6 @@ def runs_out_of_memory() -> None:
         assert torch.equal(param.grad, grad)
     assert_same_parameters(model, replica, tolerance=0)
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_unsharded_that_cannot_open_leaves_all_as_it_was(ranks: Ranks, world: int) -> None:
-    ranks(world, runs_out_of_memory)
 
 
 def test_units_are_kept_apart_from_blocks() -> None:

@@ -24,6 +24,7 @@ from shardtrain import checkpoint, comm
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.unit import Gathered
 
+from pool import each_rank
 from small import (
     Block,
     OddNet,
@@ -64,7 +65,9 @@ class Sometimes(nn.Module):
         return self.b(x) * self.scale if self.rank % 2 == 0 else x
 
 
-def unused_in_a_unit_that_ran() -> None:
+@each_rank(1, 2, 3, 4)
+def test_a_parameter_used_nowhere_gets_no_gradient_though_its_unit_ran() -> None:
+    """Weight decay and momentum would move it."""
     torch.manual_seed(0)
     replica = nn.Sequential(*(Sometimes(dist.get_rank()) for _ in range(3)))
     model = shard(copy.deepcopy(replica), units=[Sometimes])
@@ -81,12 +84,6 @@ def unused_in_a_unit_that_ran() -> None:
         assert all(p.grad is None for p in layer.c.parameters() if p.numel())
         assert layer.b.weight.grad is not None
     assert_same_parameters(model, replica)
-
-
-@every
-def test_a_parameter_used_nowhere_gets_no_gradient_though_its_unit_ran(ranks: Ranks, world: int) -> None:
-    """Weight decay and momentum would move it."""
-    ranks(world, unused_in_a_unit_that_ran)
 
 
 def saved_with_unused_parameters(path: str) -> None:
@@ -170,7 +167,9 @@ def test_outputs_of_units_used_on_some_ranks_only(ranks: Ranks, world: int) -> N
 # accumulation
 
 
-def clears_between(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@each_rank(1, 2, 3, 4)
+def test_zero_grad_clears_what_waits_under_no_sync(set_to_none: bool) -> None:
     model, replica = sharded_and_replica()
     for net, quiet in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
         optimizer = sgd(net)
@@ -184,12 +183,6 @@ def clears_between(set_to_none: bool) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
     assert_same_parameters(model, replica)
-
-
-@every
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_clears_what_waits_under_no_sync(ranks: Ranks, world: int, set_to_none: bool) -> None:
-    ranks(world, clears_between, set_to_none)
 
 
 def misuses_waiting_gradients() -> list[str]:
@@ -229,7 +222,8 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed(ranks: Rank
         assert "was changed while it waits under no_sync" in texts[3]
 
 
-def interleaves() -> None:
+@each_rank(2, 3)
+def test_backwards_with_and_without_no_sync_interleave() -> None:
     """no_sync before the first forward; backwards with and without it; a unit that only runs inside."""
     model, replica = sharded_and_replica()
     for net, quiet in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
@@ -242,15 +236,11 @@ def interleaves() -> None:
     assert_same_parameters(model, replica)
 
 
-@several
-def test_backwards_with_and_without_no_sync_interleave(ranks: Ranks, world: int) -> None:
-    ranks(world, interleaves)
-
-
 # hooks
 
 
-def user_hooks() -> None:
+@each_rank(1, 2, 3, 4)
+def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece() -> None:
     torch.manual_seed(0)
     plain = OddNet()
     replica = copy.deepcopy(plain)
@@ -283,12 +273,8 @@ def user_hooks() -> None:
     F.cross_entropy(replica(x), y)
 
 
-@every
-def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece(ranks: Ranks, world: int) -> None:
-    ranks(world, user_hooks)
-
-
-def optimizer_in_backward() -> None:
+@each_rank(1, 2, 3, 4)
+def test_an_optimizer_may_step_in_backward() -> None:
     model, replica = sharded_and_replica()
     optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in model.parameters()}
 
@@ -306,15 +292,11 @@ def optimizer_in_backward() -> None:
     assert_same_parameters(model, replica)
 
 
-@every
-def test_an_optimizer_may_step_in_backward(ranks: Ranks, world: int) -> None:
-    ranks(world, optimizer_in_backward)
-
-
 # copies
 
 
-def averages() -> None:
+@each_rank(1, 2, 3, 4)
+def test_a_copy_is_sharded_too() -> None:
     model, replica = sharded_and_replica()
     pairs = []
     for net in (model, replica.module):
@@ -334,11 +316,6 @@ def averages() -> None:
     train(model, ours, 1)
     train(replica, theirs, 1)
     assert_same_parameters(model, replica)
-
-
-@every
-def test_a_copy_is_sharded_too(ranks: Ranks, world: int) -> None:
-    ranks(world, averages)
 
 
 def bad_copies() -> list[str]:
@@ -363,20 +340,17 @@ def test_other_copies_are_refused(ranks: Ranks, world: int) -> None:
 # optimizers
 
 
-def element_wise(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
+)
+@each_rank(3, transport="auto")
+def test_element_wise_optimizers_equal_ddp_s(name: str) -> None:
     model, replica = sharded_and_replica()
     kind = getattr(torch.optim, name)
     train(model, kind(model.parameters(), lr=0.01), 3)
     train(replica, kind(replica.parameters(), lr=0.01), 3)
     assert_same_parameters(model, replica, tolerance=1e-4)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
-)
-def test_element_wise_optimizers_equal_ddp_s(on_ranks: Ranks, name: str) -> None:
-    on_ranks(3, element_wise, name)
 
 
 class Lars(torch.optim.SGD):
@@ -426,7 +400,8 @@ def test_optimizers_that_need_whole_parameters_are_refused_at_the_first_step(
         assert "2D parameters" in texts[4]
 
 
-def many_groups() -> None:
+@each_rank(1, 2, 3, 4)
+def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> None:
     model, replica = sharded_and_replica()
     for net in (model, replica):
         params = list(net.parameters())
@@ -446,11 +421,6 @@ def many_groups() -> None:
                 list(net.named_parameters())
             assert not meter.calls
     assert_same_parameters(model, replica)
-
-
-@every
-def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing(ranks: Ranks, world: int) -> None:
-    ranks(world, many_groups)
 
 
 # autograd
@@ -489,7 +459,8 @@ class Outside(nn.Module):
         return F.linear(x, self.first.weight) if self.outside else x
 
 
-def used_outside() -> None:
+@each_rank(2, 3)
+def test_a_parameter_used_outside_its_unit_fails_cleanly() -> None:
     torch.manual_seed(0)
     plain = Outside()
     root_only = shard(copy.deepcopy(plain), units=[])
@@ -502,11 +473,6 @@ def used_outside() -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(torch.ones(2, 7)), plain(torch.ones(2, 7)))
     assert_same_parameters(model, plain)
-
-
-@several
-def test_a_parameter_used_outside_its_unit_fails_cleanly(ranks: Ranks, world: int) -> None:
-    ranks(world, used_outside)
 
 
 # models
@@ -578,7 +544,8 @@ class Constant(nn.Module):
         return self.act(self.wide).square().sum() + self.narrow.square().sum() + self.empty.sum()
 
 
-def odd_modules() -> None:
+@each_rank(1, 2, 3, 4)
+def test_no_inputs_no_parameters_empty_parameters_and_mixed_dtypes() -> None:
     plain = nn.Sequential(nn.ReLU(), nn.Flatten())
     torch.testing.assert_close(shard(plain)(torch.ones(2, 2)), torch.ones(2, 2))
     replica = Constant()
@@ -595,11 +562,6 @@ def odd_modules() -> None:
     assert shardtrain.full_state_dict(model)["wide"].eq(3).all()
 
 
-@every
-def test_no_inputs_no_parameters_empty_parameters_and_mixed_dtypes(ranks: Ranks, world: int) -> None:
-    ranks(world, odd_modules)
-
-
 class Adapted(nn.Module):
     """A frozen layer with a low-rank adapter beside it, in one unit."""
 
@@ -612,7 +574,8 @@ class Adapted(nn.Module):
         return self.base(x).relu() + self.up(self.down(x))
 
 
-def adapters() -> None:
+@each_rank(1, 2, 3, 4)
+def test_adapters_beside_frozen_layers_reduce_nothing_else() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Adapted(), nn.Linear(9, 9).requires_grad_(False), Adapted())
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
@@ -632,11 +595,6 @@ def adapters() -> None:
     for block in (model[0], model[2]):
         assert all(p.grad is None for p in block.base.parameters())
     assert_same_parameters(model, replica)
-
-
-@every
-def test_adapters_beside_frozen_layers_reduce_nothing_else(ranks: Ranks, world: int) -> None:
-    ranks(world, adapters)
 
 
 def tied_in_a_unit_and_across(units: Any, home: str) -> None:
@@ -679,7 +637,8 @@ def test_tied_weights_belong_to_the_common_ancestor(ranks: Ranks, world: int) ->
 # batches
 
 
-def uneven_batches() -> None:
+@each_rank(2, 3)
+def test_unequal_and_empty_local_batches() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
@@ -693,11 +652,6 @@ def uneven_batches() -> None:
             net(x).square().sum().backward()
             optimizer.step()
     assert_same_parameters(model, replica)
-
-
-@several
-def test_unequal_and_empty_local_batches(ranks: Ranks, world: int) -> None:
-    ranks(world, uneven_batches)
 
 
 def shares_a_global_batch(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -726,7 +680,8 @@ def test_the_same_global_batch_at_any_world_size_and_saves_between_them(ranks: R
                 torch.testing.assert_close(value, results[1][name], rtol=1e-10, atol=1e-12)
 
 
-def saved_in_the_middle() -> None:
+@each_rank(2, 3)
+def test_a_state_dict_between_forward_and_backward() -> None:
     model, replica = sharded_and_replica()
     ours, theirs = sgd(model), sgd(replica)
     for step in range(2):
@@ -743,12 +698,8 @@ def saved_in_the_middle() -> None:
     assert_same_parameters(model, replica)
 
 
-@several
-def test_a_state_dict_between_forward_and_backward(ranks: Ranks, world: int) -> None:
-    ranks(world, saved_in_the_middle)
-
-
-def over_some_ranks() -> None:
+@each_rank(3)
+def test_a_users_own_group_is_the_one_used() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     group = mesh.get_group() if dist.get_rank() < 2 else None
     if group is None:
@@ -760,10 +711,6 @@ def over_some_ranks() -> None:
     assert engine_of(model).transport.world == 2
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
     assert_same_parameters(model, replica)
-
-
-def test_a_users_own_group_is_the_one_used(ranks: Ranks) -> None:
-    ranks(3, over_some_ranks)
 
 
 # memory

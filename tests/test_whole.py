@@ -19,6 +19,7 @@ from shardtrain import checkpoint, comm
 from shardtrain.engine.hooks import engine_of
 from shardtrain.optim import Ema
 
+from pool import each_rank
 from small import (
     Block,
     OddNet,
@@ -187,7 +188,8 @@ def test_what_even_cuts_do_whole_ones_do(ranks: Ranks, world: int, scene: str) -
     ranks(world, like_even_cuts, scene)
 
 
-def as_int8() -> None:
+@each_rank(3, transport="auto")
+def test_uneven_intervals_move_as_int8() -> None:
     """Blocks end with intervals, so other cuts round otherwise."""
     int8 = shardtrain.Precision(gather=torch.int8, reduce=torch.int8)
     losses = []
@@ -198,11 +200,8 @@ def as_int8() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
-def test_uneven_intervals_move_as_int8(on_ranks: Ranks) -> None:
-    on_ranks(3, as_int8)
-
-
-def copied_averaged_edited() -> None:
+@each_rank(2, 3)
+def test_copies_averages_edits_and_conversions() -> None:
     model, replica = sharded_and_replica(**whole())
     train(model, momentum_sgd(model), 2)
     train(replica, momentum_sgd(replica), 2)
@@ -234,11 +233,6 @@ def copied_averaged_edited() -> None:
         model(images(0)[0])
 
 
-@several
-def test_copies_averages_edits_and_conversions(ranks: Ranks, world: int) -> None:
-    ranks(world, copied_averaged_edited)
-
-
 # traffic
 
 
@@ -267,7 +261,8 @@ def test_a_rank_sends_what_it_holds(ranks: Ranks, world: int) -> None:
         assert measured == simulated
 
 
-def over_hosts() -> None:
+@each_rank(4, transport="auto")
+def test_hosts_exchange_uneven_intervals() -> None:
     found = []
     for of_ranks in ([0] * 4, BLOCKS):
         torch.manual_seed(0)
@@ -276,10 +271,6 @@ def over_hosts() -> None:
         found.append((type(engine_of(model).transport), train(model, momentum_sgd(model))))
     assert found[1][0] is comm.HostsTransport
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
-
-
-def test_hosts_exchange_uneven_intervals(on_ranks: Ranks) -> None:
-    on_ranks(4, over_hosts)
 
 
 # optimizers
