@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 ACCELERATOR = "cuda"  # the type of device that `auto` prefers to the CPU
-BACKENDS = {"cuda": "nccl"}  # what moves tensors of a type of device between ranks; gloo moves the CPU's
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -34,12 +33,12 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 
 def backend_for(device: torch.device) -> str:
     """Return the name of the process group's backend that moves tensors of ``device``."""
-    return BACKENDS.get(device.type, "gloo")
+    return "nccl" if is_accelerator(device) else "gloo"
 
 
 def count() -> int:
     """Return how many accelerators this process sees; 0 without any."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return int(_module(ACCELERATOR).device_count()) if _module(ACCELERATOR).is_available() else 0
 
 
 def use(local_rank: int) -> torch.device:
@@ -50,7 +49,7 @@ def use(local_rank: int) -> torch.device:
 
 
 def name(device: torch.device) -> str:
-    """Return what the maker calls ``device``, an accelerator."""
+    """Return the product name of ``device``, an accelerator."""
     return str(_module(device).get_device_name(device))
 
 
@@ -145,6 +144,6 @@ def restore_random_state(device: torch.device, state: dict[str, Any]) -> None:
         _module(device).set_rng_state(state[device.type], device)
 
 
-def _module(device: torch.device) -> Any:
+def _module(device: torch.device | str) -> Any:
     """``torch.cuda``, or what stands for another type of accelerator."""
     return torch.get_device_module(device)
