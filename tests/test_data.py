@@ -149,6 +149,10 @@ def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
         data.load(folders(tmp_path, eval_size=20))
 
 
+def index_lists(*arguments: Any) -> list[list[int]]:
+    return [request.indices for request in TrainSampler(*arguments)]
+
+
 def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert epoch_order(0, 0, 50).equal(epoch_order(0, 0, 50))
     orders = [tuple(epoch_order(seed, epoch, 50).tolist()) for seed in range(3) for epoch in range(3)]
@@ -159,11 +163,9 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 2), (4, 3), (1, 12)])
 def test_every_world_size_sees_the_same_global_batches(world_size: int, accumulate: int) -> None:
     images, batch_size, steps = 53, 24, 6
-    whole = list(TrainSampler(images, Share(batch_size, 1, 0, 1), 5, 0, steps))
-    parts = [
-        list(TrainSampler(images, Share(batch_size, accumulate, rank, world_size), 5, 0, steps))
-        for rank in range(world_size)
-    ]
+    whole = index_lists(images, Share(batch_size, 1, 0, 1), 5, 0, steps)
+    shares = [Share(batch_size, accumulate, rank, world_size) for rank in range(world_size)]
+    parts = [index_lists(images, share, 5, 0, steps) for share in shares]
     for step in range(steps):
         micro = slice(step * accumulate, (step + 1) * accumulate)
         joined = [index for part in parts for piece in part[micro] for index in piece]
@@ -173,9 +175,9 @@ def test_every_world_size_sees_the_same_global_batches(world_size: int, accumula
 
 def test_a_run_continues_where_it_stopped() -> None:
     share = Share(8, 2, 1, 2)
-    whole = list(TrainSampler(37, share, 1, 0, 11))
+    whole = index_lists(37, share, 1, 0, 11)
     assert len(TrainSampler(37, share, 1, 5, 11)) == 12
-    assert list(TrainSampler(37, share, 1, 5, 11)) == whole[10:]
+    assert index_lists(37, share, 1, 5, 11) == whole[10:]
 
 
 def test_augmentation_draws_do_not_depend_on_the_world_size() -> None:
@@ -196,7 +198,7 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
     images, repeats, world_size, batch_size = 96, 3, 4, 24
     order = epoch_order(5, 0, images).tolist()
     theirs = [reference_repeats(images, repeats, world_size, rank, order) for rank in range(world_size)]
-    ours = list(TrainSampler(images, Share(batch_size, 1, 0, 1), 5, 0, images // batch_size, repeats))
+    ours = index_lists(images, Share(batch_size, 1, 0, 1), 5, 0, images // batch_size, repeats)
     assert sum(map(len, ours)) == images
     for step, batch in enumerate(ours):
         per_rank = slice(step * batch_size // world_size, (step + 1) * batch_size // world_size)
@@ -207,9 +209,8 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
 @pytest.mark.parametrize("repeats", [1, 2, 3, 7])
 def test_copies_are_spread_over_the_ranks(repeats: int) -> None:
     share = Share(12, 2, 0, 2)
-    samplers = [TrainSampler(37, share._replace(rank=rank), 1, 0, 6, repeats) for rank in range(2)]
-    first, second = (list(sampler) for sampler in samplers)
-    whole = list(TrainSampler(37, Share(12, 1, 0, 1), 1, 0, 6, repeats))
+    first, second = (index_lists(37, share._replace(rank=rank), 1, 0, 6, repeats) for rank in range(2))
+    whole = index_lists(37, Share(12, 1, 0, 1), 1, 0, 6, repeats)
     for step, batch in enumerate(whole):
         parts = [*first[2 * step : 2 * step + 2], *second[2 * step : 2 * step + 2]]
         assert [index for part in parts for index in part] == batch
@@ -297,7 +298,7 @@ def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None
     )
     assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
     if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
-        assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]
+        assert [images.shape[-1] for images, _ in feed.reader] == [6, 7, 7, 8, 8]
         assert found.val[[0]][0].shape[-1] == 9
     prepare = data.Prepare(found, config.side_in_eval, CPU)
     held_out = data.EvalFeed(found, Share(2, 1, 0, 1), prepare, batch_size=2, workers=0)

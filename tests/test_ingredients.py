@@ -19,7 +19,7 @@ from shardtrain.job.build import loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Steps
 from shardtrain.job.data import Batch, Prepare, Share, TrainFeed
 from shardtrain.job.data.batches import Arrays, DataSet
-from shardtrain.job.data.mixing import Draws, Mix, Mixed, kept_pixels
+from shardtrain.job.data.mixing import Draws, Mix, kept_pixels
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.optim import Ema
@@ -191,13 +191,13 @@ def global_batches(world: int, accumulate: int, workers: int = 0) -> list[Batch]
             data,
             share,
             Prepare(data, 2, CPU),
-            augment=None,
+            mix=Mix(0.3, 1.0, 4, share, 1),
             seed=1,
             workers=workers,
             first_step=1,
             last_step=4,
         )
-        parts = list(Mixed(feed, Mix(0.3, 1.0, 4, share, 1)))
+        parts = list(feed)
         steps = [parts[at : at + accumulate] for at in range(0, len(parts), accumulate)]
         found.append([[torch.cat(values) for values in list(zip(*step, strict=True))[:2]] for step in steps])
     return [

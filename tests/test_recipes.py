@@ -9,7 +9,7 @@ import torch
 from torchvision.models import ResNet, resnet18
 
 from shardtrain.job import model
-from shardtrain.job.data import Augmented, DataSet, Prepare, Share, TrainFeed
+from shardtrain.job.data import DataSet, Prepare, Share, TrainFeed
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.schema import UserError
@@ -195,14 +195,13 @@ def test_policies_draw_for_each_image_whoever_loads_it(policy: str) -> None:
     def batches(world: int, accumulate: int) -> list[torch.Tensor]:
         pixels = torch.randint(0, 256, (24, 3, 6, 6), dtype=torch.uint8, generator=generator("pixels"))
         arrays = Arrays(pixels, torch.zeros(24, dtype=torch.int64))
-        change = Photo(0, policy, magnitude=30).image
-        assert change is not None
-        data = DataSet(Augmented(arrays, change), arrays, "small", 2, 3, (0.0,) * 3, (1.0,) * 3)
+        augment = Photo(0, policy, magnitude=30)
+        data = DataSet(arrays, arrays, "small", 2, 3, (0.0,) * 3, (1.0,) * 3)
         steps: list[list[torch.Tensor]] = [[], []]
         for rank in range(world):
             share, prepare = Share(12, accumulate, rank, world), Prepare(data, 6, torch.device("cpu"))
             options = {"seed": 3, "workers": 0, "first_step": 0, "last_step": 2}
-            for index, batch in enumerate(TrainFeed(data, share, prepare, augment=None, **options)):
+            for index, batch in enumerate(TrainFeed(data, share, prepare, augment=augment, **options)):
                 steps[index // accumulate].append(batch.images)
         return [torch.cat(parts) for parts in steps]
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardtrain import comm
 from shardtrain.job import data, model
 from shardtrain.job.config import Config, Parallel, Sched, Train
-from shardtrain.job.data.mixing import Mix, Mixed
+from shardtrain.job.data.mixing import Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, shard_with_optimizer, start_model
@@ -39,7 +39,7 @@ class Job(NamedTuple):
     scaler: GradScaler
     """Of the loss; it does nothing unless the model computes in fp16."""
     ema: Ema | None
-    train: data.TrainFeed | Mixed
+    train: data.TrainFeed
     val: data.EvalFeed
     share: data.Share
     device: torch.device
@@ -165,19 +165,23 @@ def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
 
 def _feeds(
     config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
-) -> tuple[data.TrainFeed | Mixed, data.EvalFeed]:
+) -> tuple[data.TrainFeed, data.EvalFeed]:
     prepare = data.Prepare(images, config.data.image_size, device)
     augment = None
     if config.augment.get("_target_") is not None:
         augment = model.build(config.augment, "augment")
     workers = config.data.workers
-    image = getattr(augment, "image", None)
     scatter = comm.host_scatter() if config.data.read == "one_per_host" else None
+    mix, mixup, cutmix = None, config.train.mixup, config.train.cutmix
+    if mixup or cutmix:
+        classes = config.model.get("num_classes", images.classes)
+        mix = Mix(mixup, cutmix, classes, share, config.seed)
     train = data.TrainFeed(
-        images._replace(train=data.Augmented(images.train, image)) if image else images,
+        images,
         share,
         prepare,
         augment=augment,
+        mix=mix,
         seed=config.seed,
         workers=workers,
         first_step=steps.start,
@@ -188,11 +192,7 @@ def _feeds(
     )
     prepare = data.Prepare(images, config.data.side_in_eval, device)
     val = data.EvalFeed(images, share, prepare, workers=workers, scatter=scatter)
-    mixup, cutmix = config.train.mixup, config.train.cutmix
-    if not (mixup or cutmix):
-        return train, val
-    classes = config.model.get("num_classes", images.classes)
-    return Mixed(train, Mix(mixup, cutmix, classes, share, config.seed)), val
+    return train, val
 
 
 class BinaryCrossEntropy:

@@ -5,14 +5,13 @@ Read in this order: ``sampler`` (which images a rank sees, and when), ``batches`
 sets: ``sets`` (by name), ``photos`` over ``folder``, ``tars`` and ``hub``.
 """
 
-from shardtrain.job.data.batches import Augmented, DataSet
+from shardtrain.job.data.batches import DataSet
 from shardtrain.job.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFeed
 from shardtrain.job.data.sampler import Share
 from shardtrain.job.data.sets import load
 
 __all__ = [
     "Augment",
-    "Augmented",
     "Batch",
     "DataSet",
     "EvalFeed",

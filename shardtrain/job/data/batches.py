@@ -6,10 +6,8 @@ until they are on the device (see `feed.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -67,23 +65,3 @@ class OfLength(Batches):
 
     def at(self, side: int) -> OfLength:
         return OfLength(self.source.at(side), self.count)
-
-
-class Augmented(Batches):
-    """Images changed by ``change``, anew each time, with torch's random numbers."""
-
-    random = True
-
-    def __init__(self, data: Batches, change: Callable[[Tensor], Tensor]) -> None:
-        """change: uint8 [channels, height, width] to the same."""
-        self.data, self.change = data, change
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images, labels = self.data[indices]
-        return torch.stack([self.change(image) for image in images]), labels
-
-    def at(self, side: int) -> Augmented:
-        return Augmented(self.data.at(side), self.change)

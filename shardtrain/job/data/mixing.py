@@ -3,9 +3,8 @@
 An image's partner is its neighbour in the global batch, 0 and 1, 2 and 3, …; how they are mixed is drawn for
 each image of the global batch from the seed and the step. So neither depends on how many ranks and
 micro-batches the batch is cut into, as long as each has an even number of images. Of an odd number the last
-stays as it is, and the others pair up within their micro-batch. (torchvision and timm draw once a batch of
-one rank, so that every number of ranks trains on other images.) This is an own file because it wraps a
-feed that is complete without it.
+stays as it is, and the others pair up within their micro-batch. (torchvision and timm draw once per batch of
+one rank, so that every number of ranks trains on other images.)
 
 Mixup with 0.7 turns images a, b of classes 3, 5 into 0.7 a + 0.3 b, labelled 0.7 of class 3 and 0.3 of 5.
 Cutmix puts a box of b into a; a box that covers 30 % gives the same label.
@@ -13,7 +12,6 @@ Cutmix puts a box of b into a; a box that covers 30 % gives the same label.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardtrain.job.data.feed import Batch, TrainFeed
 from shardtrain.job.data.sampler import Share, generator
 
 
@@ -75,20 +72,3 @@ def kept_pixels(draws: Draws, height: int, width: int) -> Tensor:
         within = (at >= (centre - reach)[:, None]) & (at < (centre + reach)[:, None])
         inside &= within[:, :, None] if axis == 0 else within[:, None, :]
     return torch.where(boxed[:, None, None], 1.0 - inside.float(), kept[:, None, None])
-
-
-class Mixed:
-    """A feed whose images are mixed, with soft labels."""
-
-    def __init__(self, feed: TrainFeed, mix: Mix) -> None:
-        self.feed, self.mix, self.sampler = feed, mix, feed.sampler
-
-    def __iter__(self) -> Iterator[Batch]:
-        share, steps = self.feed.share, self.sampler.steps
-        parts: list[Draws] = []
-        for index, (images, labels, valid) in enumerate(self.feed):
-            step, micro = divmod(index, share.accumulate)
-            if micro == 0:
-                drawn = [each.split(share.micro_batch) for each in self.mix.draws(steps[step])]
-                parts = [Draws(*part) for part in zip(*drawn, strict=True)]
-            yield Batch(*self.mix(images, labels, parts[micro]), valid)

@@ -14,7 +14,7 @@ apart, so that they go to different ranks wherever there are as many:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -68,32 +68,50 @@ def uniform_draws(seed: int, step: int, share: Share, draws: int) -> Tensor:
     return share.of(whole)
 
 
+class Request(NamedTuple):
+    """A micro-batch to be loaded."""
+
+    position: int  # of its first image in the run, counted over all ranks from the start
+    side: int  # pixels
+    indices: list[int]
+
+
 class TrainSampler:
-    """Index lists of this rank's micro-batches, step after step, from `first_step` to `last_step`, exclusive.
+    """Requests for this rank's micro-batches, step after step, from `first_step` to `last_step`, exclusive.
 
     What is left of an epoch after its last full batch is dropped; every epoch drops other images.
+    `repeats`: see `epoch_order`. `side`: from an epoch to its images' pixels per side.
     """
 
     def __init__(
-        self, images: int, share: Share, seed: int, first_step: int, last_step: int, repeats: int = 1
+        self,
+        images: int,
+        share: Share,
+        seed: int,
+        first_step: int,
+        last_step: int,
+        repeats: int = 1,
+        side: Callable[[int], int] = lambda epoch: 0,
     ) -> None:
-        self.images, self.share, self.seed, self.repeats = images, share, seed, repeats
-        self.steps = range(first_step, last_step)
+        self.images, self.share, self.seed, self.repeats, self.side = images, share, seed, repeats, side
         self.steps_per_epoch = images // share.batch_size
+        self.steps = range(first_step, last_step)
 
     def __len__(self) -> int:
         return len(self.steps) * self.share.accumulate
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order, ordered_epoch = torch.empty(0), -1
+    def __iter__(self) -> Iterator[Request]:
+        share, order, ordered_epoch = self.share, torch.empty(0), -1
         for step in self.steps:
             epoch, batch = divmod(step, self.steps_per_epoch)
             if epoch != ordered_epoch:
                 order, ordered_epoch = epoch_order(self.seed, epoch, self.images, self.repeats), epoch
-            start = batch * self.share.batch_size
-            whole = copies_apart(order[start : start + self.share.batch_size], self.repeats)
-            ours = self.share.of(whole)
-            yield from (part.tolist() for part in ours.split(self.share.micro_batch))
+            start = batch * share.batch_size
+            whole = copies_apart(order[start : start + share.batch_size], self.repeats)
+            position = step * share.batch_size + share.rank * share.per_rank
+            for micro_batch in share.of(whole).split(share.micro_batch):
+                yield Request(position, self.side(epoch), micro_batch.tolist())
+                position += share.micro_batch
 
 
 class EvalSampler:
