@@ -16,8 +16,7 @@ from PIL import Image
 from shardtrain import comm
 from shardtrain.job import data
 from shardtrain.job.config import Grow, HuggingFace, ImageFolder, WebDataset
-from shardtrain.job.data.folder import Files
-from shardtrain.job.data.photos import MOST_IN_A_ROW, Pictures
+from shardtrain.job.data.photos import MOST_IN_A_ROW, Files, Pictures
 from shardtrain.job.schema import UserError
 
 from test_data import PLAIN as EVERY

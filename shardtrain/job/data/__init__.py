@@ -1,8 +1,8 @@
 """Data sets, the order in which ranks see them, and batches on the device.
 
 Read in this order: ``sampler`` (which images a rank sees, and when), ``batches`` (what a data set is),
-``feed`` (who reads, and batches on the device), ``mixing`` (pairs of images); then the
-sets: ``sets`` (by name), ``photos`` over ``folder``, ``tars`` and ``hub``.
+``mixing`` (pairs of images), ``feed`` (who reads, and batches on the device); then the sets: ``sets`` (by
+name), ``photos`` and ``tars``.
 """
 
 from shardtrain.job.data.batches import DataSet

@@ -1,4 +1,4 @@
-"""The data sets by name: digits, cifar10, cifar100 and fake here, photographs in files of their own."""
+"""The data sets by name: digits, cifar10, cifar100 and fake here, photographs in `photos` and `tars`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def _read(config: Data) -> DataSet:
         case Fake():
             return _fake(config)
     # What reads photographs is imported when it is needed: torchvision's transforms take a second.
-    from shardtrain.job.data import folder, hub, tars
+    from shardtrain.job.data import photos, tars
 
     match config:
         case ImageFolder():
-            return folder.image_folder(config)
+            return photos.image_folder(config)
         case WebDataset():
             return tars.web_dataset(config)
         case HuggingFace():
-            return hub.hugging_face(config)
+            return photos.hugging_face(config)
 
 
 def _digits() -> DataSet:

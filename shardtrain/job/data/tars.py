@@ -55,10 +55,8 @@ class Shards:
 
 
 def web_dataset(config: WebDataset) -> DataSet:
-    found = together(lambda: [_find(config, key) for key in ("train", "val")])
-    train, val = map(Shards, found)
-    classes = max(*train.labels, *val.labels) + 1
-    return pictures(config, train, val, classes)
+    train, val = map(Shards, together(lambda: [_find(config, key) for key in ("train", "val")]))
+    return pictures(config, train, val)
 
 
 def _find(config: WebDataset, key: str) -> list[Path]:
@@ -81,19 +79,15 @@ def _index(shard: Path) -> Index:
     except (OSError, ValueError, EOFError):
         pass  # missing or damaged: it is made anew
     index = np.array(list(_scan(shard)), dtype=np.int64)
-    _keep(np.concatenate([stamp, index]), kept)
-    return index
-
-
-def _keep(index: Index, path: Path) -> None:
-    """Write an index. Several ranks may at once: each writes a file of its own, and the last one stays."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    # Several ranks may write at once: each writes a file of its own, and the last one stays.
+    temporary = kept.with_name(f"{kept.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            np.save(file, index, allow_pickle=False)
-        os.replace(temporary, path)
+            np.save(file, np.concatenate([stamp, index]), allow_pickle=False)
+        os.replace(temporary, kept)
     except OSError:  # a folder that cannot be written: the next start reads the headers again
         temporary.unlink(missing_ok=True)
+    return index
 
 
 def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
