@@ -90,7 +90,7 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     assert plain.keys() == other.keys()
     assert (plain["train.clip_grad_norm"], other["train.clip_grad_norm"]) == ("none", 1.0)
     assert (plain["augment"], other["augment"]) == ("none", "Affine")
-    assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == ("false", "true")
+    assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == (False, True)
 
 
 def test_events_are_on_disk_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
@@ -124,8 +124,7 @@ def summary_of(folder: Path, first_step: int = 0) -> tuple[SummaryFigure, Monito
     """A summary of five images, the monitor that it is drawn for, and what that shows."""
     data = DataSet(Arrays(torch.full((5, 1, 8, 8), 9), torch.arange(5)), None, "", 5, 1, (8.0,), (4.0,))  # type: ignore[arg-type]
     feed = SimpleNamespace(prepare=Prepare(data, 8, CPU), images=data.train)
-    job: Any = SimpleNamespace(val=feed, first_step=first_step)
-    summary, page = SummaryFigure(folder, job, 1000.0), Page()
+    summary, page = SummaryFigure(folder, feed, first_step, 1000.0), Page()  # type: ignore[arg-type]
     return summary, Monitor([page], summary), page.seen
 
 

@@ -20,7 +20,7 @@ from shardtrain.job.data import Prepare
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.launch import Context
 from shardtrain.monitor.metrics import PHASES, Report, SlowestRank, Spent, slowest
-from shardtrain.monitor.tables import Run, end_table, judge, verdict
+from shardtrain.monitor.tables import end_table, judge, verdict
 from shardtrain.monitor.watch import Watch
 
 
@@ -38,7 +38,7 @@ def advice(
     **spent: Any,
 ) -> str:
     found = Spent(**{"steps": 100, "reports": 10, **spent})
-    return verdict(Run(shares, found, configured(*arguments), ranks, device, cores))
+    return verdict(shares, found, configured(*arguments), ranks, device, cores)
 
 
 WAIT = "40 % of the time is waiting for other ranks and their shards: "
@@ -64,7 +64,7 @@ ADVICE: list[tuple[dict[str, float], str, str]] = [
     (CHECKPOINT, "checkpoint.every_steps=5", f"{SAVE}raise checkpoint.every_steps (now 5)"),
     (CHECKPOINT, "", f"{SAVE}raise checkpoint.every_steps (now once per epoch)"),
     ({"evaluation": 33}, "", "33 % of the time is evaluation: raise train.eval_every (now 3 epochs)"),
-    ({"optimizer": 25}, "", "the optimizer: one update could serve more images, train.batch_size (now 96)"),
+    ({"optimizer": 25}, "", "optimizer: one update could serve more images, train.batch_size (now 96)"),
     ({"the rest": 50}, "", "neither steps nor evaluation: reports, train.log_every (now 10)"),
     (
         {"forward": 30, "backward": 60, "data": 4},
@@ -87,7 +87,7 @@ def test_the_advice_is_about_what_stands_out_most(
 
 def test_waiting_for_a_slow_rank_is_told_as_such() -> None:
     slow = Counter({(1, "data"): 5})
-    expected = "waiting for other ranks: rank 1 is slower than the others in data, look there first"
+    expected = "shards: rank 1 is slower than the others in data, look there first"
     assert expected in advice({"waiting": 40.0}, slow=slow)
     assert "look there" not in advice({"waiting": 40.0}, slow=Counter({(1, "data"): 4}))
 

@@ -198,10 +198,6 @@ class Optimizer:
         keywords = {key: value for key, value in vars(self).items() if key not in other}
         return self.torch_class(groups, **keywords)
 
-    def moments(self, hidden_matrix: bool) -> int:
-        """Count the tensors that the optimizer keeps for a parameter, each of the parameter's size."""
-        return 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class SgdConfig(Optimizer):
@@ -209,9 +205,6 @@ class SgdConfig(Optimizer):
     name: str = one_of("sgd")
     momentum: float = fraction()
     nesterov: bool
-
-    def moments(self, hidden_matrix: bool) -> int:
-        return int(self.momentum > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +223,6 @@ class MuonConfig(Optimizer):
     nesterov: bool
     betas: tuple[float, float] = fraction()
     eps: float = above(0)
-
-    def moments(self, hidden_matrix: bool) -> int:
-        return 1 if hidden_matrix else 2
 
 
 Optim = SgdConfig | AdamWConfig | MuonConfig

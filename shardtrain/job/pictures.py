@@ -69,19 +69,19 @@ def grid(images: Tensor, captions: Sequence[str], mean: Tensor, std: Tensor) -> 
 
 def confusion(counts: Tensor) -> Picture | str:
     """Draw ``counts[label, prediction]`` as a matrix of colours, each row adding up to 1."""
-    shares = (counts.double() / counts.sum(1, keepdim=True).clamp(min=1)).numpy()
-    classes, total = len(counts), int(counts.sum())
 
     def draw(figure: Any) -> None:
         axes = figure.subplots(subplot_kw={"xlabel": "predicted", "ylabel": "label"})
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        axes.set_title(f"{100 * int(counts.trace()) / max(1, total):.2f} % of {total} right", fontsize=10)
-        if classes <= MOST_CLASSES:
-            axes.set(xticks=range(classes), yticks=range(classes))
+        shares = (counts / counts.sum(1, keepdim=True).clamp(min=1)).numpy()
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=2)  # never so dark that a number cannot be read
+        axes.set_title(
+            f"{100 * counts.trace() / counts.sum():.2f} % of {counts.sum():.0f} right", fontsize=10
+        )
+        if len(counts) <= MOST_CLASSES:
+            axes.set(xticks=range(len(counts)), yticks=range(len(counts)))
             for label, prediction in counts.nonzero().tolist():
-                color = "white" if shares[label, prediction] > 0.5 else "black"
-                number = str(int(counts[label, prediction]))
-                axes.text(prediction, label, number, ha="center", va="center", color=color, fontsize=8)
+                number = f"{counts[label, prediction]:.0f}"
+                axes.text(prediction, label, number, ha="center", va="center", fontsize=8)
 
-    side = 2 + 0.28 * min(classes, MOST_CLASSES)
+    side = 2 + 0.28 * min(len(counts), MOST_CLASSES)
     return plot(draw, (side, side))

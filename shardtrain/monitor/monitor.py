@@ -196,5 +196,5 @@ def _open(
     if not config.monitor.tensorboard:
         return Monitor(writers), result.result
     writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
-    summary = SummaryFigure(context.run_dir, job, device.total_memory(context.device) / MIB)
+    summary = SummaryFigure(context.run_dir, job.val, job.first_step, device.total_memory(job.device) / MIB)
     return Monitor(writers, summary), result.result

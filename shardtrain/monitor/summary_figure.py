@@ -1,15 +1,15 @@
-"""The summary of a run: three small plots that show whether it learns, is fast, and fits.
+"""The curves of a run on TensorBoard: the custom-scalars page and the summary.
 
-They come first on TensorBoard's first page, whose tags are in alphabetical order. With them come the
-confusion matrix and the images that were misclassified.
+The summary is one figure per question: does the run learn, is it fast, does it fit. Its figures come first on
+TensorBoard's first page, whose tags are in alphabetical order. With them come the confusion matrix and the
+images that were misclassified.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,44 @@ import torch
 from torch import Tensor
 
 from shardtrain.job import pictures, tags
-from shardtrain.job.build import Job
-from shardtrain.job.data import Batch
+from shardtrain.job.data import Batch, EvalFeed
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import PHASES
-from shardtrain.monitor.tables import STATE
 
 REDRAW_S = 100.0  # a drawing takes about a second: 1 % of the run's time
 SAMPLES = 32  # images of a batch that are shown
 LEAST = 0.1  # of a mixed image: smaller parts are left out of its caption
-INCHES = (5.0, 2.9)
 
-TIMES = {phase: tags.phase_pct(phase) for phase in PHASES} | {"waiting": tags.EXPOSED_COMM_PCT}
-COLORS = {
-    **{"data": "tab:olive", "forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"},
-    **{"checkpoint": "tab:gray", "waiting": "tab:red", "peak of rank 0": "black"},
-    **{"parameters": "tab:blue", "gradients": "tab:cyan", "gathered": "tab:orange"},
+# Page → chart → tags, regular expressions among them. The summary has the first two charts of each page.
+PAGES = {
+    "Is it learning?": {
+        "loss": [tags.TRAIN_LOSS, tags.VAL_LOSS, tags.VAL_EMA_LOSS],
+        "accuracy, %": [tags.TRAIN_ACC1, tags.VAL_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC5],
+        "learning rate": [tags.lr(".*")],
+        "gradient norm": [tags.GRAD_NORM],
+    },
+    "Is it fast?": {
+        "images per second": [tags.IMG_PER_S, tags.IMG_PER_S_PER_RANK],
+        "where the time goes, %": [*(tags.phase_pct(phase) for phase in PHASES), tags.EXPOSED_COMM_PCT],
+        "seconds per step, by rank without waiting": [tags.STEP_S, tags.busy_s(".*")],
+        "traffic, MiB per step": [tags.sent_mib(".*")],
+    },
+    "Does it fit?": {
+        "memory of rank 0, MiB": [tags.PEAK_MIB],
+        "of the model and its training state, MiB": [
+            *(tags.PARAMS_MIB, tags.GRADS_MIB, tags.OPTIMIZER_MIB, tags.GATHERED_PEAK_MIB),
+        ],
+    },
 }
 
 
 class SummaryFigure:
-    """Every curve of a run, and pictures made of them. ``memory_mib``: what the device has."""
+    """Collects every curve of a run and draws them. ``memory_mib``: what the device has."""
 
-    def __init__(self, directory: Path, job: Job, memory_mib: float) -> None:
-        self.path, self.memory_mib, self.validation = directory / "at_a_glance.png", memory_mib, job.val
-        self.curves = _curves_until(directory, job.first_step) if job.first_step else {}  # tag → step → value
+    def __init__(self, directory: Path, validation: EvalFeed, first_step: int, memory_mib: float) -> None:
+        self.path, self.validation, self.memory_mib = directory / "at_a_glance.png", validation, memory_mib
+        self.curves = _curves_until(directory, first_step) if first_step else {}  # tag → step → value
         self.evaluation: Evaluation | None = None
         self.due_at = time.perf_counter() + REDRAW_S
 
@@ -55,10 +67,12 @@ class SummaryFigure:
         return self._grid(batch.images[:SAMPLES], [_caption(label) for label in batch.labels[:SAMPLES]])
 
     def draw(self) -> dict[str, Picture | str]:
-        """Return pictures by tag: the three plots first, then those of the latest evaluation."""
+        """Return pictures by tag: the figures first, then those of the latest evaluation."""
         self.due_at = time.perf_counter() + REDRAW_S
-        plots = zip(tags.SUMMARY, (self._learning, self._speed, self._memory), strict=True)
-        drawn = {tag: pictures.plot(plot, INCHES) for tag, plot in plots}
+        drawn = {
+            tag: pictures.plot(partial(self._draw_page, page), (5.5, 3.2))
+            for tag, page in zip(tags.SUMMARY, PAGES, strict=True)
+        }
         if self.evaluation is not None and self.evaluation.confusion is not None:
             drawn[tags.CONFUSION] = pictures.confusion(self.evaluation.confusion)
         if self.evaluation is not None and (mistakes := self.evaluation.mistakes):
@@ -71,65 +85,20 @@ class SummaryFigure:
     def _grid(self, images: Tensor, captions: list[str]) -> Picture:
         return pictures.grid(images, captions, self.validation.prepare.mean, self.validation.prepare.std)
 
-    def _learning(self, figure: Any) -> None:
-        losses = {"training": tags.TRAIN_LOSS, "validation": tags.VAL_LOSS, "average": tags.VAL_EMA_LOSS}
-        scores = {"training": tags.TRAIN_ACC1, "validation": tags.VAL_ACC1, "average": tags.VAL_EMA_ACC1}
-        loss, accuracy = figure.subplots(2, 1, sharex=True)
-        self._plot(loss, "loss", losses, {})
-        self._plot(accuracy, "acc1, %", scores, {})
-        judged = self.curves.get(tags.VAL_EMA_ACC1) or self.curves.get(tags.VAL_ACC1, {})
-        best = max(judged.values(), default=math.nan)
-        figure.suptitle(f"loss {self._last(tags.TRAIN_LOSS):.3f}, best acc1 {best:.2f} %", fontsize=11)
-
-    def _speed(self, figure: Any) -> None:
-        speed, share = figure.subplots(2, 1, sharex=True)
-        self._plot(speed, "images/s", {"images": tags.IMG_PER_S}, {})
-        speed.set_ylim(bottom=0)
-        self._plot(share, "of the time, %", {}, TIMES)
-        share.set_ylim(0, 100)
-        now, step_ms = self._last(tags.IMG_PER_S), 1e3 * self._last(tags.STEP_S)
-        waiting = self._last(tags.EXPOSED_COMM_PCT)
-        title = f"{now:.0f} images/s, {step_ms:.0f} ms per step, {waiting:.0f} % waiting"
-        figure.suptitle(title, fontsize=11)
-
-    def _memory(self, figure: Any) -> None:
-        axes, held = figure.subplots(), STATE | {"gathered": tags.GATHERED_PEAK_MIB}
-        self._plot(axes, "MiB", {"peak of rank 0": tags.PEAK_MIB}, held)
-        axes.set_ylim(bottom=0)
-        peak, state = self._last(tags.PEAK_MIB), sum(self._last(tag) for tag in STATE.values())
-        title = f"peak {peak:.0f} of {self.memory_mib:.0f} MiB, model state {state:.0f}"
-        figure.suptitle(title, fontsize=11)
-
-    def _last(self, tag: str) -> float:
-        return next(reversed(self.curves.get(tag, {}).values()), math.nan)
-
-    def _plot(self, axes: Any, label: str, lines: Mapping[str, str], areas: Mapping[str, str]) -> None:
-        """Draw curves by name → tag, as lines and as areas on top of one another.
-
-        Tags of areas are logged together. An area below a hundredth of the highest is left out.
-        """
-        stacked = {name: self.curves[tag] for name, tag in areas.items() if tag in self.curves}
-        tops = {name: max(curve.values()) for name, curve in stacked.items()}
-        stacked = {name: stacked[name] for name, top in tops.items() if top > 0.01 * max(tops.values())}
-        if stacked:
-            steps = list(next(iter(stacked.values())))
-            x = steps if len(steps) > 1 else [steps[0] - 1, *steps]  # an area needs a width
-            heights = [
-                [curve.get(step, curve.get(steps[0], 0.0)) for step in x] for curve in stacked.values()
-            ]
-            colors = [COLORS[name] for name in stacked]
-            axes.stackplot(x, *heights, labels=list(stacked), colors=colors, linewidth=0)
-        for name, tag in lines.items():
-            if curve := self.curves.get(tag):
-                style = {"marker": "." if len(curve) < 30 else "", "color": COLORS.get(name)}
-                axes.plot(curve.keys(), curve.values(), label=name, linewidth=1.5, **style)
-        axes.set_xlabel("step", fontsize=9)
-        axes.label_outer()
-        axes.set_ylabel(label, fontsize=10)
-        axes.tick_params(labelsize=9)
-        if len(lines) + len(areas) > 1:  # a legend, beside the plot: it hides nothing there
-            beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-            axes.legend(fontsize=8, frameon=False, reverse=True, **beside)
+    def _draw_page(self, page: str, figure: Any) -> None:
+        """Draw the first two charts; beside each stand its tags with their latest values."""
+        fits = page == list(PAGES)[-1]
+        figure.suptitle(f"{page} There are {self.memory_mib:,.0f} MiB." if fits else page, fontsize=11)
+        for axes, (chart, shown) in zip(
+            figure.subplots(2, 1, sharex=True), PAGES[page].items(), strict=False
+        ):
+            for tag, curve in ((tag, self.curves[tag]) for tag in shown if tag in self.curves):
+                label = f"{tag} {[*curve.values()][-1]:.4g}"
+                axes.plot(curve.keys(), curve.values(), ".-", markersize=3, label=label)
+                axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            axes.set_title(chart, fontsize=9, loc="left")
+            axes.set_ylim(bottom=0)
+            axes.tick_params(labelsize=8)
 
 
 def _caption(label: Tensor) -> str:
@@ -141,15 +110,9 @@ def _caption(label: Tensor) -> str:
 
 
 def _curves_until(directory: Path, step: int) -> dict[str, dict[int, float]]:
-    """Read what earlier processes of the run wrote for TensorBoard, up to ``step``."""
+    """Read what earlier processes of the run wrote for TensorBoard, up to ``step``; the latest one counts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = logging.getLogger("tensorboard")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of points that were written twice
-    try:
-        events = EventAccumulator(str(directory)).Reload()
-    finally:
-        logger.setLevel(level)
+    events = EventAccumulator(str(directory), purge_orphaned_data=False).Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     return {tag: {e.step: e.value for e in points if e.step <= step} for tag, points in scalars.items()}

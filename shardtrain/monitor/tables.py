@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from shardtrain import introspect
 from shardtrain.device import ACCELERATOR, is_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import Job
-from shardtrain.job.config import Config, Optim, Reference
+from shardtrain.job.config import Config, Reference
 from shardtrain.job.dist_env import cores
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, aligned, counted
@@ -30,22 +29,23 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     share, optim, side = job.share, config.optim, config.data.image_size
     units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
     own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
-    kept = _optimizer_bytes(optim, job) / MIB
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(share.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
-    update = f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}"
     rows = [
         ("model", f"{_model_name(config.model)}, {sum(unit.parameters for unit in units):,} parameters"),
         ("cost", f"{job.forward_flops[side] / 1e9:.3g} GFLOP per image, forward"),
         ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
-        ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients, {kept:.1f} optimizer"),
+        ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
         ("data", f"{job.data_name}, {side}×{side} pixels"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
-        ("update", update),
+        (
+            "update",
+            f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}",
+        ),
         ("world", f"{ranks}{replicas}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
@@ -58,20 +58,8 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     return "\n".join([_labelled(rows), *(f"  {line}" for line in aligned(table))])
 
 
-def _optimizer_bytes(optim: Optim, job: Job) -> int:
-    """Return the bytes of moments that the optimizer of the rank with most of them will have."""
-    elements, kept = introspect(job.model).elements_by_rank, Counter[int]()
-    for group in job.optimizer.param_groups:
-        moments = optim.moments(group.get("use_muon", False))
-        for param in group["params"]:
-            own = elements.get(param, [param.numel()])  # an ignored one counts as rank 0's
-            kept.update({rank: count * param.element_size() * moments for rank, count in enumerate(own)})
-    return max(kept.values())
-
-
 def _model_name(model: Mapping[str, Any]) -> str:
-    shown = {k: v for k, v in model.items() if k not in ("_target_", "name") and v is not None}
-    keys = [f"{key} {value}" for key, value in shown.items()]
+    keys = [f"{k} {v}" for k, v in model.items() if k not in ("_target_", "name") and v is not None]
     return ", ".join([str(model.get("name", model["_target_"])), *keys])
 
 
@@ -117,37 +105,33 @@ def _labelled(rows: Sequence[tuple[str, str]]) -> str:
 # The plan of a run beside what the run measured, in bytes of rank 0.
 
 STATE = {"parameters": tags.PARAMS_MIB, "gradients": tags.GRADS_MIB, "optimizer": tags.OPTIMIZER_MIB}
+HELD = STATE | {"gathered": tags.GATHERED_PEAK_MIB, "peak": tags.PEAK_MIB}
 TRAFFIC = {"gathers send": "all_gather", "reductions send": "reduce_scatter", "averages send": "all_reduce"}
 
 
-class Row(NamedTuple):
-    """One line of the comparison. ``exact``: the plan promises every byte."""
+def compare(
+    plan: Plan, scalars: Mapping[str, float], *, on_accelerator: bool, scaled: bool
+) -> list[list[str]]:
+    """Return a row of texts for each figure: its name, planned and measured MiB, and how far they are apart.
 
-    name: str
-    planned: int
-    measured: float
-    exact: bool = True
-
-    @property
-    def verdict(self) -> str:
-        if self.measured == self.planned:
-            return "exact"
-        difference = f"{100 * (self.measured - self.planned) / max(self.planned, 1):+.1f} %"
-        return f"{difference}, which should be exact" if self.exact else difference
-
-
-def compare(plan: Plan, scalars: Mapping[str, float], *, on_accelerator: bool, scaled: bool) -> list[Row]:
-    """Compare plan and measurement. Of the CPU's memory nothing knows the peak.
-
+    Of the CPU's memory nothing knows the peak, and of an accelerator's no plan promises every byte.
     ``scaled``: the loss was, so ranks exchanged overflow flags: a few more bytes in each all-reduce.
     """
-    rows = [Row(name, getattr(plan, name), scalars[tag] * MIB) for name, tag in STATE.items()]
-    rows.append(Row("gathered at once", plan.gathered, scalars[tags.GATHERED_PEAK_MIB] * MIB))
-    for name, kind in TRAFFIC.items():
-        if kind != "all_reduce" or plan.question.replicate > 1:
-            exact = not (scaled and kind == "all_reduce")
-            rows.append(Row(name, plan.sent.get(kind, 0), scalars[tags.sent_mib(kind)] * MIB, exact))
-    return [*rows, Row("peak", plan.peak, scalars[tags.PEAK_MIB] * MIB, False)] if on_accelerator else rows
+    figures = {name: (getattr(plan, name), scalars.get(tag, 0.0)) for name, tag in HELD.items()}
+    figures |= {
+        name: (plan.sent.get(kind, 0), scalars[tags.sent_mib(kind)])
+        for name, kind in TRAFFIC.items()
+        if kind != "all_reduce" or plan.question.replicate > 1
+    }
+    if not on_accelerator:
+        del figures["peak"]
+    rows = []
+    for name, (planned, measured) in figures.items():
+        apart = f"{100 * (measured * MIB - planned) / max(planned, 1):+.1f} %"
+        if name != "peak" and not (scaled and name == "averages send"):
+            apart = "exact" if measured * MIB == planned else f"{apart}, which should be exact"
+        rows.append([name, f"{planned / MIB:,.2f}", f"{measured:,.2f}", apart])
+    return rows
 
 
 def compare_with_plan(config: Config, job: Job, scalars: Mapping[str, Any]) -> str:
@@ -156,11 +140,9 @@ def compare_with_plan(config: Config, job: Job, scalars: Mapping[str, Any]) -> s
         plan = plan_of(config, job, rank=0)
     except Exception as error:  # the model needs values, say; the run has done well all the same
         return f"no plan to compare with: {type(error).__name__}: {error}".split("\n", 1)[0]
-    cells = [["MiB, rank 0", "planned", "measured", ""]]
-    scaled = job.scaler.is_enabled()
-    for row in compare(plan, scalars, on_accelerator=is_accelerator(job.device), scaled=scaled):
-        cells.append([row.name, f"{row.planned / MIB:,.2f}", f"{row.measured / MIB:,.2f}", row.verdict])
-    return "\n".join(aligned(cells))
+    on_accelerator, scaled = is_accelerator(job.device), job.scaler.is_enabled()
+    rows = compare(plan, scalars, on_accelerator=on_accelerator, scaled=scaled)
+    return "\n".join(aligned([["MiB, rank 0", "planned", "measured", ""], *rows]))
 
 
 # Where a run's time went, in words, and the one change most likely to help.
@@ -175,15 +157,12 @@ USUAL = {"data": 10, "waiting": 15, "checkpoint": 5, "evaluation": 20, "optimize
 ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
 
 
-class Run(NamedTuple):
-    """What the verdict rests on: where the time went, in percent, and the settings that could change it."""
-
-    shares: Mapping[str, float]
-    spent: Spent
-    config: Config
-    ranks: int
-    device: str
-    cores: int  # of this host
+TAKES = {
+    "data": "waiting for images",
+    "waiting": "waiting for other ranks and their shards",
+    "checkpoint": "saving checkpoints",
+    "the rest": "neither steps nor evaluation",
+}
 
 
 def judge(spent: Spent, config: Config, ranks: int, device: str) -> dict[str, Any]:
@@ -197,50 +176,57 @@ def judge(spent: Spent, config: Config, ranks: int, device: str) -> dict[str, An
         "spent_s": {what: round(value, 3) for what, value in parts.items()},
         "run_img_per_s": spent.images / seconds,
         "time": text.replace("waiting", "exposed communication"),
-        "verdict": verdict(Run(shares, spent, config, ranks, device, cores())),
+        "verdict": verdict(shares, spent, config, ranks, device, cores()),
     }
 
 
-def verdict(run: Run) -> str:
-    """Return one sentence: what takes more time than it should, and what to change."""
-    if run.spent.steps < FEW_STEPS:
-        return f"{run.spent.steps} steps are too few to judge by; from {FEW_STEPS} on there is advice"
-    over = {what: run.shares.get(what, 0.0) - usual for what, usual in USUAL.items()}
+def verdict(
+    shares: Mapping[str, float], spent: Spent, config: Config, ranks: int, device: str, cores: int
+) -> str:
+    """Return one sentence: what takes more time than it should, and what to change.
+
+    ``shares``: where the time went, in percent. ``cores``: of this host.
+    """
+    if spent.steps < FEW_STEPS:
+        return f"{spent.steps} steps are too few to judge by; from {FEW_STEPS} on there is advice"
+    over = {what: shares.get(what, 0.0) - usual for what, usual in USUAL.items()}
     worst = max(over, key=over.__getitem__)
-    shares = {**run.shares, "computing": run.shares.get("forward", 0.0) + run.shares.get("backward", 0.0)}
+    shares = {**shares, "computing": shares.get("forward", 0.0) + shares.get("backward", 0.0)}
     worst = worst if over[worst] > 0 else "computing"
-    advice = next(text for what, applies, text in _rules(run) if what == worst and applies)
-    return f"{shares[worst]:.0f} % of the time is {advice}"
+    rules = _rules(spent, config, ranks, device, device == "cpu" and ranks >= cores)
+    advice = next(text for what, applies, text in rules if what == worst and applies)
+    return f"{shares[worst]:.0f} % of the time is {TAKES.get(worst, worst)}: {advice}"
 
 
-def _rules(run: Run) -> Iterator[tuple[str, bool, str]]:
-    """Yield what takes the time, whether the advice applies, and the advice, the most specific first."""
-    train, saves, parallel = run.config.train, run.config.checkpoint, run.config.parallel
-    on_cpu, fp32 = run.device == "cpu", run.device == ACCELERATOR and parallel.precision == "fp32"
-    workers, shares = run.config.data.workers, "waiting for other ranks and their shards: "
-    yield "data", workers > 0, f"waiting for images: raise data.workers (now {workers})"
-    yield "data", True, "waiting for images: let processes of their own load them, data.workers=2 (now 0)"
-    for (rank, phase), times in run.spent.slow.most_common(1):
-        text = f"waiting for other ranks: rank {rank} is slower than the others in {phase}, look there first"
-        yield "waiting", times >= OFTEN * run.spent.reports, text
+def _rules(
+    spent: Spent, config: Config, ranks: int, device: str, full: bool
+) -> Iterator[tuple[str, bool, str]]:
+    """Yield what takes the time, whether the advice applies, and the advice, the most specific first.
+
+    ``full``: every core has a rank already.
+    """
+    train, saves, parallel, workers = config.train, config.checkpoint, config.parallel, config.data.workers
+    on_cpu, fp32 = device == "cpu", device == ACCELERATOR and parallel.precision == "fp32"
+    yield "data", workers > 0, f"raise data.workers (now {workers})"
+    yield "data", True, "let processes of their own load them, data.workers=2 (now 0)"
+    for (rank, phase), times in spent.slow.most_common(1):
+        slow = f"rank {rank} is slower than the others in {phase}, look there first"
+        yield "waiting", times >= OFTEN * spent.reports, slow
     shared = "parallel.transport=auto lets the ranks of one host share memory"
-    yield "waiting", on_cpu and parallel.traffic is not None, f"{shares}parallel.traffic=null {shared}"
-    yield "waiting", on_cpu and parallel.transport == "process_group", shares + shared
-    yield "waiting", fp32, f"{shares}parallel.precision=bf16 moves half the bytes"
+    yield "waiting", on_cpu and parallel.traffic is not None, f"parallel.traffic=null {shared}"
+    yield "waiting", on_cpu and parallel.transport == "process_group", shared
+    yield "waiting", fp32, "parallel.precision=bf16 moves half the bytes"
     reshard = "parallel.reshard_after_forward=false spares backward's gathers, if the memory is there"
-    yield "waiting", parallel.reshard_after_forward, shares + reshard
-    images = f"train.batch_size (now {train.batch_size // run.ranks} images per rank)"
-    yield "waiting", True, f"{shares}give each rank more to compute, {images}"
+    yield "waiting", parallel.reshard_after_forward, reshard
+    images = f"train.batch_size (now {train.batch_size // ranks} images per rank)"
+    yield "waiting", True, f"give each rank more to compute, {images}"
     beside = "checkpoint.asynchronous=true writes them while training goes on"
-    yield "checkpoint", not saves.asynchronous, f"saving checkpoints: {beside}"
-    every = saves.every_steps or "once per epoch"
-    yield "checkpoint", True, f"saving checkpoints: raise checkpoint.every_steps (now {every})"
-    yield "evaluation", True, f"evaluation: raise train.eval_every (now {train.eval_every} epochs)"
+    yield "checkpoint", not saves.asynchronous, beside
+    yield "checkpoint", True, f"raise checkpoint.every_steps (now {saves.every_steps or 'once per epoch'})"
+    yield "evaluation", True, f"raise train.eval_every (now {train.eval_every} epochs)"
     update = f"one update could serve more images, train.batch_size (now {train.batch_size})"
-    yield "optimizer", True, f"the optimizer: {update}"
-    reports = f"reports, train.log_every (now {train.log_every})"
-    yield "the rest", True, f"neither steps nor evaluation: {reports}"
-    yield "computing", fp32, "computing: parallel.precision=bf16 computes faster"
-    full = "every core has a rank already; nothing else stands out"
-    yield "computing", on_cpu and run.ranks >= run.cores, f"computing: {full}"
-    yield "computing", True, "computing: more ranks would share it; nothing else stands out"
+    yield "optimizer", True, update
+    yield "the rest", True, f"reports, train.log_every (now {train.log_every})"
+    yield "computing", fp32, "parallel.precision=bf16 computes faster"
+    yield "computing", full, "every core has a rank already; nothing else stands out"
+    yield "computing", True, "more ranks would share it; nothing else stands out"

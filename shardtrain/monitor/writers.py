@@ -20,6 +20,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import versions
 from shardtrain.job.pictures import Picture
 from shardtrain.job.schema import plain
+from shardtrain.monitor.summary_figure import PAGES
 
 WIDTH = 24  # characters of the bar
 REDRAW_S = 0.1
@@ -66,9 +67,9 @@ class Console(Writer):
             sys.stdout.flush()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        where = f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {step / self.steps_per_epoch:.1f}"
         if self.progress == "none":
             return
+        where = f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {step / self.steps_per_epoch:.1f}"
         if tags.VAL_LOSS in scalars:
             loss, acc1, acc5 = (scalars[tag] for tag in tags.VAL)
             self.say(f"{where}  val loss {loss:.4f}  acc1 {acc1:.2f} %  acc5 {acc5:.2f} %")
@@ -82,9 +83,7 @@ class Console(Writer):
     def left(self, step: int) -> str:
         """Return the time to the end, at the mean pace so far."""
         seconds = (time.perf_counter() - self.started) / (step - self.first_step) * (self.steps - step)
-        minutes, seconds = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return str(datetime.timedelta(seconds=round(seconds)))
 
 
 class LogFile(Writer):
@@ -153,27 +152,6 @@ class ResultFile(Writer):
         return {key: value for key, value in kept.items() if value is not None}
 
 
-# TensorBoard's custom-scalars page: page → chart → tags as regular expressions.
-LINES = "Multiline"
-LAYOUT: dict[str, dict[str, list[Any]]] = {
-    "Is it learning?": {
-        "loss": [LINES, [tags.TRAIN_LOSS, tags.VAL_LOSS, tags.VAL_EMA_LOSS]],
-        "accuracy, %": [LINES, [tags.TRAIN_ACC1, tags.VAL_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC5]],
-        "learning rate": [LINES, [tags.lr(".*")]],
-        "gradient norm": [LINES, [tags.GRAD_NORM]],
-    },
-    "Is it fast?": {
-        "images per second": [LINES, [tags.IMG_PER_S, tags.IMG_PER_S_PER_RANK]],
-        "seconds per step, by rank without waiting": [LINES, [tags.STEP_S, tags.busy_s(".*")]],
-        "where the time goes, %": [LINES, [tags.phase_pct(".*")]],
-        "traffic, MiB per step": [LINES, [tags.sent_mib(".*")]],
-    },
-    "Does it fit?": {
-        "memory of rank 0, MiB": [LINES, ["memory/.*"]],
-        "model state of rank 0, MiB": [LINES, [tags.PARAMS_MIB, tags.GRADS_MIB, tags.OPTIMIZER_MIB]],
-    },
-}
-
 METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
 
 # What tells runs apart on the HParams page, besides facts: keys of the command line, the same for every run.
@@ -196,22 +174,20 @@ class TensorBoard(Writer):
         self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter  # which takes 1.5 s
+        from torch.utils.tensorboard.summary import hparams
 
         self.latest = first_step
         # TensorBoard drops what an earlier process wrote of later steps than the one this continues from.
         purge = first_step + 1 if first_step else 0
         self.writer: Any = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
-        self._describe(config, facts)
-
-    def _describe(self, config: Config, facts: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
         experiment, session, self._end = hparams(hyperparameters(config, facts), dict.fromkeys(METRICS, 0))
-        self.writer.file_writer.add_summary(experiment)
-        self.writer.file_writer.add_summary(session)
-        self.writer.add_custom_scalars(LAYOUT)
-        resolved = OmegaConf.to_yaml(plain(config))
-        self.writer.add_text("config", f"```yaml\n{resolved}```", self.latest)
+        for summary in (experiment, session):
+            self.writer._get_file_writer().add_summary(summary)
+        charts = {
+            page: {name: ["Multiline", shown] for name, shown in each.items()} for page, each in PAGES.items()
+        }
+        self.writer.add_custom_scalars(charts)
+        self.writer.add_text("config", f"```yaml\n{OmegaConf.to_yaml(plain(config))}```", self.latest)
         self.writer.flush()
 
     def step(self, step: int) -> None:
@@ -244,13 +220,11 @@ class TensorBoard(Writer):
 
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
     """Return what tells runs apart, under the names of the command line."""
-    values: dict[str, float | str] = {
+    values = {key: attrgetter(key)(config) for key in COMPARED}
+    return {
         **{key: facts[key] for key in ("model", "parameters", "world_size", "device")},
         **{"data": config.data.name, "optim": config.optim.name, "sched": config.sched.name},
         "augment": (config.augment.get("_target_") or "none").rpartition(".")[2],
         "train.steps": facts["steps"],
+        **{key: "none" if value is None else value for key, value in values.items()},
     }
-    for key in COMPARED:
-        value = attrgetter(key)(config)
-        values[key] = "none" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return values
