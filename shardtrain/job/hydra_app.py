@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
 from shardtrain.job.config import Config, from_hydra
-from shardtrain.job.schema import Frozen, UserError, checked, nearest, not_valid
+from shardtrain.job.schema import Frozen, UserError, checked, not_valid
 
 FOLDER_FLAGS = ("--config-dir", "-cd")
 VALUED_FLAGS = (*FOLDER_FLAGS, "--cfg", "-c", "--package", "-p")
@@ -157,7 +157,8 @@ def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> UserEr
     if isinstance(error, OverrideParseException):
         return unreadable(str(error.override))
     if isinstance(error, MissingConfigException) and error.options is not None:
-        return _unknown_choice(str(error.missing_cfg_file), list(error.options))
+        group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
+        return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
     bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))
     if bad_key is None:
         return UserError(str(error).split("\n", 1)[0])
@@ -175,12 +176,6 @@ def unreadable(override: str) -> UserError:
     return UserError(
         f"cannot read {override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
     )
-
-
-def _unknown_choice(path: str, options: list[str]) -> UserError:
-    group, _, choice = path.strip("/").rpartition("/")
-    shown = [*sorted(options)[:20], *(["…"] if len(options) > 20 else [])]
-    return UserError(f"unknown {group} {choice!r}{nearest(choice, options)} (valid: {', '.join(shown)})")
 
 
 def _known_keys(arguments: Sequence[str], folder: Path) -> list[str]:
@@ -208,20 +203,11 @@ def _keys_below(prefix: str, node: Any) -> Iterator[str]:
 
 def recipe_table(folders: Iterable[Path]) -> str:
     """Return a line for each recipe in ``folders``: name, published accuracy, first line of its card."""
-    files = sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml"))
-    width = max((len(file.stem) for file in files), default=0)
-    return "\n".join(
-        f"  {file.stem:<{width}}  {_accuracy(file):>7}  {_title(file)}".rstrip() for file in files
-    )
-
-
-def _title(recipe: Path) -> str:
-    """Return its first comment that is no directive of Hydra's."""
-    comments = [line.lstrip("# ") for line in recipe.read_text().splitlines() if line.startswith("#")]
-    return next((text for text in comments if text and not text.startswith("@package")), "")
-
-
-def _accuracy(recipe: Path) -> str:
-    """Return what its `reference` claims, if it has one."""
-    accuracy = OmegaConf.select(OmegaConf.load(recipe), "reference.accuracy")
-    return "" if accuracy is None else f"{accuracy:.2f} %"
+    rows = []
+    for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
+        accuracy = OmegaConf.select(OmegaConf.load(file), "reference.accuracy")
+        comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
+        title = next((text for text in comments if text and not text.startswith("@package")), "")
+        rows.append((file.stem, "" if accuracy is None else f"{accuracy:.2f} %", title))
+    width = max((len(name) for name, _, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {claim:>7}  {title}".rstrip() for name, claim, title in rows)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType, NoneType
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -31,6 +32,7 @@ BOUNDS = {
     "at_most": (operator.le, "at most"),
     "below": (operator.lt, "less than"),
 }
+MOST_SHOWN = 30  # valid words in a message: a section's keys all, of a hundred models the first
 DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -50,7 +52,8 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 def not_valid(what: str, word: object, valid: Iterable[str]) -> UserError:
     """Return the error of a ``word`` that is not among the valid ones; ``what`` begins the message."""
     valid = list(valid)
-    return UserError(f"{what}{nearest(str(word), valid)} (valid: {', '.join(valid)})")
+    shown = [*valid[:MOST_SHOWN], *(["…"] if len(valid) > MOST_SHOWN else [])]
+    return UserError(f"{what}{nearest(str(word), valid)} (valid: {', '.join(shown)})")
 
 
 @contextlib.contextmanager
@@ -89,8 +92,7 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
         values = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    config = typed(cls, values, "")
-    assert isinstance(config, cls)
+    config: Frozen = typed(cls, values, "")
     return config
 
 
@@ -99,27 +101,41 @@ def plain(config: Any) -> dict[str, Any]:
     return asdict(config, dict_factory=lambda pairs: {_key(name): value for name, value in pairs})
 
 
-def typed(hint: Any, value: Any, key: str) -> Any:
-    """Return ``value`` as the type ``hint``, or raise a UserError that names ``key``."""
+def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return ``value`` as the type ``hint``, or raise a UserError that names ``key``.
+
+    ``demands``: the metadata of a field. In a tuple they hold for each item.
+    """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
+    if value is None and NoneType in kinds:
         return None
-    kinds = tuple(kind for kind in kinds if kind is not type(None))
-    if len(kinds) > 1:
-        return _section(_variant(kinds, value, key), value, key)
-    (kind,) = kinds
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    kind = kinds[0] if len(kinds) == 1 else _variant(kinds, value, key)
     if is_dataclass(kind) and isinstance(value, dict):
         return _section(kind, value, key)
+    found = f"{key}={_show(value)}"
     if typing.get_origin(kind) is tuple:
-        return _tuple(typing.get_args(kind), value, key)
+        items = typing.get_args(kind)  # of one type: (float, float) or (float, ...)
+        any_length = Ellipsis in items
+        if not isinstance(value, list) or not (any_length or len(value) == len(items)):
+            lists = f"a list, as in {key}=[a,b]" if any_length else f"a list of {len(items)} numbers"
+            raise UserError(f"{found}: expected {lists}")
+        return tuple(typed(items[0], item, key, demands) for item in value)
     if type(value) is int and kind in (float, str):
-        return kind(value)
+        value = kind(value)
     if type(value) is not (typing.get_origin(kind) or kind):
-        raise UserError(f"{key}={_show(value)}: expected {DESCRIPTIONS.get(kind, 'a group of keys')}")
+        raise UserError(f"{found}: expected {DESCRIPTIONS.get(kind, 'a group of keys')}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{found}: expected a finite number")
+    for name, (holds, words) in BOUNDS.items():
+        if name in demands and not holds(value, demands[name]):
+            raise UserError(f"{key}={value}: expected {words} {demands[name]}")
+    if value not in demands.get("choices", [value]):
+        raise not_valid(found, value, demands["choices"])
     return value
 
 
-def _section(cls: Any, raw: Mapping[Any, Any], path: str) -> Any:
+def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     """Make one dataclass from one mapping. ``path`` is `""` for the whole configuration."""
     prefix, entries = path and f"{path}.", {_key(entry.name): entry for entry in fields(cls)}
     for key in raw:
@@ -127,13 +143,11 @@ def _section(cls: Any, raw: Mapping[Any, Any], path: str) -> Any:
             valid = [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]
             raise not_valid(f"unknown key {prefix}{key}", key, valid)
     hints, values = typing.get_type_hints(cls), {}
-    for name, entry in entries.items():
-        if name not in raw and entry.default is MISSING:
-            raise UserError(f"{prefix}{name} is missing")
-        value = typed(hints[entry.name], raw.get(name, entry.default), prefix + name)
-        for each in value if isinstance(value, tuple) else [value]:
-            _check_range(each, entry.metadata, prefix + name)
-        values[entry.name] = value
+    for key, entry in entries.items():
+        if key not in raw and entry.default is MISSING:
+            raise UserError(f"{prefix}{key} is missing")
+        value = raw.get(key, entry.default)
+        values[entry.name] = typed(hints[entry.name], value, prefix + key, entry.metadata)
     return cls(**values)
 
 
@@ -144,41 +158,13 @@ def _key(name: str) -> str:
 
 def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
     """Return the dataclass whose field ``name`` may have the section's."""
-    by_name = {
-        name: cls
-        for cls in classes
-        for entry in fields(cls)
-        if entry.name == "name"
-        for name in entry.metadata["choices"]
-    }
+    by_name = {name: cls for cls in classes for name in cls.__dataclass_fields__["name"].metadata["choices"]}
     if not isinstance(section, dict) or "name" not in section:
         raise UserError(f"{key}={_show(section)}: expected one of {', '.join(by_name)}")
     name = section["name"]
     if name not in by_name:
         raise not_valid(f"{key}.name={_show(name)}", name, by_name)
     return by_name[name]
-
-
-def _tuple(kinds: tuple[Any, ...], value: Any, key: str) -> tuple[Any, ...]:
-    if kinds[-1] is Ellipsis:
-        if not isinstance(value, list):
-            raise UserError(f"{key}={_show(value)}: expected a list, as in {key}=[a,b]")
-        kinds = kinds[:1] * len(value)
-    if not isinstance(value, list) or len(value) != len(kinds):
-        raise UserError(f"{key}={_show(value)}: expected a list of {len(kinds)} numbers")
-    return tuple(typed(kind, item, key) for kind, item in zip(kinds, value, strict=True))
-
-
-def _check_range(value: Any, demands: Mapping[str, Any], key: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{key}={value}: expected a finite number")
-    for name, (holds, words) in BOUNDS.items():
-        if name in demands and not holds(value, demands[name]):
-            raise UserError(f"{key}={value}: expected {words} {demands[name]}")
-    if value not in demands.get("choices", [value]):
-        raise not_valid(f"{key}={value}", value, demands["choices"])
 
 
 def _show(value: Any) -> str:

@@ -19,10 +19,6 @@ Phase = Callable[[str], AbstractContextManager[object]]
 Observer = Callable[[Tensor, Tensor, Tensor, Tensor], object]  # of images, loss, logits, labels
 
 
-def _untimed(_: str) -> AbstractContextManager[object]:
-    return contextlib.nullcontext()
-
-
 def accumulate(
     model: Callable[[Tensor], Tensor],
     loss: Loss,
@@ -31,7 +27,7 @@ def accumulate(
     no_sync: Callable[[], AbstractContextManager[object]],
     *,
     scale: Callable[[Tensor], Tensor] | None = None,
-    phase: Phase = _untimed,
+    phase: Phase = contextlib.nullcontext,
     observe: Observer | None = None,
 ) -> None:
     """Add up the gradients of the mean loss over the next ``count`` micro-batches.
@@ -77,7 +73,7 @@ class Step(NamedTuple):
         self,
         batches: Iterator[Sequence[Any]],
         count: int,
-        phase: Phase = _untimed,
+        phase: Phase = contextlib.nullcontext,
         observe: Observer | None = None,
     ) -> Tensor:
         """Reduce and clip the gradients of ``count`` micro-batches; return their norm before that, 0-dim."""

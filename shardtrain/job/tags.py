@@ -46,27 +46,9 @@ SUMMARY = (SUMMARY_LEARNING, SUMMARY_SPEED, SUMMARY_MEMORY)
 TIMELINE_STEP = "timeline/step"
 TIMELINE_MEMORY = "timeline/memory"
 
-
-def lr(group: int | str) -> str:
-    """Return the tag of an optimizer group's learning rate."""
-    return f"lr/group{group}"
-
-
-def phase_pct(phase: str) -> str:
-    """Return the tag of a phase's share of the time: data, forward, …"""
-    return f"time/{phase}_pct"
-
-
-def sent_mib(kind: str) -> str:
-    """Return the tag of what a rank sends per step in collectives of one kind: all_gather, …"""
-    return f"comm/{kind}_mib_per_step"
-
-
-def busy_s(rank: int | str) -> str:
-    """Return the tag of a rank's seconds per step without waiting for others."""
-    return f"ranks/busy_s_{rank}"
-
-
-def norm(kind: str, parameter: str) -> str:
-    """Return the tag of a parameter's norm: of its gradient, weight or update."""
-    return f"norms/{kind}/{parameter}"
+# Tags with a part to fill in: ``lr(0)`` is "lr/group0".
+lr = "lr/group{}".format  # of an optimizer's group
+phase_pct = "time/{}_pct".format  # a phase's share of the time: data, forward, …
+sent_mib = "comm/{}_mib_per_step".format  # by a rank, in collectives of one kind: all_gather, …
+busy_s = "ranks/busy_s_{}".format  # a rank's seconds per step without waiting for others
+norm = "norms/{}/{}".format  # of a parameter's gradient, weight or update: kind, parameter
