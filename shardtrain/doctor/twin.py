@@ -38,7 +38,7 @@ from shardtrain.doctor import FAILED, OK, Finding, shared
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.format import counted
-from shardtrain.job.model import PRECISIONS, initial_model, placed, plain_optimizer, shard_with_optimizer
+from shardtrain.job.model import PRECISIONS, converted, initial_model, plain_optimizer, shard_with_optimizer
 from shardtrain.job.step import accumulate
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of the largest element
@@ -89,7 +89,7 @@ class Twins:
         self.job, self.config = job, config
         inside = introspect(job.model)
         self.world, self._unit_of = inside.all_ranks.world, inside.unit_of_parameter
-        whole = placed(initial_model(config), config, job.device)
+        whole = converted(initial_model(config), config, job.device).to(job.device)
         units = [unit.name.removeprefix("(root)") for unit in inside.units]
         self.sharded = Recorded(job.model, job.optimizer, units)
         if PRECISIONS[config.parallel.precision] is None:

@@ -20,7 +20,7 @@ from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.mixing import Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
-from shardtrain.job.model import converted, ema_of, shard_with_optimizer, start_model
+from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
 from shardtrain.job.schema import UserError, typed
 from shardtrain.optim import Ema, GradScaler
 
@@ -62,11 +62,16 @@ def build(
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = together(lambda: data.load(config.data))  # which may be missing on one host only
     config = dataclasses.replace(config, model=completed(config, images))
-    steps_per_epoch = _steps_per_epoch(config, images)
+    steps_per_epoch = len(images.train) // config.train.batch_size
+    if steps_per_epoch == 0:
+        raise UserError(
+            f"train.batch_size={config.train.batch_size} is more than the {len(images.train)} "
+            f"training images of {images.name}"
+        )
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
-    model = start_model(config)
+    model = initial_model(config, deferred=True)
     sample = (share.micro_batch, images.channels)
     flops = {  # of every size: what the model refuses is told now, not after hours
         side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
@@ -76,12 +81,15 @@ def build(
     optimizer = shard_with_optimizer(model, config, device=device)
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    factor = lr_factor(config.sched, steps, steps_per_epoch)
     train, val = _feeds(config, images, share, device, range(first_step, steps))
     job = Job(
         model=model,
         loss=loss_of(config.train.loss, config.train.label_smoothing),
         optimizer=optimizer,
-        schedule=_schedule(optimizer, lr_factor(config.sched, steps, steps_per_epoch), first_step),
+        schedule=LambdaLR(optimizer, factor, last_epoch=first_step - 1),
         scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
         ema=ema_of(model, config, steps_per_epoch),
         train=train,
@@ -125,13 +133,6 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
     return float(counter.get_total_flops())
 
 
-def _schedule(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], first_step: int) -> LambdaLR:
-    """Make torch's schedule of a pure function of the step: to continue it takes no more than the step."""
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
-
-
 def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
     """Return the model's keys, those left open taken from the data set."""
     decided = {
@@ -141,32 +142,19 @@ def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
     }
     model = dict(config.model)
     for key, found in decided.items():
-        if key in model:
-            model[key] = found if model[key] is None else typed(int, model[key], f"model.{key}")
-    for key in ("in_channels", "image_size"):
-        if model.get(key, decided[key]) != decided[key]:
-            raise UserError(f"model.{key}={model[key]}, but the images of {images.name} have {decided[key]}")
-    if model.get("num_classes", images.classes) < images.classes:
-        raise UserError(
-            f"model.num_classes={model['num_classes']}: {images.name} has {images.classes} classes"
-        )
+        if key not in model:
+            continue
+        given = model[key] = found if model[key] is None else typed(int, model[key], f"model.{key}")
+        if key == "num_classes" and given < found:
+            raise UserError(f"model.num_classes={given}: {images.name} has {found} classes")
+        if key != "num_classes" and given != found:
+            raise UserError(f"model.{key}={given}, but the images of {images.name} have {found}")
     return model
-
-
-def _steps_per_epoch(config: Config, images: data.DataSet) -> int:
-    steps = len(images.train) // config.train.batch_size
-    if steps == 0:
-        raise UserError(
-            f"train.batch_size={config.train.batch_size} is more than the {len(images.train)} "
-            f"training images of {images.name}"
-        )
-    return steps
 
 
 def _feeds(
     config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
 ) -> tuple[data.TrainFeed, data.EvalFeed]:
-    prepare = data.Prepare(images, config.data.image_size, device)
     augment = None
     if config.augment.get("_target_") is not None:
         augment = model.build(config.augment, "augment")
@@ -179,7 +167,7 @@ def _feeds(
     train = data.TrainFeed(
         images,
         share,
-        prepare,
+        data.Prepare(images, config.data.image_size, device),
         augment=augment,
         mix=mix,
         seed=config.seed,
@@ -195,24 +183,21 @@ def _feeds(
     return train, val
 
 
-class BinaryCrossEntropy:
-    """Binary cross-entropy of each class against all others, the mean over images and classes.
+def loss_of(name: str, smoothing: float) -> Loss:
+    """Return the loss that `train.loss` names.
 
     Smoothing by 0.1 turns the targets 1 and 0 of 10 classes into 0.91 and 0.01.
     """
+    if name == "cross_entropy":
+        return nn.CrossEntropyLoss(label_smoothing=smoothing)
 
-    def __init__(self, smoothing: float) -> None:
-        self.smoothing = smoothing
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+        """Of each class against all others, the mean over images and classes."""
         soft = F.one_hot(labels, logits.shape[1]) if labels.ndim == 1 else labels
-        targets = soft.to(logits.dtype) * (1 - self.smoothing) + self.smoothing / logits.shape[1]
+        targets = soft.to(logits.dtype) * (1 - smoothing) + smoothing / logits.shape[1]
         return F.binary_cross_entropy_with_logits(logits, targets)
 
-
-def loss_of(name: str, smoothing: float) -> Loss:
-    """Return the loss that `train.loss` names."""
-    return BinaryCrossEntropy(smoothing) if name == "bce" else nn.CrossEntropyLoss(label_smoothing=smoothing)
+    return binary_cross_entropy
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:

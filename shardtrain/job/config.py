@@ -365,6 +365,5 @@ def from_hydra(raw: DictConfig) -> Config:
 
 def layout_of(config: Config) -> Policy:
     """Return the layout for `shard`: whole parameters where the optimizer needs them, else even intervals."""
-    if config.parallel.layout == "auto":
-        return "whole" if isinstance(config.optim, MuonConfig) else "even"
-    return "whole" if config.parallel.layout == "whole" else "even"
+    needs_whole = config.parallel.layout == "auto" and isinstance(config.optim, MuonConfig)
+    return "whole" if needs_whole or config.parallel.layout == "whole" else "even"

@@ -31,7 +31,7 @@ from shardtrain.checkpoint.files import sync_directory, write_tensors
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
-from shardtrain.job.config import Config, MuonConfig, Optim, Parallel, layout_of
+from shardtrain.job.config import Config, MuonConfig, Optim, layout_of
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import UserError, nearest, not_valid, typed
 from shardtrain.optim import Ema
@@ -55,28 +55,19 @@ SIMPLE: dict[object, type] = {
 SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
-def initial_model(config: Config) -> nn.Module:
-    """Build the unsharded model before the first step, the same on every rank."""
+def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
+    """Build the unsharded model before the first step, the same on every rank.
+
+    With ``deferred``, `shard` computes values that are drawn, not loaded, when it cuts them.
+    """
+    weights = typed(str | None, config.model.get("weights"), "model.weights")
     torch.manual_seed(config.seed)
+    if weights is None and deferred:
+        return shardtrain.deferred(plain_model, config.model)
     model = plain_model(config.model)
-    weights = _weights(config)
     if weights is not None:
-        load_weights(model, weights)
+        load_weights(model, Path(weights).expanduser())
     return model
-
-
-def start_model(config: Config) -> nn.Module:
-    """Build the same for `shard`, which computes values that are drawn, not loaded, when it cuts them."""
-    if _weights(config) is not None:
-        return initial_model(config)
-    torch.manual_seed(config.seed)
-    return shardtrain.deferred(plain_model, config.model)
-
-
-def _weights(config: Config) -> Path | None:
-    """Return the file that the first values are loaded from, if they are not drawn."""
-    given = typed(str | None, config.model.get("weights"), "model.weights")
-    return None if given is None else Path(given).expanduser()
 
 
 def plain_model(model: Mapping[str, Any]) -> nn.Module:
@@ -121,11 +112,6 @@ def _find_target(path: str, section: str) -> Callable[..., Any]:
     return own[name]  # type: ignore[no-any-return]
 
 
-def placed(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Return ``model`` on ``device``, converted."""
-    return converted(model, config, device).to(device)
-
-
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Return ``model`` with the BatchNorm and the memory format that the configuration asks for."""
     if config.parallel.sync_batchnorm:
@@ -145,15 +131,6 @@ def uncompiled(config: Config) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=False))
 
 
-def precision_of(parallel: Parallel) -> Precision:
-    """Return the dtypes that the configuration asks for."""
-    return dataclasses.replace(
-        PRECISIONS[parallel.precision] or Precision(),
-        gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
-        reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
-    )
-
-
 def shard_with_optimizer(
     model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
@@ -163,10 +140,15 @@ def shard_with_optimizer(
         sizes = (parallel.replicate, comm.world_size() // parallel.replicate)
         names = ("replicate", "shard")
         mesh = init_device_mesh(comm.control_device().type, sizes, mesh_dim_names=names)
+    precision = dataclasses.replace(
+        PRECISIONS[parallel.precision] or Precision(),
+        gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
+        reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
+    )
     shardtrain.shard(
         model,
         layout=layout_of(config),
-        precision=precision_of(parallel),
+        precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,
         transport=transport or parallel.transport,
         device=device,

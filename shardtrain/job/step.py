@@ -62,7 +62,7 @@ class Step(NamedTuple):
     optimizer: torch.optim.Optimizer
     max_norm: float | None
     ema: Ema | None = None
-    scaler: GradScaler | None = None
+    scaler: GradScaler = GradScaler(enabled=False)
 
     @classmethod
     def of(cls, job: Job, max_norm: float | None) -> Step:
@@ -77,28 +77,23 @@ class Step(NamedTuple):
         observe: Observer | None = None,
     ) -> Tensor:
         """Reduce and clip the gradients of ``count`` micro-batches; return their norm before that, 0-dim."""
-        scale = None if self.scaler is None else self.scaler.scale
         accumulate(
             self.model,
             self.loss,
             batches,
             count,
             lambda: no_sync(self.model),
-            scale=scale,
+            scale=self.scaler.scale,
             phase=phase,
             observe=observe,
         )
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         return clip_grad_norm_(self.model, self.max_norm or math.inf)  # inf measures and does not clip
 
     def update(self, step: int | None = None) -> None:
         """Change the parameters by their gradients, and the averages as after step number ``step``."""
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         if self.ema is not None:
             self.ema.update(self.ema.every if step is None else step)
 
