@@ -57,7 +57,7 @@ def run(seed: int, folder: Path, ranks: int, overrides: Sequence[str]) -> dict[s
     if not found.exists() or json.loads(found.read_text())["status"] != "finished":
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         options = ["+recipe=resnet", f"seed={seed}", f"run.dir={folder}", *overrides]
-        subprocess.run([sys.executable, *launcher, "-m", "shardtrain.train.loop", *options], check=True)
+        subprocess.run([sys.executable, *launcher, "-m", "shardtrain.train", *options], check=True)
     result = json.loads(found.read_text())
     assert isinstance(result, dict)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,32 @@ TINY = (
 )
 
 
-def configure(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", *arguments])
+def composed(*arguments: str) -> Config:
+    """Return the configuration of a command line."""
+    raw = compose(arguments)
     assert raw is not None
     return from_hydra(raw)
 
 
-def run(folder: str, *arguments: str) -> None:
-    """Train in ``folder`` on the ranks of this group."""
+def configure(*arguments: str) -> Config:
+    return composed("+recipe=resnet", *arguments)
+
+
+def context(folder: str | Path) -> Context:
+    """Return the context of a run in ``folder`` on the ranks of this group."""
     rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
-    train(configure(*TINY, *arguments), Context(rank_info, CPU, Path(folder)))
+    return Context(rank_info, CPU, Path(folder))
+
+
+def run(folder: str, *arguments: str) -> dict[str, Any]:
+    """Train in ``folder`` on the ranks of this group, and return result.json."""
+    train(configure(*TINY, *arguments), context(folder))
     comm.barrier()
+    return result_of(folder)
+
+
+def result_of(folder: str | Path) -> dict[str, Any]:
+    return dict(json.loads((Path(folder) / "result.json").read_text()))
 
 
 def events_of(folder: Path) -> Any:
