@@ -1,34 +1,29 @@
 """How the ranks of a public collective find out whether they all mean the same call.
 
-Every rank sends every other one a row of numbers that says what it is about to do. All ranks then judge the
-same table, so they come to the same verdict: go on, or refuse. Only a refusal needs texts, and every rank
-raises the same ``ValueError`` with them. A rank whose own arguments are wrong says so in its row and takes
-part to the end: if it raised at once, the others would wait for it.
-
-Two ranks, one gathering int64 ``[2]`` and the other ``[3]``::
+Every rank sends every other one a row of numbers that says what it is about to do. All ranks judge
+the same table, so they come to the same verdict. Only a refusal needs texts. A rank whose own arguments are
+wrong says so in its row and takes part to the end: if it raised at once, the others would wait for it. Two
+ranks, one gathering int64 ``[2]`` and the other ``[3]``::
 
     row of rank 0    0   digest of (all_gather, int64, [2], cpu)   1   16 16   16 16
     row of rank 1    0   another digest                            1   24 24   24 24
 
 On gloo rows are messages, and the payload does not wait for them, since one more round of messages costs
 milliseconds on busy machines. So payloads must do no harm where ranks disagree. Their tags hold their sizes,
-and only messages of one size meet; a refusal reads from the rows which messages have no counterpart, and
-sends or receives that. Nothing is left behind, and the group stays usable.
-
-On other backends the rows are one small all-gather on the backend's device before the payload, for which the
-host waits: tens of microseconds, and the calls of that group issued earlier. Over torch's fake process
-group, which moves nothing, a rank checks its own arguments only.
+and only messages of one size meet. A refusal reads from the rows which messages have no counterpart, and
+sends or receives that. On other backends the rows are one small all-gather before the payload, for which the
+host waits: tens of microseconds, and the calls of that group issued earlier. Over torch's fake process group,
+which moves nothing, a rank checks its own arguments only.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardtrain.comm import native
 from shardtrain.comm.messages import ROW, TEXT, Mailbox, size_tag, start_exchange, wait_all
@@ -38,36 +33,23 @@ _TEXT_BYTES = 1024
 _NAMED = 4  # ranks that a refusal names in full
 
 
-def by_size(part: torch.Tensor) -> int:
+def by_size(part: Tensor) -> int:
     """Return the tag of a payload: messages of different sizes never meet, whatever their ranks believe."""
     return size_tag(part.nbytes)
 
 
-class Claim(NamedTuple):
-    """What one rank is about to do.
+class Agreement:
+    """What all ranks say that they are about to do; their rows are on their way from construction on.
 
-    ``signature``: what must be the same on every rank. ``sends[r]``, ``expects[r]``: bytes for and from
-    rank ``r``; zeros if nothing can be done. ``posted``: whether they go as messages, and at once.
-    ``text``: the call in words, or if ``fault``, why it cannot be done.
+    ``row``: whether this rank is at fault, a digest of what must be the same on every rank, whether its
+    payload goes as messages and at once, then bytes for each rank, and bytes from each. ``words``: returns
+    the call in words, or what is wrong with it.
     """
 
-    signature: tuple[object, ...]
-    sends: Sequence[int]
-    expects: Sequence[int]
-    text: Callable[[], str]
-    posted: bool = False
-    fault: bool = False
-
-
-class Agreement:
-    """One call's rows, under way from construction on."""
-
-    def __init__(self, mailbox: Mailbox, claim: Claim) -> None:
-        self._mailbox, self._claim = mailbox, claim
+    def __init__(self, mailbox: Mailbox, row: list[int], words: Callable[[], str]) -> None:
+        self._mailbox, self._row, self._words = mailbox, row, words
         self._alone = mailbox.group is None or mailbox.world == 1 or not native.moves_bytes(mailbox.group)
         if not self._alone:
-            digest = zlib.crc32(repr(claim.signature).encode())
-            row = [claim.fault, digest, claim.posted, *claim.sends, *claim.expects]
             self._table, self._pending = self._share(torch.tensor(row, dtype=torch.int64), ROW)
 
     def settle(self, moving: Pending) -> None:
@@ -76,8 +58,8 @@ class Agreement:
         ``moving``: the payload, if it is under way already. A refusal completes it first.
         """
         if self._alone:
-            if self._claim.fault:
-                raise ValueError(f"refused on every rank: rank {self._mailbox.rank}: {self._claim.text()}")
+            if self._row[0]:
+                raise ValueError(f"rank {self._mailbox.rank}: {self._words()}")
             return
         self._pending.wait()
         rows = Rows(self._table.tolist())
@@ -85,16 +67,16 @@ class Agreement:
             supplied = rows.supply(self._mailbox)
             moving.wait()
             wait_all(supplied)
-            raise ValueError("refused on every rank: " + "; ".join(rows.complaints(self._texts())))
+            raise ValueError("; ".join(rows.complaints(self._texts())))
 
     def _texts(self) -> list[str]:
         """Gather every rank's call in words."""
-        words = self._claim.text().encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        words = self._words().encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         table, pending = self._share(torch.frombuffer(bytearray(words), dtype=torch.uint8), TEXT)
         pending.wait()
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
 
-    def _share(self, mine: torch.Tensor, tag: int) -> tuple[torch.Tensor, Pending]:
+    def _share(self, mine: Tensor, tag: int) -> tuple[Tensor, Pending]:
         """Start sending ``mine`` to every rank; return the table ``[world, len(mine)]`` of all ranks'."""
         world, group = self._mailbox.world, self._mailbox.group
         assert group is not None, "a rank alone shares nothing"
@@ -134,19 +116,15 @@ class Rows:
 
     def complaints(self, texts: list[str]) -> list[str]:
         """Return one sentence for each rank at odds, the first few of them."""
-        found = [f"rank {rank}: {texts[rank]}" for rank, fault in enumerate(self.faults) if fault]
-        found = found or self._odd_ones_out(texts) or [self._mismatch(texts)]
-        more = [f"and {len(found) - _NAMED} more ranks"] if len(found) > _NAMED else []
-        return found[:_NAMED] + more
-
-    def _odd_ones_out(self, texts: list[str]) -> list[str]:
         usual = Counter(self.digests).most_common(1)[0][0]
         model = self.digests.index(usual)
-        return [
+        found = [f"rank {rank}: {texts[rank]}" for rank, fault in enumerate(self.faults) if fault] or [
             f"rank {rank}: expected the same as on rank {model}, {texts[model]}, found {texts[rank]}"
             for rank, digest in enumerate(self.digests)
             if digest != usual
         ]
+        more = [f"and {len(found) - _NAMED} more ranks"] if len(found) > _NAMED else []
+        return [*found[:_NAMED], *more] or [self._mismatch(texts)]
 
     def _mismatch(self, texts: list[str]) -> str:
         """Name the first two ranks of which one sends another number of bytes than the other expects."""

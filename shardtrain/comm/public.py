@@ -24,12 +24,13 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from shardtrain.comm import native
-from shardtrain.comm.agreement import Agreement, Claim, by_size
+from shardtrain.comm.agreement import Agreement, by_size
 from shardtrain.comm.arithmetic import check_op, merge, op_name
-from shardtrain.comm.messages import WINDOW, Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.messages import (
+    WINDOW,
+    Mailbox,
+    start_exchange,
+    start_reduce_scatter,
+)
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import ALL_TO_ALL, GATHER, REDUCE, Movement
 from shardtrain.comm.transport import Pending
@@ -48,6 +54,34 @@ Op = dist.ReduceOp.RedOpType
 Group = dist.ProcessGroup
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Side(NamedTuple):
+    """The tensors that a call reads, or those that it writes, as the caller gave them.
+
+    ``parts``: where in them each rank's part is. ``ALL``: one tensor is every rank's part. ``EQUAL``: one
+    tensor holds equal parts. ``LIST``: a list holds one tensor per rank. ``ROWS``: one tensor is split along
+    its first dimension, by ``sizes`` or else equally.
+    """
+
+    name: str
+    given: Any
+    parts: str
+    sizes: Sequence[int] | None = None
+
+
+ALL, EQUAL, LIST, ROWS = "all", "equal", "list", "rows"
+
+
+class Call(NamedTuple):
+    """A collective as it was asked for. ``own``: the backend's, which takes flat outputs and inputs."""
+
+    name: str
+    movement: Movement
+    output: Side
+    input: Side
+    own: Callable[..., Work | None]
+    op: Op | None = None
 
 
 def _torchs_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -70,14 +104,8 @@ def all_gather_into_tensor(
     elements, as the concatenation ``[world * n, ...]``, the stack ``[world, n, ...]``, or flat.
     Two ranks with ``[1 2]`` and ``[3 4]`` get ``[1 2 3 4]`` or ``[[1 2] [3 4]]``.
     """
-
-    def check(mailbox: Mailbox) -> Call:
-        (read,), (write,) = _flat(mailbox, {"input": input}, {"output": output})
-        rows = _rows(mailbox.world, ("output", output, write), ("input", input, read))
-        own = partial(native.all_gather, write, read)
-        return Call(GATHER, [input], [read] * mailbox.world, rows, own)
-
-    return _run("all_gather_into_tensor", check, group, async_op)
+    sides = Side("output", output, EQUAL), Side("input", input, ALL)
+    return _run(Call("all_gather_into_tensor", GATHER, *sides, native.all_gather), group, async_op)
 
 
 @_torchs_keywords
@@ -95,18 +123,9 @@ def reduce_scatter(
     ``MIN``, ``MAX`` and, for integers, ``BAND``, ``BOR``, ``BXOR``.
     Two ranks with ``[1] [2 3]`` and ``[10] [20 30]``: rank 0 gets ``[11]``, rank 1 ``[22 33]``.
     """
-
-    def check(mailbox: Mailbox) -> Call:
-        inputs, rank = _listed(input_list, "input_list", mailbox.world), mailbox.rank
-        reads, (write,) = _flat(mailbox, inputs, {"output": output})
-        check_op(op, output.dtype)
-        if reads[rank].numel() != write.numel():
-            size = f"the size of input_list[{rank}], {_shape([input_list[rank]])}"
-            raise ValueError(f"expected output of {size}, found {_shape([output])}")
-        own = partial(dist.reduce_scatter, write, reads, op)
-        return Call(REDUCE, input_list, reads, [write] * mailbox.world, own, op)
-
-    return _run("reduce_scatter", check, group, async_op)
+    sides = Side("output", output, ALL), Side("input_list", input_list, LIST)
+    own = partial(dist.reduce_scatter, op=op)
+    return _run(Call("reduce_scatter", REDUCE, *sides, own, op), group, async_op)
 
 
 @_torchs_keywords
@@ -118,15 +137,9 @@ def reduce_scatter_tensor(
     ``input``: ``[world * n, ...]`` or ``[world, n, ...]``, the same on every rank. ``output``: ``[n, ...]``.
     Two ranks with ``[1 2 3 4]`` and ``[10 20 30 40]``: rank 0 gets ``[11 22]``, rank 1 ``[33 44]``.
     """
-
-    def check(mailbox: Mailbox) -> Call:
-        (read,), (write,) = _flat(mailbox, {"input": input}, {"output": output})
-        check_op(op, input.dtype)
-        rows = _rows(mailbox.world, ("input", input, read), ("output", output, write))
-        own = partial(native.reduce_scatter, write, read, op=op)
-        return Call(REDUCE, [input], rows, [write] * mailbox.world, own, op)
-
-    return _run("reduce_scatter_tensor", check, group, async_op)
+    sides = Side("output", output, ALL), Side("input", input, EQUAL)
+    own = partial(native.reduce_scatter, op=op)
+    return _run(Call("reduce_scatter_tensor", REDUCE, *sides, own, op), group, async_op)
 
 
 @_torchs_keywords
@@ -139,13 +152,8 @@ def all_to_all(
     expects. Two ranks with ``[1] [2 3]`` and ``[4 5] [6]``: rank 0 gets ``[1] [4 5]``, rank 1
     ``[2 3] [6]``.
     """
-
-    def check(mailbox: Mailbox) -> Call:
-        inputs = _listed(input_list, "input_list", mailbox.world)
-        reads, writes = _flat(mailbox, inputs, _listed(output_list, "output_list", mailbox.world))
-        return Call(ALL_TO_ALL, input_list, reads, writes, partial(dist.all_to_all, writes, reads))
-
-    return _run("all_to_all", check, group, async_op)
+    sides = Side("output_list", output_list, LIST), Side("input_list", input_list, LIST)
+    return _run(Call("all_to_all", ALL_TO_ALL, *sides, dist.all_to_all), group, async_op)
 
 
 @_torchs_keywords
@@ -163,96 +171,68 @@ def all_to_all_single(
     Two ranks with ``[1 2 3]`` split 1, 2 and ``[4 5 6]`` split 2, 1: rank 0 gets ``[1 4 5]`` into output
     splits 1, 2 and rank 1 ``[2 3 6]`` into 2, 1.
     """
-
-    def check(mailbox: Mailbox) -> Call:
-        (read,), (write,) = _flat(mailbox, {"input": input}, {"output": output})
-        sends = _splits(input_split_sizes, input, "input", mailbox.world)
-        expects = _splits(output_split_sizes, output, "output", mailbox.world)
-        own = partial(dist.all_to_all_single, write, read, expects, sends)
-        return Call(ALL_TO_ALL, [input], list(read.split(sends)), list(write.split(expects)), own)
-
-    return _run("all_to_all_single", check, group, async_op)
+    sides = Side("output", output, ROWS, output_split_sizes), Side("input", input, ROWS, input_split_sizes)
+    return _run(Call("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single), group, async_op)
 
 
-class Call(NamedTuple):
-    """A collective whose arguments are good on this rank.
+class Payload(NamedTuple):
+    """What a call whose arguments are good moves to and from this rank, in flat tensors.
 
     ``inputs``: as they were given. ``reads[r]``: what rank ``r`` gets. ``writes[r]``: where what it sends
-    goes; if ``op`` merges that, all of them are the output. ``own``: the backend's own collective.
+    goes; if the call merges that, all of them are the output. ``own``: the backend's own collective.
     """
 
-    movement: Movement
     inputs: list[Tensor]
     reads: list[Tensor]
     writes: list[Tensor]
     own: Callable[..., Work | None]
-    op: Op | None = None
-
-    def claim(self, name: str, mailbox: Mailbox) -> Claim:
-        sends, expects = ([part.nbytes for part in parts] for parts in (self.reads, self.writes))
-        first, group, rank = self.reads[0], mailbox.group, mailbox.rank
-        if sends[rank] != expects[rank] and self.movement is ALL_TO_ALL:
-            raise ValueError(
-                f"expected {self.reads[rank].numel()} elements from itself, as many as it sends itself, "
-                f"found room for {self.writes[rank].numel()}"
-            )
-        uneven = self.movement is ALL_TO_ALL  # shapes may differ between ranks
-        shapes = None if uneven else [list(item.shape) for item in self.inputs]
-        alike = self.movement.counted, str(self.op), first.dtype, first.device.type, shapes
-        posted = group is None or mailbox.world == 1 or (first.is_cpu and native.has_gloo(group))
-        return Claim(alike, sends, expects, partial(self.words, name), posted)
-
-    def words(self, name: str) -> str:
-        """Return the call in words: ``reduce_scatter (SUM) of float32 [3], [3]``."""
-        merged = "" if self.op is None else f" ({op_name(self.op)})"
-        if self.movement is not ALL_TO_ALL:
-            return f"{name}{merged} of {_shape(self.inputs)}"
-        sends, expects = ([part.numel() for part in parts] for parts in (self.reads, self.writes))
-        return f"{name} of {_shape(self.inputs)}, sending {sends} and expecting {expects} elements"
-
-    def start(self, mailbox: Mailbox, window: int) -> Pending:
-        """Start it point to point, with room for ``window`` chunks per peer where it needs room."""
-        if self.op is None:
-            return start_exchange(mailbox, by_size, self.reads, self.writes)
-        merged = partial(merge, op=self.op)
-        return start_reduce_scatter(mailbox, by_size, self.reads, self.writes[0], merged, window)
 
 
-def _run(name: str, check: Callable[[Mailbox], Call], group: Group | None, async_op: bool) -> Work | None:
+def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     """Check the arguments, agree with the other ranks, and move."""
     if not dist.is_initialized():
         mailbox = Mailbox(None, rank=0, world=1)
     else:
         mailbox = Mailbox(group or dist.group.WORLD, dist.get_rank(group), dist.get_world_size(group))
-    if mailbox.rank < 0:
-        warnings.warn(f"{name} called on a rank that does not belong to the given group", stacklevel=4)
+    group, rank, world = mailbox.group, mailbox.rank, mailbox.world
+    if rank < 0:
+        warnings.warn(f"{call.name} called on a rank that does not belong to the given group", stacklevel=4)
         return None
-    call = None
+    payload, moving, words = None, Pending(), call.name
     try:
-        call = check(mailbox)
-        claim = call.claim(name, mailbox)
+        inputs, reads, writes, own = payload = _check(call, mailbox)
+        posted = group is None or world == 1 or (reads[0].is_cpu and native.has_gloo(group))
+        # What must be the same on every rank. The shapes of an all-to-all need not.
+        shapes = None if call.movement is ALL_TO_ALL else [list(item.shape) for item in inputs]
+        alike = call.movement.counted, str(call.op), reads[0].dtype, reads[0].device.type, shapes
+        sizes = [part.nbytes for part in (*reads, *writes)]
+        row = [0, zlib.crc32(repr(alike).encode()), posted, *sizes]
     # Whatever it is, the others must hear of it, or they would wait for this rank until the time-out.
     except Exception as error:
-        call, problem, nothing = None, str(error), [0] * mailbox.world
-        claim = Claim((), nothing, nothing, lambda: problem, fault=True)
-    agreement, moving = Agreement(mailbox, claim), Pending()
+        payload, words, row = None, str(error), [1, 0, 0] + [0] * 2 * world
+    agreement = Agreement(mailbox, row, lambda: words if payload is None else _words(call, payload))
 
     def finish() -> None:
         try:
             agreement.settle(moving)
         except ValueError as refusal:
-            raise ValueError(f"{name} {refusal}") from None
+            raise ValueError(f"{call.name} refused on every rank: {refusal}") from None
         moving.wait()
 
-    if call is not None:
-        sent = [sum(claim.sends) - claim.sends[mailbox.rank]]
-        if not claim.posted:
+    if payload is not None:
+        sent = [sum(sizes[:world]) - sizes[rank]]
+        if not posted:
             finish()
             count(call.movement, sent)
-            return call.own(group=mailbox.group, async_op=async_op)
+            return own(group=group, async_op=async_op)
         # Calls under way at the same time may have one size and so one tag: all their receives are posted at
         # once, in the order of the calls, and none later.
-        moving = call.start(mailbox, sys.maxsize if async_op else WINDOW)
+        if call.op is None:
+            moving = start_exchange(mailbox, by_size, reads, writes)
+        else:
+            window = sys.maxsize if async_op else WINDOW
+            merged = partial(merge, op=call.op)
+            moving = start_reduce_scatter(mailbox, by_size, reads, writes[rank], merged, window)
         count(call.movement, sent)
     if async_op:
         return Background(finish)
@@ -292,43 +272,61 @@ class Background(Work):
         return self._end.done()
 
 
-# What a public collective demands of this rank's own arguments. Each refusal is one sentence that says what
-# was expected and what was found, raised here, on one rank; ``agreement.py`` brings it to the others.
+def _check(call: Call, mailbox: Mailbox) -> Payload:
+    """Return what ``call`` moves, of dense tensors of one dtype, on a device that the group moves.
 
-
-def _listed(value: list[Tensor], name: str, world: int) -> dict[str, Tensor]:
-    """Return the ``world`` items of a list by their names."""
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(value).__name__}")
-    if len(value) != world:
-        raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(value)}")
-    return {f"{name}[{index}]": item for index, item in enumerate(value)}
-
-
-def _flat(
-    mailbox: Mailbox, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return flat views to read and to write, of dense tensors of one dtype on a device that can be used."""
-    items = {**inputs, **outputs}
-    for name, item in items.items():
-        if not isinstance(item, Tensor):
-            raise ValueError(f"expected {name} to be a tensor, found {type(item).__name__}")
-    first = next(iter(items.values())).device
-    for item in items.values():
+    Raises:
+        ValueError: this rank's arguments do not fit; with what was expected and what was found.
+    """
+    world, rank = mailbox.world, mailbox.rank
+    inputs, outputs = _named(call.input, world), _named(call.output, world)
+    items = [*inputs.values(), *outputs.values()]
+    device = items[0].device
+    for item in items:
         if item.layout is not torch.strided:
             raise ValueError(f"expected dense tensors, found {item.layout}")
-        if item.device != first:
-            raise ValueError(f"expected all tensors on one device, found {first} and {item.device}")
-    if mailbox.group is not None and first.type not in native.device_types(mailbox.group):
+        if item.device != device:
+            raise ValueError(f"expected all tensors on one device, found {device} and {item.device}")
+        if call.movement is REDUCE:
+            check_op(call.op, item.dtype)
+    if mailbox.group is not None and device.type not in native.device_types(mailbox.group):
         moved = ", ".join(native.device_types(mailbox.group))
-        raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {first}")
-    reads = [_readable(item) for item in inputs.values()]
-    writes = [_writable(item, name) for name, item in outputs.items()]
+        raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
+    read = [_readable(item) for item in inputs.values()]
+    write = [_writable(item, name) for name, item in outputs.items()]
     # torch lets a complex tensor meet its real counterpart, so the flat views are compared.
-    dtypes = dict.fromkeys(item.dtype for item in (*reads, *writes))
+    dtypes = dict.fromkeys(item.dtype for item in (*read, *write))
     if len(dtypes) > 1:
         raise ValueError(f"expected all tensors to have one dtype, found {', '.join(map(_short, dtypes))}")
-    return reads, writes
+    reads, writes = _parts(call.input, read, world), _parts(call.output, write, world)
+    sides = (call.output, write), (call.input, read)
+    uneven = any(side.parts == EQUAL and flat[0].numel() % world for side, flat in sides)
+    if uneven or reads[rank].numel() != writes[rank].numel():
+        found = f"{_shape([*outputs.values()])} for {_shape([*inputs.values()])}"
+        raise ValueError(
+            f"expected {call.output.name} to fit {call.input.name} between {world} ranks, found {found}"
+        )
+    tensors = [flat if side.parts == LIST else flat[0] for side, flat in sides]
+    sizes = (
+        [[part.numel() for part in parts] for parts in (writes, reads)] if call.input.parts == ROWS else []
+    )
+    return Payload([*inputs.values()], reads, writes, partial(call.own, *tensors, *sizes))
+
+
+def _named(side: Side, world: int) -> dict[str, Tensor]:
+    """Return the tensors of ``side`` by their names."""
+    name, given = side.name, side.given
+    tensors = {name: given}
+    if side.parts == LIST:
+        if not isinstance(given, (list, tuple)):
+            raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(given).__name__}")
+        if len(given) != world:
+            raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(given)}")
+        tensors = {f"{name}[{index}]": item for index, item in enumerate(given)}
+    for name, item in tensors.items():
+        if not isinstance(item, Tensor):
+            raise ValueError(f"expected {name} to be a tensor, found {type(item).__name__}")
+    return tensors
 
 
 def _readable(item: Tensor) -> Tensor:
@@ -349,35 +347,43 @@ def _writable(item: Tensor, name: str) -> Tensor:
     return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
 
 
-def _splits(sizes: Sequence[int] | None, item: Tensor, name: str, world: int) -> list[int]:
+def _parts(side: Side, flat: list[Tensor], world: int) -> list[Tensor]:
+    """Return every rank's part of ``flat``, the flat tensors of ``side``."""
+    if side.parts == LIST:
+        return flat
+    if side.parts == ALL:
+        return flat * world
+    return list(flat[0].split(_splits(side, world)) if side.parts == ROWS else flat[0].tensor_split(world))
+
+
+def _splits(side: Side, world: int) -> list[int]:
     """Return elements for each rank from rows: ``[3, 1]`` of a ``[4, 5]`` tensor is ``[15, 5]``."""
-    if item.dim() == 0:
-        raise ValueError(f"expected {name} to have a first dimension to split, found a tensor without any")
-    rows = item.shape[0]
-    if not sizes:
-        if rows % world:
-            raise ValueError(f"expected {name} to have rows for {world} ranks alike, found {_shape([item])}")
-        sizes = [rows // world] * world
-    if len(sizes) != world or any(not isinstance(size, int) or size < 0 for size in sizes):
-        raise ValueError(f"expected {world} split sizes of at least 0 for {name}, found {list(sizes)}")
-    if sum(sizes) != rows:
+    name, item, sizes = side.name, side.given, side.sizes
+    rows = item.shape[0] if item.dim() else 0
+    if item.dim() == 0 or (not sizes and rows % world):
+        raise ValueError(f"expected {name} to have rows for {world} ranks alike, found {_shape([item])}")
+    sizes = sizes or [rows // world] * world
+    if (
+        len(sizes) != world
+        or any(not isinstance(size, int) or size < 0 for size in sizes)
+        or sum(sizes) != rows
+    ):
         raise ValueError(
-            f"expected the split sizes of {name} to add up to its {rows} rows, "
-            f"found {list(sizes)}, which add up to {sum(sizes)}"
+            f"expected {world} split sizes of at least 0 that add up to the {rows} rows of {name}, "
+            f"found {list(sizes)}"
         )
     row = (item[0] if rows else item).numel() * (2 if item.is_complex() else 1)
     return [size * row for size in sizes]
 
 
-def _rows(world: int, whole: tuple[str, Tensor, Tensor], part: tuple[str, Tensor, Tensor]) -> list[Tensor]:
-    """Return each rank's part of ``whole``: of both the name, the tensor as given, and its flat view."""
-    elements, flat = part[2].numel(), whole[2]
-    if flat.numel() != world * elements:
-        raise ValueError(
-            f"expected {whole[0]} of {world} x {elements} elements for {part[0]} {_shape([part[1]])}, "
-            f"found {_shape([whole[1]])}"
-        )
-    return list(flat.view(world, -1)) if elements else [flat] * world
+def _words(call: Call, payload: Payload) -> str:
+    """Return the call in words: ``reduce_scatter (SUM) of float32 [3], [3]``."""
+    merged = "" if call.op is None else f" ({op_name(call.op)})"
+    words = f"{call.name}{merged} of {_shape(payload.inputs)}"
+    if call.movement is not ALL_TO_ALL:
+        return words
+    sends, expects = ([part.numel() for part in parts] for parts in (payload.reads, payload.writes))
+    return f"{words}, sending {sends} and expecting {expects} elements"
 
 
 def _shape(items: Sequence[Tensor]) -> str:
