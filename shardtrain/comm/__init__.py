@@ -31,53 +31,39 @@ from typing import overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp as ReduceOp
-from torch.distributed import Work as Work
-from torch.distributed import destroy_process_group as destroy_process_group
-from torch.distributed import get_rank as get_rank
-from torch.distributed import get_world_size as get_world_size
-from torch.distributed import init_process_group as init_process_group
-from torch.distributed import is_initialized as is_initialized
-from torch.distributed import new_group as new_group
-from torch.distributed import reduce_op as reduce_op
-from torch.distributed import scatter as scatter
+from torch.distributed import (
+    ReduceOp,
+    Work,
+    destroy_process_group,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+    new_group,
+    reduce_op,
+    scatter,
+)
 
 from shardtrain.comm import native
-from shardtrain.comm.guard import Diverged as Diverged
-from shardtrain.comm.guard import PeerLost as PeerLost
-from shardtrain.comm.meter import Meter as Meter
-from shardtrain.comm.meter import Wait as Wait
-from shardtrain.comm.meter import count
-from shardtrain.comm.meter import meter as meter
+from shardtrain.comm.guard import Diverged, PeerLost
+from shardtrain.comm.meter import Meter, Wait, count, meter
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST
-from shardtrain.comm.native import set_time_out as set_time_out
-from shardtrain.comm.offload import Offloaded as Offloaded
-from shardtrain.comm.opening import TRANSPORTS as TRANSPORTS
-from shardtrain.comm.opening import host_key
-from shardtrain.comm.opening import open_replicated as open_replicated
-from shardtrain.comm.opening import open_transport as open_transport
-from shardtrain.comm.process_group import ProcessGroupTransport as ProcessGroupTransport
-from shardtrain.comm.public import all_gather_into_tensor as all_gather_into_tensor
-from shardtrain.comm.public import all_to_all as all_to_all
-from shardtrain.comm.public import all_to_all_single as all_to_all_single
-from shardtrain.comm.public import reduce_scatter as reduce_scatter
-from shardtrain.comm.public import reduce_scatter_tensor as reduce_scatter_tensor
-from shardtrain.comm.quantised import Quantised as Quantised
-from shardtrain.comm.shared_memory import HostsTransport as HostsTransport
-from shardtrain.comm.shared_memory import SharedMemoryTransport as SharedMemoryTransport
-from shardtrain.comm.simulated import Simulated as Simulated
-from shardtrain.comm.simulated import simulated as simulated
-from shardtrain.comm.texts import HostScatter as HostScatter
-from shardtrain.comm.texts import broadcast_text as broadcast_text
-from shardtrain.comm.texts import gather_texts as gather_texts
-from shardtrain.comm.texts import require_same as require_same
-from shardtrain.comm.transport import Alone as Alone
-from shardtrain.comm.transport import Flat as Flat
-from shardtrain.comm.transport import Gradient as Gradient
-from shardtrain.comm.transport import Pending as Pending
-from shardtrain.comm.transport import Ranks
-from shardtrain.comm.transport import Tag as Tag
-from shardtrain.comm.transport import Transport as Transport
+from shardtrain.comm.native import set_time_out
+from shardtrain.comm.offload import Offloaded
+from shardtrain.comm.opening import TRANSPORTS, host_key, open_replicated, open_transport
+from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.public import (
+    all_gather_into_tensor,
+    all_to_all,
+    all_to_all_single,
+    reduce_scatter,
+    reduce_scatter_tensor,
+)
+from shardtrain.comm.quantised import Quantised
+from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
+from shardtrain.comm.simulated import Simulated, simulated
+from shardtrain.comm.texts import HostScatter, broadcast_text, gather_texts, require_same
+from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 
 Op = str | ReduceOp.RedOpType
 Group = dist.ProcessGroup

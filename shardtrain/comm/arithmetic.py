@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
-_MERGES: dict[object, Callable[..., torch.Tensor]] = {
+_MERGES: dict[object, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
     ReduceOp.PRODUCT: torch.mul,
@@ -46,7 +47,7 @@ def op_name(op: object) -> str:
     return str(op).rpartition(".")[2]
 
 
-def merge(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object) -> None:
+def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
     """Merge ``out = ((parts[0] op parts[1]) op parts[2]) ...``, divided by ``len(parts)`` for AVG.
 
     ``parts``: 1-D, of one length, floating-point ones of any dtypes. ``out``: as long, of the widest of
@@ -63,7 +64,7 @@ def merge(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object) -> None:
         _merge_span([part[span] for part in parts], out[span], op, wide)
 
 
-def _merge_span(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object, wide: torch.dtype) -> None:
+def _merge_span(parts: Sequence[Tensor], out: Tensor, op: object, wide: torch.dtype) -> None:
     needed_later = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     total = torch.empty_like(out, dtype=wide) if needed_later or out.dtype != wide else out
     combine = _MERGES[op]
@@ -80,7 +81,7 @@ def _merge_span(parts: Sequence[torch.Tensor], out: torch.Tensor, op: object, wi
         out.copy_(total)
 
 
-def _as(part: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+def _as(part: Tensor, wide: torch.dtype) -> Tensor:
     """Widen fp8, which has no arithmetic of its own; other types are widened inside the operation."""
     return part.to(wide) if part.element_size() == 1 and part.is_floating_point() else part
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 # them, so the first step of any torch optimizer: a group opened before would live to the interpreter's end,
 # and gloo's threads with it, which now and then abort the process there. Now there is no group yet.
 import torch.distributed.nn
+from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardtrain import device as devices
@@ -31,12 +32,15 @@ _reduce_scatter = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
 
+# Gloo cannot average, so the sum is divided.
+_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
 # Public since torch 2.15.
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 
 def all_gather(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
     """Call torch's ``all_gather_into_tensor``."""
     if input.is_complex():
@@ -45,8 +49,8 @@ def all_gather(
 
 
 def reduce_scatter(
-    output: torch.Tensor,
-    input: torch.Tensor,
+    output: Tensor,
+    input: Tensor,
     group: dist.ProcessGroup,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     async_op: bool = False,
@@ -75,31 +79,6 @@ def _finished(work: dist.Work | None, async_op: bool) -> dist.Work | None:
         return work
     work.wait()
     return None
-
-
-def all_to_all(
-    output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
-) -> None:
-    """Call torch's ``all_to_all_single``: send ``sizes[r]`` elements to rank r, get as many from each."""
-    equal = [output.numel() // len(sizes)] * len(sizes)
-    dist.all_to_all_single(output, input, equal, [*sizes], group=group)
-
-
-def all_gather_uneven(outputs: Sequence[torch.Tensor], input: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``outputs[r]`` with rank ``r``'s ``input``, of any length: on NCCL one group of broadcasts."""
-    if moves_bytes(group):  # the fake one would copy the input to every output
-        dist.all_gather(list(outputs), input, group=group)
-
-
-def reduce_scatter_uneven(
-    output: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> None:
-    """Reduce every rank's ``inputs[r]``, of any length, to rank ``r``'s ``output``."""
-    if moves_bytes(group):
-        dist.reduce_scatter(output, list(inputs), op=op, group=group)
 
 
 def set_time_out(time_out: timedelta) -> None:
@@ -138,10 +117,10 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
 class NativeGradient(NamedTuple):
     """A gradient as backends want it: own interval in place, and room of the same dtype for the mean."""
 
-    full: torch.Tensor
+    full: Tensor
     layout: Layout
-    out: torch.Tensor
-    interval: torch.Tensor  # where the mean belongs, ``out`` itself unless it has a wider dtype
+    out: Tensor
+    interval: Tensor  # where the mean belongs, ``out`` itself unless it has a wider dtype
 
 
 Moved = TypeVar("Moved", Flat, NativeGradient, Interval)
@@ -200,8 +179,9 @@ class Backend:
     def average(self, values: Sequence[Interval]) -> Pending:
         return self._start(self._average, values, values[0].values)
 
-    def exchange(self, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor) -> Pending:
-        all_to_all(incoming, outgoing, sizes, self.group)
+    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
+        equal = [incoming.numel() // len(sizes)] * len(sizes)
+        dist.all_to_all_single(incoming, outgoing, equal, [*sizes], group=self.group)
         return Pending()
 
     def staged(
@@ -216,9 +196,7 @@ class Backend:
 
         return self._streams.run(both, device)
 
-    def _start(
-        self, movement: Callable[[Moved], None], items: Sequence[Moved], like: torch.Tensor
-    ) -> Pending:
+    def _start(self, movement: Callable[[Moved], None], items: Sequence[Moved], like: Tensor) -> Pending:
         """Run ``movement`` on each item; where ``like`` is on an accelerator, on the communication stream."""
 
         def all_of_them() -> None:
@@ -233,8 +211,8 @@ class Backend:
     def _gather(self, flat: Flat) -> None:
         if flat.layout.equal:
             all_gather(flat.full, flat.local, self.group)
-        else:
-            all_gather_uneven(intervals(flat.full, flat.layout), flat.local, self.group)
+        elif moves_bytes(self.group):  # the fake one would copy the input to every output
+            dist.all_gather(intervals(flat.full, flat.layout), flat.local, group=self.group)
 
     def _native(self, gradient: Gradient) -> NativeGradient:
         """Let ``full`` hold this rank's part, too, and the pieces of ``own`` be views of the mean to come."""
@@ -253,23 +231,21 @@ class Backend:
 
     def _reduce(self, gradient: NativeGradient) -> None:
         full, layout, out, interval = gradient
-        averages = devices.on_accelerator(full)
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        op = _AVG if devices.on_accelerator(full) else _SUM
         if layout.equal:
             reduce_scatter(out, full, self.group, op)
-        else:
-            reduce_scatter_uneven(out, intervals(full, layout), self.group, op)
-        if not averages:
+        elif moves_bytes(self.group):
+            dist.reduce_scatter(out, intervals(full, layout), op=op, group=self.group)
+        if op is _SUM:
             out.div_(self._world)
         if out is not interval:
             interval.copy_(out)
 
     def _average(self, interval: Interval) -> None:
         values = interval.values.to(interval.wire)
-        averages = devices.on_accelerator(values)
-        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        op = _AVG if devices.on_accelerator(values) else _SUM
         dist.all_reduce(values, op, group=self.group)
-        interval.values.copy_(values if averages else values.div_(self._world))
+        interval.values.copy_(values.div_(self._world) if op is _SUM else values)
 
 
 def living(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

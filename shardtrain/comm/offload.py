@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardtrain import device as devices
 from shardtrain.comm.movement import LEAVE, Movement
@@ -37,12 +38,12 @@ class OnDevice:
         self.inner, self.device = inner, device
         self.rank, self.world = inner.rank, inner.world
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         moved = tensor.to(self.device)
         self.inner.broadcast(moved, src)
         tensor.copy_(moved)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         moved = tensor.to(self.device)
         self.inner.all_reduce(moved, op)
         tensor.copy_(moved)
@@ -63,16 +64,14 @@ class Offloaded(TransportWrapper):
         self._last: Any = None  # event of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way
 
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the full vector on the device, and the interval in host memory."""
         if like.is_meta:
             return self.inner.allocate(layout, like, reduced)
         full, _ = self.inner.allocate(layout, like.to(self.device), reduced)
         return full, self._host(layout.length(self.rank), like.dtype)
 
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return self.inner.gradient(layout, like.to(self.device))
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -115,10 +114,10 @@ class Offloaded(TransportWrapper):
             self._last.synchronize()
             self._arriving = False
 
-    def _host(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    def _host(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
 
-    def _download(self, mean: torch.Tensor) -> torch.Tensor:
+    def _download(self, mean: Tensor) -> Tensor:
         return self._host(mean.numel(), mean.dtype).copy_(mean, non_blocking=True)
 
     def _now(self) -> Any:

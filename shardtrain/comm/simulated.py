@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from shardtrain.comm.messages import chunks, open_inbox
 from shardtrain.comm.meter import count
@@ -21,7 +22,6 @@ from shardtrain.comm.transport import (
     Flat,
     Gradient,
     Interval,
-    OneGroup,
     Pending,
     Tag,
     Transport,
@@ -32,12 +32,8 @@ from shardtrain.comm.transport import (
 from shardtrain.layout import Layout
 
 
-class Absent:
+class Absent(Alone):
     """Ranks of which only this one is there: nothing comes from the others, and nothing is waited for."""
-
-    silent = True
-    rank: int
-    world: int
 
     def note(self, kind: Movement, tag: Tag) -> None:
         pass
@@ -45,17 +41,11 @@ class Absent:
     def sharing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def fence(self, what: Movement) -> None:
-        pass
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        pass
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
 
 
-class Simulated(Absent, OneGroup):
+class Simulated(Absent):
     """Rank ``rank`` of ``world`` ranks.
 
     ``in_place``: they share memory, as `SharedMemoryTransport` does; else they exchange messages, as
@@ -66,23 +56,18 @@ class Simulated(Absent, OneGroup):
         self.rank, self.world, self.in_place = rank, world, in_place
         self._inbox = inbox
         self._largest = 0  # bytes of the largest gradient
-        self._arena: torch.Tensor | None = None
+        self._arena: Tensor | None = None
         self._unread: list[int] = []  # bytes in the arena, by reduction, that others have yet to read
         self._collecting = 0  # bytes in the arena that have yet to be reduced
 
-    @property
-    def reserved(self) -> int:
-        return 3 * self._largest if self.in_place else 0
-
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         self._largest = max(self._largest, layout.padded * reduced.itemsize)
+        self.reserved = 3 * self._largest if self.in_place else 0
         full = like.new_empty(layout.padded)
         local = full[layout.interval(self.rank)]
         return full, local if self.in_place else torch.empty_like(local)
 
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         """Over shared memory: from the arena while there is room, as `SharedMemoryTransport` does."""
         size = layout.padded * like.element_size()
         used = self._collecting + sum(self._unread)
@@ -93,7 +78,7 @@ class Simulated(Absent, OneGroup):
         self._collecting += size
         return self._arena[:size].view(like.dtype)
 
-    def _is_in_arena(self, full: torch.Tensor) -> bool:
+    def _is_in_arena(self, full: Tensor) -> bool:
         arena = self._arena
         return arena is not None and full.untyped_storage()._cdata == arena.untyped_storage()._cdata
 
@@ -114,9 +99,7 @@ class Simulated(Absent, OneGroup):
 
         return Pending(finish)
 
-    def exchange(
-        self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
-    ) -> Pending:
+    def exchange(self, tag: Tag, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
         return Pending()
 
     def staged(
@@ -124,7 +107,7 @@ class Simulated(Absent, OneGroup):
     ) -> Pending:
         return staged(start, finish)
 
-    def _room(self, gradient: Gradient) -> list[torch.Tensor]:
+    def _room(self, gradient: Gradient) -> list[Tensor]:
         """Return the memory that a reduction takes until it is done; some of it becomes the gradient."""
         if self.in_place:
             return []
@@ -149,7 +132,7 @@ class SimulatedReplicas(Absent, ReplicaGroup):
         held = [room for interval in intervals for room in self._room(*interval)]
         return Pending(held.clear)
 
-    def _room(self, values: torch.Tensor, wire: torch.dtype) -> list[torch.Tensor]:
+    def _room(self, values: Tensor, wire: torch.dtype) -> list[Tensor]:
         """Return the memory that an average takes until it is done; see `ReplicaGroup.average`."""
         swaps = self._inbox and self.world == 2
         moved = [values.to(wire, copy=swaps)]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from shardtrain.comm.movement import Movement
 from shardtrain.layout import Layout, Piece
@@ -35,8 +36,8 @@ class Flat(NamedTuple):
     dtype and device. A gather reads ``local`` and fills ``full``. ``quantised``: it may travel as int8.
     """
 
-    full: torch.Tensor
-    local: torch.Tensor
+    full: Tensor
+    local: Tensor
     layout: Layout
     quantised: bool = False
 
@@ -51,8 +52,8 @@ class Gradient(NamedTuple):
     others. ``quantised``: it may travel as int8.
     """
 
-    full: torch.Tensor
-    own: list[torch.Tensor]
+    full: Tensor
+    own: list[Tensor]
     layout: Layout
     pieces: tuple[Piece, ...]
     quantised: bool = False
@@ -61,7 +62,7 @@ class Gradient(NamedTuple):
 class Interval(NamedTuple):
     """Values that are to be averaged in place; ``wire``: the dtype in which they move."""
 
-    values: torch.Tensor
+    values: Tensor
     wire: torch.dtype
 
 
@@ -106,10 +107,10 @@ class Ranks(Protocol):
     rank: int
     world: int
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
 
 
@@ -130,7 +131,8 @@ class Transport(Protocol):
     silent: bool
 
     @property
-    def reserved(self) -> int: ...
+    def reserved(self) -> int:
+        return 0
 
     @property
     def all_ranks(self) -> Ranks: ...
@@ -138,19 +140,17 @@ class Transport(Protocol):
     @property
     def primary_ranks(self) -> Sequence[int]: ...
 
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a full vector and this rank's interval, of ``like``'s dtype and device; values undefined.
 
         ``reduced``: the dtype that its gradients will have. Collective. Unless ``in_place``, the full
         vector's storage may be resized at will.
         """
 
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         """Return memory for a full gradient that `reduce` will read; 1-D, ``like``'s dtype, undefined."""
 
-    def discard(self, gradient: torch.Tensor) -> None:
+    def discard(self, gradient: Tensor) -> None:
         """Take back memory that `gradient` gave and that will not be reduced."""
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -167,9 +167,7 @@ class Transport(Protocol):
 class Carrier(Transport, Protocol):
     """A transport that also carries what others make of a movement: int8 packets, say."""
 
-    def exchange(
-        self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
-    ) -> Pending:
+    def exchange(self, tag: Tag, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
         """Start sending ``sizes[r]`` elements of ``outgoing`` to rank r, and filling ``incoming`` from all.
 
         Both are 1-D, in rank order; from every rank come equally many. This carries a reduction: whoever
@@ -198,10 +196,10 @@ class OneGroup:
     def primary_ranks(self) -> Sequence[int]:
         return range(self.world)
 
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return like.new_empty(layout.padded)
 
-    def discard(self, gradient: torch.Tensor) -> None:
+    def discard(self, gradient: Tensor) -> None:
         """Memory that is this rank's own goes with the tensor."""
 
 
@@ -219,15 +217,13 @@ class TransportWrapper:
     def reserved(self) -> int:
         return self.inner.reserved
 
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.inner.allocate(layout, like, reduced)
 
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return self.inner.gradient(layout, like)
 
-    def discard(self, gradient: torch.Tensor) -> None:
+    def discard(self, gradient: Tensor) -> None:
         self.inner.discard(gradient)
 
     def fence(self, what: Movement) -> None:
@@ -243,13 +239,11 @@ class Alone(OneGroup):
     silent = True
     reserved = 0
 
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         full = like.new_empty(layout.padded)
         return full, full
 
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return like.new_empty(0)  # nothing is for other ranks
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -261,22 +255,22 @@ class Alone(OneGroup):
     def fence(self, what: Movement) -> None:
         pass
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         pass
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         pass
 
 
 # Intervals of flat vectors as backends and messages want them: each alone and in one piece.
 
 
-def intervals(full: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+def intervals(full: Tensor, layout: Layout) -> list[Tensor]:
     """Return every rank's interval of ``full``; views."""
     return [full[layout.interval(rank)] for rank in range(layout.world)]
 
 
-def pack_own(gradient: Gradient, rank: int) -> torch.Tensor:
+def pack_own(gradient: Gradient, rank: int) -> Tensor:
     """Let ``gradient.own`` lie in one interval, that of rank ``rank``; return the interval.
 
     Empty pieces stay as they are: on many ranks most are.
@@ -293,7 +287,7 @@ def pack_own(gradient: Gradient, rank: int) -> torch.Tensor:
     return interval
 
 
-def _laid_out(own: Sequence[torch.Tensor], pieces: Sequence[Piece], length: int) -> torch.Tensor | None:
+def _laid_out(own: Sequence[Tensor], pieces: Sequence[Piece], length: int) -> Tensor | None:
     """Return the interval that the pieces are views of, if there is one that is alone in its memory."""
     held = [(part, piece.offset) for part, piece in zip(own, pieces, strict=True) if piece.numel]
     if not held or held[0][0].untyped_storage().nbytes() != length * held[0][0].element_size():
