@@ -19,7 +19,6 @@ from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import SaveFailed, begin
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.state_dict import require_rest
 
 __all__ = ["Damaged", "SaveFailed", "load", "save"]
 
@@ -76,6 +75,6 @@ def load(
             nothing has been loaded.
     """
     engine = engine_of(module)
-    require_rest(engine, "checkpoint.load")
+    engine.require_rest("checkpoint.load() cannot be called")
     opened = open_checkpoint(Path(path), engine.transport.all_ranks, engine.device)
     return load_into(opened, module, optimizer, averages)

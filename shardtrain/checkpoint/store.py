@@ -49,7 +49,6 @@ from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, Damaged, digest_li
 from shardtrain.comm.transport import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.state_dict import require_rest
 
 TEMPORARY, ASIDE = ".tmp-", "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -166,7 +165,7 @@ def begin(
             saved, or the ranks hold different models or optimizers.
     """
     engine = engine_of(module)
-    require_rest(engine, "checkpoint.save")
+    engine.require_rest("checkpoint.save() cannot be called")
     content, problem, temporary = None, "", ""
     try:
         content = collect(engine, optimizer, extra, facts, averages)

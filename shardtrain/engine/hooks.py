@@ -1,6 +1,4 @@
-"""The engine behind a sharded module: every hook that drives the schedule.
-
-Nothing else in the package registers hooks. Three kinds of them make a step:
+"""The engine behind a sharded module: every hook that drives the schedule. Three kinds make a step:
 
 - before and after a unit's module runs (and, for the root, each module that holds a root parameter, so
   that a child called by itself finds its parameters);
@@ -34,21 +32,18 @@ _ENGINE = "_shardtrain_engine"
 
 
 class Engine:
-    """A sharded root: its units, their schedule, and the hooks between them and the modules.
-
-    ``segments``: those of all units.
-    """
+    """A sharded root: its units, their schedule, and the hooks between them and the modules."""
 
     def __init__(
         self,
-        root: nn.Module,
+        module: nn.Module,
         units: list[Unit],
         reshard_after_forward: bool,
         precision: Precision,
         ignored: set[nn.Parameter],
         layout: Policy,
     ) -> None:
-        self.module = root
+        self.module = module
         self.units = units
         self.segments = [segment for unit in units for segment in unit.segments]
         self.transport = units[0].transport
@@ -62,7 +57,7 @@ class Engine:
         self._layout = layout
         self._own_hooks: dict[nn.Parameter, int] = {}  # the number of the hook that drives the schedule
         self._unhooked: list[nn.Parameter] = []  # the frozen ones
-        self._modules = _modules_below(root)
+        self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._attach()
         self._watch_optimizers()
@@ -117,14 +112,8 @@ class Engine:
                     )
 
     def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
-        """Do what ``copy.deepcopy`` does, to a sharded root. Collective.
-
-        Raises ValueError if a step is under way.
-        """
-        self.schedule.recover()
-        if not self.schedule.at_rest:
-            raise ValueError("a sharded model cannot be copied inside forward, backward or unsharded()")
-        self.settle()
+        """Do what ``copy.deepcopy`` does, to a sharded root. Collective."""
+        self.require_rest("a sharded model cannot be copied")
         self._detach()
         try:
             module = copy.deepcopy(self.module, memo)
@@ -248,10 +237,7 @@ class Engine:
         weakref.finalize(self, handle.remove).atexit = False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step.
-
-        Raises ValueError if it cannot work on pieces, or gradients wait under `no_sync`.
-        """
+        """Refuse an optimizer that is about to step and cannot on pieces, or while gradients wait."""
         groups = optimizer.param_groups
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._own_hooks for group in groups for param in group["params"]):
@@ -262,11 +248,17 @@ class Engine:
 
     # between steps
 
+    def require_rest(self, refusal: str) -> None:
+        """Take in what users changed since the last step; refuse inside one or inside `unsharded`."""
+        self.schedule.recover()
+        if not self.schedule.at_rest:
+            raise ValueError(f"{refusal} inside forward, backward or unsharded()")
+        self.settle()
+
     def settle(self) -> None:
         """Take in what users did to modules and parameters since the last step, unless a step is under way.
 
-        Raises ValueError if a parameter is still on the meta device, was changed so that its piece no longer
-        fits, or was attached after `shard`.
+        Raises ValueError where a piece no longer fits, is still on the meta device, or is no piece at all.
         """
         self.schedule.recover()
         if not self.schedule.at_rest:
@@ -301,10 +293,7 @@ class Engine:
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """Return the engine behind a sharded root.
-
-    Raises ValueError if ``module`` is not the module that was passed to `shard`.
-    """
+    """Return the engine behind a sharded root; raise ValueError for any other module."""
     engine = module.__dict__.get(_ENGINE)
     if not isinstance(engine, Engine):
         raise ValueError(

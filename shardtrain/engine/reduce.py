@@ -36,23 +36,11 @@ from shardtrain.engine.shard import Segment, in_memory_order
 from shardtrain.engine.unit import Unit
 
 
-class Shown(NamedTuple):
-    """What ``.grad`` of a parameter is while a gradient of it waits to be reduced.
-
-    ``own``: it is this rank's part of the waiting gradient; else an earlier, reduced one.
-    """
-
-    grad: torch.Tensor
-    version: int
-    own: bool
-
-
 class FlatGradient:
     """The gradient of one segment while it comes together.
 
-    ``arrived``: indices of parameters with a gradient from the backward under way. ``expected``: trainable
-    parameters, as of the last `begin_backward`. ``filled``: indices with a gradient of any backward since the
-    last reduction (accumulation under ``no_sync``).
+    ``arrived``: indices of parameters with a gradient from the backward under way, of ``expected`` ones.
+    ``filled``: indices with a gradient of any backward since the last reduction (under ``no_sync``).
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -70,7 +58,8 @@ class FlatGradient:
 
     def _clear(self) -> None:
         self.filled.clear()
-        self._shown: dict[int, Shown] = {}
+        # What `.grad` shows meanwhile: tensor, version, whether it is this rank's part of what waits.
+        self._shown: dict[int, tuple[torch.Tensor, int, bool]] = {}
         self._full: torch.Tensor | None = None
         self._parts: Sequence[torch.Tensor] = ()  # of it, as `_cuts` cut it
         self._own: dict[int, torch.Tensor] = {}
@@ -93,13 +82,13 @@ class FlatGradient:
                 self.segment.give_grad(index, self._own[index])
             grad = self.segment.held_grad(index)
             assert grad is not None
-            self._shown[index] = Shown(grad, grad._version, own)
+            self._shown[index] = grad, grad._version, own
 
-    def _check_waiting(self, index: int, shown: Shown) -> None:
+    def _check_waiting(self, index: int, shown: tuple[torch.Tensor, int, bool]) -> None:
         """Clear a waiting gradient if a user cleared ``.grad``; refuse any other change of it."""
-        now = self.segment.held_grad(index)
-        if now is shown.grad and now._version == shown.version:
-            if shown.own:
+        now, (grad, version, own) = self.segment.held_grad(index), shown
+        if now is grad and now._version == version:
+            if own:
                 self.segment.set_grad(index, None)
         elif now is None or not now.any():
             self.filled.discard(index)
@@ -185,8 +174,8 @@ class FlatGradient:
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self.arrived.clear()
-        for index, shown in self._shown.items():
-            if shown.own and self.segment.held_grad(index) is shown.grad:
+        for index, (grad, _, own) in self._shown.items():
+            if own and self.segment.held_grad(index) is grad:
                 self.segment.set_grad(index, None)
         if self._full is not None:
             self.segment.transport.discard(self._full)
@@ -194,10 +183,9 @@ class FlatGradient:
 
 
 class Reduced(NamedTuple):
-    """What is reduced of one segment, or has been.
+    """What is reduced of one segment: of each parameter this rank's part, ``own``, which becomes the mean.
 
-    ``filled`` and ``unsure``: indices of parameters that have a gradient on this rank, and of trainable ones
-    that have none while another rank may have one. ``own``: this rank's part of each, which becomes the mean.
+    ``filled`` have a gradient on this rank; ``unsure`` have none, but another rank may have one.
     """
 
     segment: Segment
@@ -213,13 +201,17 @@ class Reduction:
         self.unit = unit
         self.gradients = [FlatGradient(segment) for segment in unit.segments]
         self._moving = Pending()
-        self._sent: list[Gradient] = []  # kept until they have moved: a stream may still read them
-        self._under_way: list[Reduced] = []
+        # Gradients are kept until they have moved: a stream may still read them.
+        self._under_way: list[tuple[Gradient, Reduced]] = []
         self._means: list[Reduced] = []
 
     def begin_backward(self) -> None:
+        """Expect gradients: note whether of any parameter (``trainable``), and whether of all."""
         for gradient in self.gradients:
             gradient.begin_backward()
+        expected = sum([gradient.expected for gradient in self.gradients])
+        self.trainable = expected > 0
+        self.all_trainable = expected == sum([len(gradient.segment.params) for gradient in self.gradients])
 
     def begin_again(self) -> None:
         """Expect every gradient once more in this backward: reentrant checkpoints use a unit in parts."""
@@ -236,16 +228,6 @@ class Reduction:
         """Whether anything has been collected and not yet sent."""
         return any(gradient.filled for gradient in self.gradients)
 
-    @property
-    def trainable(self) -> bool:
-        """Whether the backward under way brings any gradient."""
-        return any(gradient.expected for gradient in self.gradients)
-
-    @property
-    def all_trainable(self) -> bool:
-        """Whether it brings one for every parameter of the unit."""
-        return all(gradient.expected == len(gradient.segment.params) for gradient in self.gradients)
-
     def show_waiting(self) -> None:
         for gradient in self.gradients:
             gradient.show_waiting()
@@ -253,19 +235,16 @@ class Reduction:
     def launch(self) -> None:
         """Start reducing what has been collected."""
         trace.begin(REDUCE.traced, self.unit.title)
-        for flat in self.gradients:
-            if flat.expected:
-                gradient, reduced = flat.take()
-                self._sent.append(gradient)
-                self._under_way.append(reduced)
-        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._sent)
+        self._under_way = [flat.take() for flat in self.gradients if flat.expected]
+        sent = [gradient for gradient, _ in self._under_way]
+        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, sent)
 
     def finish(self) -> None:
         """Wait for the reduction."""
         with waiting(REDUCE, self.unit.title, self.unit.device):
             self._moving.wait()
-        self._means += self._under_way
-        self._sent, self._under_way = [], []
+        self._means += [reduced for _, reduced in self._under_way]
+        self._under_way = []
 
     def give(self) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
@@ -287,7 +266,7 @@ class Reduction:
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
-        self._sent, self._under_way, self._means = [], [], []
+        self._under_way, self._means = [], []
         for gradient in self.gradients:
             gradient.drop()
 

@@ -47,7 +47,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             or, at the end, an edit gave a parameter or gradient another shape.
     """
     engine = engine_of(module)
-    require_rest(engine, "unsharded")
+    engine.require_rest("unsharded() cannot be called")
     if grads:
         engine.schedule.require_reduced("unsharded(grads=True)")
     try:
@@ -138,7 +138,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
         ValueError: called inside forward, backward or `unsharded`.
     """
     engine = engine_of(module)
-    require_rest(engine, "full_state_dict")
+    engine.require_rest("full_state_dict() cannot be called")
     wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
     values: dict[torch.Tensor, torch.Tensor] = {}
     for unit in engine.units:
@@ -171,7 +171,7 @@ def load_full_state_dict(
             another dtype. Nothing has been loaded then.
     """
     engine = engine_of(module)
-    require_rest(engine, "load_full_state_dict")
+    engine.require_rest("load_full_state_dict() cannot be called")
     all_ranks, device = engine.transport.all_ranks, engine.device
     problems, lacking = _compare(engine, state, strict) if all_ranks.rank == 0 else ([], [])
     ours = {"problems": problems, "missing": lacking}
@@ -265,11 +265,3 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the buffers that belong to the module's state, by name."""
     persistent = module.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
-
-
-def require_rest(engine: Engine, what: str) -> None:
-    """Take in what users changed since the last step; refuse ``what`` inside one or inside `unsharded`."""
-    engine.schedule.recover()
-    if not engine.schedule.at_rest:
-        raise ValueError(f"{what}() cannot be called inside forward, backward or unsharded()")
-    engine.settle()

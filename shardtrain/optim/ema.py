@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.state_dict import require_rest
 
 
 class Ema:
@@ -36,7 +35,7 @@ class Ema:
         self.decay, self.every, self.after = decay, every, after
         self._engine = engine_of(module)
         self._all_ranks = self._engine.transport.all_ranks
-        require_rest(self._engine, "Ema")
+        self._engine.require_rest("Ema() cannot be called")
         self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self._buffer_averages = [buffer.detach().clone() for buffer in self._buffers]
         self.averages = {param: param.detach().clone() for param in module.parameters()}
@@ -57,7 +56,7 @@ class Ema:
         Raises:
             ValueError: a step is under way.
         """
-        require_rest(self._engine, "Ema.swapped")
+        self._engine.require_rest("Ema.swapped() cannot be called")
         kept = [now.clone() for _, now in self._pairs()]
         try:
             for average, now in self._pairs():
