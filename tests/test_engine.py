@@ -22,7 +22,6 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.shard import ALIGN_BYTES
-from shardtrain.engine.unit import State
 
 from pool import each_rank
 from small import (
@@ -31,7 +30,6 @@ from small import (
     assert_at_rest,
     assert_same_parameters,
     images,
-    several,
     sgd,
     shard,
     sharded_and_replica,
@@ -65,29 +63,26 @@ def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered() -> None:
     assert_at_rest(model)
 
 
-def traffic_of_a_step(reshard: bool) -> tuple[dict[str, int], dict[str, int], int, int]:
+@each_rank(2, 3)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
+    """One gather per unit forward and one backward (none for the root), one reduction per unit."""
     model, _ = sharded_and_replica(reshard_after_forward=reshard)
     optimizer = sgd(model)
     train(model, optimizer, 2)
     with comm.meter() as meter:
         train(model, optimizer, 1, start=2)
     infos = shardtrain.introspect(model).units
-    return (
+    world = dist.get_world_size()
+    calls, sent, everything, without_root = (
         dict(meter.calls),
         dict(meter.bytes),
         sum(i.local_bytes for i in infos),
         sum(i.local_bytes for i in infos[1:]),
     )
-
-
-@several
-@pytest.mark.parametrize("reshard", [True, False])
-def test_calls_and_bytes_of_a_step(ranks: Ranks, world: int, reshard: bool) -> None:
-    """One gather per unit forward and one backward (none for the root), one reduction per unit."""
-    for calls, sent, everything, without_root in ranks(world, traffic_of_a_step, reshard):
-        assert calls == {"all_gather": 5 if reshard else 3, "reduce_scatter": 3}
-        assert sent["reduce_scatter"] == everything * (world - 1)
-        assert sent["all_gather"] == (everything + without_root * reshard) * (world - 1)
+    assert calls == {"all_gather": 5 if reshard else 3, "reduce_scatter": 3}
+    assert sent["reduce_scatter"] == everything * (world - 1)
+    assert sent["all_gather"] == (everything + without_root * reshard) * (world - 1)
 
 
 def waits_for_a_slow_rank() -> tuple[float, set[str]]:
@@ -154,31 +149,8 @@ def test_a_sharded_model_is_freed() -> None:
     assert [w() for w in (*gone, local)] == [None] * 4
 
 
-def most_gathered_at_once() -> int:
-    model, _ = sharded_and_replica(
-        make=lambda: nn.Sequential(*(nn.Linear(9, 9) for _ in range(7))), units=[nn.Linear]
-    )
-    engine = engine_of(model)
-    most = 0
-
-    def look(*_: Any) -> None:
-        nonlocal most
-        held = [u for u in engine.units if u.segments and u.state is not State.SHARDED]
-        most = max(most, len(held))
-
-    for layer in model.children():
-        layer.register_forward_pre_hook(look)
-        layer.weight.register_hook(look)
-    for _ in range(3):
-        model(torch.randn(2, 9)).sum().backward()
-    return most
-
-
-def test_at_most_two_units_are_gathered_at_once(ranks: Ranks) -> None:
-    assert ranks(2, most_gathered_at_once) == [2, 2]
-
-
-def delayed(seconds: float) -> None:
+@each_rank(2)
+def test_slow_movements_change_nothing() -> None:
     model, replica = sharded_and_replica()
     transport = engine_of(model).transport
     for name in ("gather", "reduce"):
@@ -186,16 +158,12 @@ def delayed(seconds: float) -> None:
 
         def late(tag: int, flats: Any, original: Any = original) -> comm.Pending:
             pending = original(tag, flats)
-            return comm.Pending(lambda: (time.sleep(seconds), pending.wait())[1])
+            return comm.Pending(lambda: (time.sleep(0.1), pending.wait())[1])
 
         setattr(transport, name, late)
     train(model, sgd(model), 2)
     train(replica, sgd(replica), 2)
     assert_same_parameters(model, replica)
-
-
-def test_slow_movements_change_nothing(ranks: Ranks) -> None:
-    ranks(2, delayed, 0.1)
 
 
 # optimizers
@@ -261,7 +229,8 @@ def test_clipping_equals_ddp_s(norm_type: float) -> None:
             torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def an_infinity_is_seen_by_all() -> list[str]:
+@each_rank(2, 3)
+def test_an_infinite_gradient_on_one_rank_is_seen_by_all() -> None:
     model, _ = sharded_and_replica()
     assert shardtrain.clip_grad_norm_(model, 1.0).item() == 0
     x, y = images(0)
@@ -274,14 +243,9 @@ def an_infinity_is_seen_by_all() -> list[str]:
         with pytest.raises((RuntimeError, ValueError)) as caught:
             shardtrain.clip_grad_norm_(model, 1.0, **arguments)
         texts.append(str(caught.value))
-    return texts
-
-
-@several
-def test_an_infinite_gradient_on_one_rank_is_seen_by_all(ranks: Ranks, world: int) -> None:
-    for nonfinite, order in ranks(world, an_infinity_is_seen_by_all):
-        assert nonfinite == "the gradient's norm of order 2.0 is inf: nothing was clipped"
-        assert order == "norm_type must be positive, got 0.0"
+    nonfinite, order = texts
+    assert nonfinite == "the gradient's norm of order 2.0 is inf: nothing was clipped"
+    assert order == "norm_type must be positive, got 0.0"
 
 
 # odd models and odd uses
@@ -379,7 +343,10 @@ class Checkpointed(OddNet):
         return checkpoint(self.fc, x, use_reentrant=self.reentrant) if self.together else self.fc(x)
 
 
-def checkpointed(together: bool, reentrant: bool) -> None:
+@each_rank(2, 3)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_activation_checkpointing_costs_no_extra_gather(together: bool, reentrant: bool) -> None:
     model, replica = sharded_and_replica(lambda: Checkpointed(together, reentrant))
     optimizer = sgd(model)
     losses = train(model, optimizer)
@@ -388,15 +355,6 @@ def checkpointed(together: bool, reentrant: bool) -> None:
     with comm.meter() as meter:
         train(model, optimizer, 1)
     assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
-
-
-@several
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("together", [False, True])
-def test_activation_checkpointing_costs_no_extra_gather(
-    ranks: Ranks, world: int, together: bool, reentrant: bool
-) -> None:
-    ranks(world, checkpointed, together, reentrant)
 
 
 @each_rank(1, 2, 3, 4)
@@ -564,7 +522,8 @@ def test_running_statistics_are_averaged() -> None:
 # refusals
 
 
-def bad_arguments() -> list[str]:
+@each_rank(2, 3)
+def test_every_refusal_says_what_is_wrong_on_every_rank() -> None:
     already = shard(OddNet())
     cases: list[Callable[[], object]] = [
         lambda: shard(already),
@@ -585,11 +544,6 @@ def bad_arguments() -> list[str]:
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             case()
         texts.append(str(caught.value))
-    return texts
-
-
-@several
-def test_every_refusal_says_what_is_wrong_on_every_rank(ranks: Ranks, world: int) -> None:
     expected = [
         "OddNet is sharded already",
         "0 is sharded already",
@@ -604,10 +558,9 @@ def test_every_refusal_says_what_is_wrong_on_every_rank(ranks: Ranks, world: int
         "OddNet is not sharded: pass the module that shardtrain.shard() returned",
         "parameter stem.weight now has shape (3,) on this rank, but its local piece has",
     ]
-    for texts in ranks(world, bad_arguments):
-        assert len(texts) == len(expected)
-        for text, start in zip(texts, expected, strict=True):
-            assert text.startswith(start)
+    assert len(texts) == len(expected)
+    for text, start in zip(texts, expected, strict=True):
+        assert text.startswith(start)
 
 
 def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from naive_twin import NaiveTwin
 from pool import each_rank
-from small import OddNet, assert_same_parameters, every, images, sgd, shard, sharded_and_replica, train
+from small import OddNet, assert_same_parameters, images, sgd, shard, sharded_and_replica, train
 
 Ranks = Callable[..., list[Any]]
 Optimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -101,23 +101,19 @@ def test_resnet18_in_fp64_equals_stock_ddp(on_ranks: Ranks, optimizer: Any, worl
     on_ranks(world, resnet_like_stock_ddp, optimizer)
 
 
-def like_the_naive_twin(steps: int) -> None:
+@each_rank(1, 2, 3, 4)
+def test_the_engine_does_what_the_naive_twin_does() -> None:
     torch.manual_seed(0)
     model = OddNet()
     twin = NaiveTwin(copy.deepcopy(model), lr=0.05, momentum=0.9)
     sharded = shard(model, units=lambda name, module: name.startswith("blocks."))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05, momentum=0.9)
-    losses = train(sharded, optimizer, steps)
+    losses = train(sharded, optimizer, 6)
     for step, loss in enumerate(losses):
         x, y = images(step)
         assert twin.step(lambda m, x=x, y=y: F.cross_entropy(m(x), y)) == pytest.approx(loss, rel=1e-5)
     twin.gather()
     assert_same_parameters(sharded, twin.model)
-
-
-@every
-def test_the_engine_does_what_the_naive_twin_does(ranks: Ranks, world: int) -> None:
-    ranks(world, like_the_naive_twin, 6)
 
 
 def _nested(name: str, _: torch.nn.Module) -> bool:

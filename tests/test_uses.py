@@ -30,7 +30,6 @@ from small import (
     OddNet,
     assert_same_parameters,
     average_gradients,
-    every,
     images,
     several,
     sgd,
@@ -86,7 +85,8 @@ def test_a_parameter_used_nowhere_gets_no_gradient_though_its_unit_ran() -> None
     assert_same_parameters(model, replica)
 
 
-def saved_with_unused_parameters(path: str) -> None:
+@each_rank(2, 3)
+def test_a_checkpoint_of_a_model_with_unused_parameters_continues_bit_for_bit(tmp_path: Path) -> None:
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = shard(nn.Sequential(*(Sometimes(dist.get_rank()) for _ in range(3))), units=[Sometimes])
@@ -103,18 +103,11 @@ def saved_with_unused_parameters(path: str) -> None:
 
     model, optimizer = fresh()
     steps(model, optimizer)
-    checkpoint.save(path, model, optimizer)
+    checkpoint.save(tmp_path / "one", model, optimizer)
     other, its_optimizer = fresh()
-    checkpoint.load(path, other, its_optimizer)
+    checkpoint.load(tmp_path / "one", other, its_optimizer)
     ours, theirs = steps(model, optimizer), steps(other, its_optimizer)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@several
-def test_a_checkpoint_of_a_model_with_unused_parameters_continues_bit_for_bit(
-    ranks: Ranks, tmp_path: Path, world: int
-) -> None:
-    ranks(world, saved_with_unused_parameters, str(tmp_path / "one"))
 
 
 class TwoHeads(nn.Module):
@@ -137,8 +130,10 @@ class Nested(nn.Module):
         return self.outer(self.inner(x))
 
 
-def outputs_used_by_rank(used: dict[int, list[int]], detached: int) -> None:
-    """Rank r's loss depends on heads ``used[r]`` only; on rank ``detached`` not even on the trunk."""
+@each_rank(2, 3)
+def test_outputs_of_units_used_on_some_ranks_only() -> None:
+    """Rank r's loss depends on heads ``used[r]`` only."""
+    used = {0: [0, 1], 1: [2], 2: [1]}
     torch.manual_seed(0)
     replica = TwoHeads()
     model = shard(copy.deepcopy(replica), units=[nn.Linear, Nested])
@@ -149,19 +144,11 @@ def outputs_used_by_rank(used: dict[int, list[int]], detached: int) -> None:
         for net, optimizer in ((model, ours), (replica, theirs)):
             optimizer.zero_grad()
             outputs = net(x)
-            loss = sum((outputs[i].square().mean() for i in used[rank]), torch.zeros(()))
-            if rank == detached:
-                loss = sum(p.sum() for p in ()) + outputs[used[rank][0]].sum()
-            loss.backward()
+            sum(outputs[i].square().mean() for i in used[rank]).backward()
             if net is replica:
                 average_gradients(net)
             optimizer.step()
     assert_same_parameters(model, replica)
-
-
-@several
-def test_outputs_of_units_used_on_some_ranks_only(ranks: Ranks, world: int) -> None:
-    ranks(world, outputs_used_by_rank, {0: [0, 1], 1: [2], 2: [1]}, 1)
 
 
 # accumulation
@@ -185,7 +172,8 @@ def test_zero_grad_clears_what_waits_under_no_sync(set_to_none: bool) -> None:
     assert_same_parameters(model, replica)
 
 
-def misuses_waiting_gradients() -> list[str]:
+@each_rank(2, 3)
+def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     model, replica = sharded_and_replica()
     optimizer = sgd(model)
     x, y = images(0)
@@ -206,20 +194,14 @@ def misuses_waiting_gradients() -> list[str]:
     optimizer.zero_grad()
     assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
     assert_same_parameters(model, replica)
-    return texts
-
-
-@several
-def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed(ranks: Ranks, world: int) -> None:
     waiting = (
         "while gradients wait under no_sync to be reduced: run the last backward outside of no_sync first"
     )
-    for texts in ranks(world, misuses_waiting_gradients):
-        for text, what in zip(
-            texts, ["an optimizer's step()", "clip_grad_norm_()", "unsharded(grads=True)"], strict=False
-        ):
-            assert text.startswith(f"{what} {waiting}")
-        assert "was changed while it waits under no_sync" in texts[3]
+    for text, what in zip(
+        texts, ["an optimizer's step()", "clip_grad_norm_()", "unsharded(grads=True)"], strict=False
+    ):
+        assert text.startswith(f"{what} {waiting}")
+    assert "was changed while it waits under no_sync" in texts[3]
 
 
 @each_rank(2, 3)
@@ -318,7 +300,8 @@ def test_a_copy_is_sharded_too() -> None:
     assert_same_parameters(model, replica)
 
 
-def bad_copies() -> list[str]:
+@each_rank(2, 3)
+def test_other_copies_are_refused() -> None:
     model, _ = sharded_and_replica()
     part = copy.deepcopy(model.blocks[0])
     texts = [refusal(lambda: part(torch.ones(2, 7, 3, 3)))]
@@ -326,15 +309,9 @@ def bad_copies() -> list[str]:
         texts.append(refusal(lambda: copy.deepcopy(model)))
     texts.append(refusal(lambda: pickle.dumps(model)))
     train(model, sgd(model), 1)
-    return texts
-
-
-@several
-def test_other_copies_are_refused(ranks: Ranks, world: int) -> None:
-    for texts in ranks(world, bad_copies):
-        assert texts[0].startswith("this Block is a copy of a part of a sharded model")
-        assert texts[1] == "a sharded model cannot be copied inside forward, backward or unsharded()"
-        assert texts[2].startswith("a sharded model cannot be pickled")
+    assert texts[0].startswith("this Block is a copy of a part of a sharded model")
+    assert texts[1] == "a sharded model cannot be copied inside forward, backward or unsharded()"
+    assert texts[2].startswith("a sharded model cannot be pickled")
 
 
 # optimizers
@@ -365,7 +342,8 @@ class Lars(torch.optim.SGD):
         return super().step(closure)
 
 
-def needs_whole_parameters() -> list[str]:
+@each_rank(1, 2, 3, 4)
+def test_optimizers_that_need_whole_parameters_are_refused_at_the_first_step() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
     optimizers = [
@@ -383,21 +361,13 @@ def needs_whole_parameters() -> list[str]:
         texts.append(refusal(lambda optimizer=optimizer, loss=loss: optimizer.step(lambda: loss)))
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     texts.append(refusal(lambda: torch.optim.Muon(model.parameters())))
-    return texts
-
-
-@every
-def test_optimizers_that_need_whole_parameters_are_refused_at_the_first_step(
-    ranks: Ranks, world: int
-) -> None:
     other = "cannot step on a sharded model: it gives a piece of a parameter other values than the whole one"
-    for texts in ranks(world, needs_whole_parameters):
-        assert texts[0].startswith(f"Adafactor {other}")
-        assert texts[1].startswith("Muon cannot step on a sharded model: it refuses a piece of a parameter")
-        assert texts[2].startswith(f"LBFGS {other}")
-        assert texts[3].startswith(f"Lars {other}")
-        assert ["layout='whole'" in text for text in texts[:4]] == [True, True, False, True]
-        assert "2D parameters" in texts[4]
+    assert texts[0].startswith(f"Adafactor {other}")
+    assert texts[1].startswith("Muon cannot step on a sharded model: it refuses a piece of a parameter")
+    assert texts[2].startswith(f"LBFGS {other}")
+    assert texts[3].startswith(f"Lars {other}")
+    assert ["layout='whole'" in text for text in texts[:4]] == [True, True, False, True]
+    assert "2D parameters" in texts[4]
 
 
 @each_rank(1, 2, 3, 4)
@@ -426,7 +396,8 @@ def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> No
 # autograd
 
 
-def twice_differentiated() -> str:
+@each_rank(1, 2, 3, 4)
+def test_double_backward_says_that_it_is_not_supported() -> None:
     model, replica = sharded_and_replica()
     x, _ = images(0)
     x.requires_grad_()
@@ -437,13 +408,7 @@ def twice_differentiated() -> str:
     # the refused forward has moved the running statistics, which training does not read
     assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
     assert_same_parameters(model, replica)
-    return text
-
-
-@every
-def test_double_backward_says_that_it_is_not_supported(ranks: Ranks, world: int) -> None:
-    for text in ranks(world, twice_differentiated):
-        assert text.startswith("double backward (create_graph=True) is not supported: the graph would need")
+    assert text.startswith("double backward (create_graph=True) is not supported: the graph would need")
 
 
 class Outside(nn.Module):
@@ -478,7 +443,8 @@ def test_a_parameter_used_outside_its_unit_fails_cleanly() -> None:
 # models
 
 
-def attached_later() -> list[str]:
+@each_rank(2, 3)
+def test_parameters_attached_after_sharding_are_refused_by_name() -> None:
     texts = []
     for attach in (
         lambda m: setattr(m, "fc", nn.Linear(7, 5)),
@@ -492,15 +458,9 @@ def attached_later() -> list[str]:
     for net in (model, replica.module):
         net.blocks.append(nn.Identity())
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
-    return texts
-
-
-@several
-def test_parameters_attached_after_sharding_are_refused_by_name(ranks: Ranks, world: int) -> None:
     names = ["fc.weight, fc.bias", "blocks.0.extra", "blocks.2.conv.weight, blocks.2.norm.weight"]
-    for texts in ranks(world, attached_later):
-        for text, name in zip(texts, names, strict=True):
-            assert text.startswith(f"parameters attached after shard(): {name}")
+    for text, name in zip(texts, names, strict=True):
+        assert text.startswith(f"parameters attached after shard(): {name}")
 
 
 def differ_between_ranks() -> list[str]:
@@ -720,31 +680,29 @@ def _seven() -> nn.Module:
     return nn.Sequential(*(nn.Linear(9, 9) for _ in range(7)))
 
 
-def account(reshard: bool) -> list[Gathered]:
-    model, _ = sharded_and_replica(_seven, units=[nn.Linear], reshard_after_forward=reshard)
-    engine = engine_of(model)
-    peaks = []
-    for _ in range(3):
-        out = model(torch.ones(2, 9)).sum()
-        peaks.append(engine.account.take_peak())
-        out.backward()
-        peaks.append(engine.account.take_peak())
-        assert engine.account.now == Gathered(0, 0)
-    assert engine.account.take_peak() == Gathered(0, 0)
-    return peaks
-
-
-@several
-def test_an_account_of_what_is_gathered(ranks: Ranks, world: int) -> None:
+@each_rank(2, 3)
+def test_an_account_of_what_is_gathered() -> None:
     """One unit at first, when nothing is known of the order; then two, the next one on its way."""
+    world = dist.get_world_size()
     size = world * 16 * -(-90 * 4 // (world * 16))  # bytes of a unit of 90 fp32 elements, padded
-    for peaks in ranks(world, account, True):
-        assert peaks[2:] == [Gathered(2, 2 * size)] * 4
-    for peaks in ranks(world, account, False):
-        assert peaks[2] == Gathered(7, 7 * size)
+    for reshard in (True, False):
+        model, _ = sharded_and_replica(_seven, units=[nn.Linear], reshard_after_forward=reshard)
+        account = engine_of(model).account
+        peaks = []
+        for _ in range(3):
+            out = model(torch.ones(2, 9)).sum()
+            peaks.append(account.take_peak())
+            out.backward()
+            peaks.append(account.take_peak())
+            assert account.now == Gathered(0, 0)
+        if reshard:
+            assert peaks[2:] == [Gathered(2, 2 * size)] * 4
+        else:
+            assert peaks[2] == Gathered(7, 7 * size)
 
 
-def two_hundred_steps() -> tuple[int, int, int]:
+@each_rank(2)
+def test_memory_is_flat_over_200_steps() -> None:
     model, _ = sharded_and_replica()
     optimizer = sgd(model)
     train(model, optimizer, 20)
@@ -753,7 +711,10 @@ def two_hundred_steps() -> tuple[int, int, int]:
     train(model, optimizer, 200)
     gc.collect()
     grown = _resident() - before  # before `_tensors` makes a list of some megabytes, where malloc sees fit
-    return _tensors() - tensors, grown, engine_of(model).account.now.bytes
+    tensors, grown, gathered = _tensors() - tensors, grown, engine_of(model).account.now.bytes
+    assert tensors <= 0
+    assert grown < 2**20
+    assert gathered == 0
 
 
 def _tensors() -> int:
@@ -763,10 +724,3 @@ def _tensors() -> int:
 def _resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
-
-
-def test_memory_is_flat_over_200_steps(ranks: Ranks) -> None:
-    for tensors, grown, gathered in ranks(2, two_hundred_steps):
-        assert tensors <= 0
-        assert grown < 2**20
-        assert gathered == 0

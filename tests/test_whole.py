@@ -285,7 +285,8 @@ class Clipping(torch.optim.SGD):
         return super().step(closure)
 
 
-def right_and_wrong() -> list[str]:
+@each_rank(2, 3)
+def test_optimizers_that_look_at_one_parameter_are_right_and_at_all_are_refused() -> None:
     refusals = []
     for kind in (torch.optim.Adafactor, torch.optim.Muon, Lars, torch.optim.LBFGS, Clipping):
         torch.manual_seed(0)
@@ -302,16 +303,8 @@ def right_and_wrong() -> list[str]:
             assert_same_parameters(model, twin, tolerance=1e-6)
         except ValueError as error:
             refusals.append(str(error))
-    return refusals
-
-
-@several
-def test_optimizers_that_look_at_one_parameter_are_right_and_at_all_are_refused(
-    ranks: Ranks, world: int
-) -> None:
-    for refusals in ranks(world, right_and_wrong):
-        assert [text.split(" ", 1)[0] for text in refusals] == ["LBFGS", "Clipping"]
-        assert all("this optimizer looks at all together" in text for text in refusals)
+    assert [text.split(" ", 1)[0] for text in refusals] == ["LBFGS", "Clipping"]
+    assert all("this optimizer looks at all together" in text for text in refusals)
 
 
 # checkpoints
