@@ -1,8 +1,7 @@
 """Where parameters lie in a unit's flat vector, and which interval of it each rank owns.
 
-Pure arithmetic on integers: every parameter lies somewhere in the vector, and the vector is cut into one
-contiguous interval per rank. How is a policy. Worked numbers for parameters of 3, 4 and 6 elements, two
-ranks, alignment 4::
+Pure arithmetic on integers. The vector is cut into one contiguous interval per rank; how is a policy. Worked
+numbers for parameters of 3, 4 and 6 elements, two ranks, alignment 4::
 
     even          a a a b b b b c c c c c c . . .      13 elements, padded to 16
     rank 0        a a a b b b b c                      interval [0, 8):  a[0:3] b[0:4] c[0:1]
@@ -13,10 +12,9 @@ ranks, alignment 4::
     rank 1                        a a a b b b b .      interval [8, 16): a[0:3] b[0:4]
 
 ``even`` lays parameters end to end and cuts wherever it must: a rank holds less than one alignment unit more
-than total / world, at any world size. Cutting every parameter on its first dimension instead would pad every
-parameter. ``whole`` never cuts a parameter, so that an optimizer may look at all of it: a rank holds at most
-total / world and the largest parameter, over all units together, so more ranks than large parameters gain
-nothing. Padding belongs to no parameter, so an optimizer never sees it.
+than total / world, at any world size; cuts on the first dimension would pad every parameter. ``whole`` never
+cuts a parameter, so that an optimizer may look at all of it: a rank holds at most total / world and one
+largest parameter, over all units. Padding belongs to no parameter, so an optimizer never sees it.
 """
 
 from __future__ import annotations
@@ -42,17 +40,6 @@ class Piece(NamedTuple):
     @property
     def numel(self) -> int:
         return self.stop - self.start
-
-
-class Elsewhere(NamedTuple):
-    """What other ranks own: of each parameter the spans of its elements, each with the part that it is.
-
-    ``cuts``: the sizes of the parts into which the flat vector falls, this rank's own and gaps among them;
-    none if nothing is elsewhere.
-    """
-
-    spans: list[list[tuple[slice, int]]]
-    cuts: list[int]
 
 
 @dataclass(frozen=True)
@@ -128,9 +115,14 @@ class Layout:
             pieces.append(Piece(start, stop, offset + start - low if stop > start else 0))
         return tuple(pieces)
 
-    def elsewhere(self, rank: int) -> Elsewhere:
-        """Return what other ranks than ``rank`` own of each parameter."""
-        pieces, cuts, end = self.pieces(rank), [], 0
+    def elsewhere(self, rank: int) -> tuple[list[list[tuple[slice, int]]], list[int]]:
+        """Return what other ranks than ``rank`` own: spans of elements per parameter, and cuts.
+
+        Cut into parts of the sizes ``cuts``, the flat vector has each span as one part, whose number stands
+        beside it. This rank's own and gaps are parts too. No cuts if nothing is elsewhere.
+        """
+        pieces, end = self.pieces(rank), 0
+        cuts: list[int] = []
         spans: list[list[tuple[slice, int]]] = [[] for _ in pieces]
         for offset, index in sorted(zip(self.offsets, range(len(pieces)), strict=True)):
             piece, size = pieces[index], self.sizes[index]
@@ -141,7 +133,7 @@ class Layout:
                     spans[index].append((slice(start, stop), len(cuts)))
                     cuts.append(stop - start)
                     end = offset + stop
-        return Elsewhere(spans, [*cuts, self.padded - end] if cuts else [])
+        return spans, [*cuts, self.padded - end] if cuts else []
 
 
 Policy = Literal["even", "whole"]
@@ -175,8 +167,7 @@ class WholeCut:
     """Gives each parameter to one rank: of a unit the largest first, to the rank that has least of the model.
 
     ``loads``: elements of each rank so far. This is list scheduling (Graham, 1966,
-    https://doi.org/10.1002/j.1538-7305.1966.tb01709.x), so no rank ever has more than total / world and the
-    largest parameter; it is better balanced the earlier large ones come.
+    https://doi.org/10.1002/j.1538-7305.1966.tb01709.x): better balanced the earlier large ones come.
     """
 
     def __init__(self, world: int) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
-from shardtrain.engine.deferred_init import InitialValues, become, unmark
+from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_sharded
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, dense_stride, in_memory_order, segments_of
@@ -213,4 +213,4 @@ def _place_uncut(
     for buffer in buffers.values():
         if not buffer.is_meta:
             all_ranks.broadcast(buffer)
-    unmark(module)
+    initial.done()

@@ -5,8 +5,7 @@
     deferred(build)   rank 0 builds in host memory, other ranks build on the meta device, without values
     shard(model)      for each unit: rank 0 broadcasts its values, each rank keeps its interval of them
 
-So no device holds more than its shards and one whole unit. Rank 0's host memory holds one whole model, which
-shrinks while units are cut.
+No device holds more than its shards and one whole unit. Rank 0's host memory holds one whole model.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class InitialValues:
     """
 
     def __init__(self, module: nn.Module, target: torch.device | None) -> None:
-        marked = [part for part in module.modules() if _MARK in part.__dict__]
-        self.deferred = {tensor for part in marked for tensor in (*part.parameters(), *part.buffers())}
+        self._marked = [part for part in module.modules() if _MARK in part.__dict__]
+        self.deferred = {tensor for part in self._marked for tensor in (*part.parameters(), *part.buffers())}
         self._target = target
 
     def device(self, tensor: Tensor) -> torch.device:
@@ -77,16 +76,15 @@ class InitialValues:
             return tensor.device
         return self._target or (torch.device("cpu") if tensor.is_meta else tensor.device)
 
+    def done(self) -> None:
+        """Forget that parts of the model were deferred: it is sharded."""
+        for part in self._marked:
+            del part.__dict__[_MARK]
+
     def placed(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` where it is to lie, with undefined values if this rank has none."""
         device = self.device(tensor)
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-
-
-def unmark(module: nn.Module) -> None:
-    """Forget that parts of ``module`` were deferred."""
-    for part in module.modules():
-        part.__dict__.pop(_MARK, None)
 
 
 def become(param: nn.Parameter, tensor: Tensor) -> None:

@@ -8,8 +8,7 @@ With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
     reduce           bf16 gradients move, their sum is taken in fp32
     update           fp32 shard, fp32 gradient
 
-``gather=torch.int8`` and ``reduce=torch.int8`` quantise what moves, and nothing else: `comm/quantised.py`
-tells how, and what it costs in precision.
+``gather=torch.int8`` and ``reduce=torch.int8`` quantise only what moves: see `comm/quantised.py`.
 """
 
 from __future__ import annotations

@@ -99,10 +99,8 @@ def _whole(segment: Segment, local: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 
 def _whole_grads(segment: Segment, unit: Unit) -> list[torch.Tensor | None]:
-    """Gather and shape every parameter's gradient; None where there is none.
-
-    Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
-    """
+    """Gather and shape every parameter's gradient; None where there is none."""
+    # Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
     has_grad = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
     segment.transport.all_ranks.all_reduce(has_grad, "max")
     if not has_grad.any():

@@ -116,16 +116,16 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not has_forward(module)
+    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not _has_forward(module)
 
 
-def has_forward(module: nn.Module) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
 def check_forward(name: str, module: nn.Module) -> None:
     """Refuse a module that is never called itself."""
-    if not has_forward(module):
+    if not _has_forward(module):
         raise ValueError(
             f"{name} is a {type(module).__name__}, which has no forward of its own, so nothing tells when "
             "its parameters are needed; shard the module that calls it, or its children"
