@@ -387,23 +387,19 @@ def counts(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_unit_that_is_not_one_graph() -> None:
+    """It is refused, unless several are asked for."""
     x = torch.randn(3, 4)
-    model = elsewhere(breaks_the_graph)
+    model, other = elsewhere(breaks_the_graph), elsewhere(breaks_the_graph)
+    expected = other(x)
     with contextlib.suppress(AssertionError), fresh_compiler():  # which finds the break
         shardtrain.compile_units(model, backend="eager")
         with pytest.raises(
             ValueError, match=r"^unit first cannot be compiled as one graph: \w.* do not compile$"
         ):
             model(x)
-
-
-def test_a_unit_that_is_several_graphs_if_asked() -> None:
-    x = torch.randn(3, 4)
-    model = elsewhere(breaks_the_graph)
-    expected = model(x)
-    with contextlib.suppress(AssertionError), fresh_compiler():  # which finds the break
-        shardtrain.compile_units(model, backend="eager", fullgraph=False)
-        assert torch.equal(model(x), expected)
+    with contextlib.suppress(AssertionError), fresh_compiler():
+        shardtrain.compile_units(other, backend="eager", fullgraph=False)
+        assert torch.equal(other(x), expected)
 
 
 def test_buffers_that_a_unit_changes() -> None:
