@@ -165,7 +165,13 @@ def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_pa
     events = json.loads((tmp_path / "timeline/steps-5-7.json").read_text())["traceEvents"]
     found = {(event["pid"], event["name"]) for event in events}
     for rank in range(2):
-        for name in ("gather layer1.0", "forward layer4.1", "backward layer4.1", "reduce the root", "data"):
+        for name in (
+            "gather layer1.0",
+            "forward layer4.1",
+            "backward layer4.1",
+            "reduce the root",
+            "phase data",
+        ):
             assert (rank, name) in found
     log = (tmp_path / "log.txt").read_text()
     assert f"steps 5 to 7 are in {tmp_path}/timeline/steps-5-7.json (for ui.perfetto.dev), step-7.png" in log

@@ -19,7 +19,7 @@ from shardtrain.job.pictures import Picture, plot
 
 MOST_TRACED = 64  # ranks whose spans are collected
 MOST_DRAWN = 16  # ranks in a picture
-LETTER, UPRIGHT = 0.0055, 0.012  # of a picture's width: what a letter takes, and a name turned upright
+LEAST_NAMED = 0.012  # of a picture's width, which a name turned upright takes
 
 TRACKS = {  # kind of span → its rows in a trace, from top to bottom
     "step": "steps",
@@ -31,14 +31,11 @@ TRACKS = {  # kind of span → its rows in a trace, from top to bottom
     "reduce": "reductions",
 }
 
-
 # Kind of span, or kind and name → color, top and height as parts of a rank's lane, legend.
-# Later kinds are drawn over earlier ones.
 STYLES = {
-    "phase": ("#c6dde8", 0.05, 0.55, ""),
+    "phase": ("#c6dde8", 0.05, 0.55, "forward and backward"),
     "phase data": ("tab:olive", 0.05, 0.55, "loading images"),
     "phase optimizer": ("#9fd39a", 0.05, 0.55, "optimizer"),
-    "phase checkpoint": ("tab:gray", 0.05, 0.55, ""),
     "forward": ("tab:blue", 0.08, 0.49, "a unit's forward"),
     "backward": ("#17708a", 0.08, 0.49, "a unit's backward"),
     "wait": ("tab:red", 0.05, 0.55, "exposed waiting"),
@@ -48,7 +45,7 @@ STYLES = {
 
 
 class Lanes(NamedTuple):
-    """``spans[rank]`` by rank 0's clock, of the steps from ``first_step`` on."""
+    """``spans[rank]`` by rank 0's clock, the earliest first, of the steps from ``first_step`` on."""
 
     spans: list[list[Span]]
     first_step: int
@@ -58,16 +55,23 @@ class Lanes(NamedTuple):
         traced = sum(span.kind == "step" for span in self.spans[0])
         return range(self.first_step, self.first_step + traced)
 
-    def bounds(self, step: int) -> tuple[float, float]:
-        """Return when the first rank began ``step`` and when the last one ended it."""
-        index = step - self.first_step
-        each = [[span for span in spans if span.kind == "step"][index] for spans in self.spans if spans]
-        return min(span.start for span in each), max(span.end for span in each)
+    def of_step(self, step: int) -> tuple[float, float, list[list[Span]]]:
+        """Return when the first rank began ``step``, when the last one ended it, and what happened between.
 
-    @property
-    def drawn(self) -> range:
-        """The ranks in a picture."""
-        return range(min(MOST_DRAWN, len(self.spans)))
+        Of many ranks these are the spans of the first few, which have room in a picture.
+        """
+        each = [
+            [span for span in spans if span.kind == "step"][step - self.first_step]
+            for spans in self.spans
+            if spans
+        ]
+        start, end = min(span.start for span in each), max(span.end for span in each)
+        lanes = self.spans[:MOST_DRAWN]
+        return (
+            start,
+            end,
+            [[span for span in lane if span.end > start and span.start < end] for lane in lanes],
+        )
 
 
 def collect(spans: Sequence[Span], first_step: int) -> Lanes:
@@ -96,69 +100,50 @@ def chrome(lanes: Lanes) -> dict[str, Any]:
             where = {"pid": rank, "tid": number}
             events.append({"ph": "M", **where, "name": "thread_name", "args": {"name": track}})
             for index, (kind, name, start, end) in enumerate(row):
-                title = f"{kind} {name}" if kind in ("forward", "backward", "gather", "reduce") else name
-                title = f"step {lanes.first_step + index}" if kind == "step" else title
+                title = f"step {lanes.first_step + index}" if kind == "step" else f"{kind} {name}"
                 times = {"ts": round(1e6 * (start - zero), 3), "dur": round(1e6 * (end - start), 3)}
-                events.append(
-                    {"ph": "X", **where, **times, "name": title, "cat": kind, "args": {"unit": name}}
-                )
+                events.append({"ph": "X", **where, **times, "name": title, "cat": kind})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def in_words(lanes: Lanes, step: int) -> str:
     """Say how long ``step`` took, and what was waited for longest."""
-    start, end = lanes.bounds(step)
-    waits = [
-        (span.end - span.start, rank, span.name)
-        for rank in lanes.drawn
-        for span in lanes.spans[rank]
-        if span.kind == "wait" and start <= span.start < end
-    ]
+    start, end, spans = lanes.of_step(step)
+    waits = [[(span.end - span.start, span.name) for span in lane if span.kind == "wait"] for lane in spans]
     took = f"step {step}: {1e3 * (end - start):.1f} ms"
-    if not waits:
+    if not any(waits):
         return f"{took}, no waiting"
-    longest, slow, name = max(waits)
-    sums = [sum(seconds for seconds, waiting, _ in waits if waiting == rank) for rank in lanes.drawn]
-    shares = " / ".join(f"{100 * waited / (end - start):.0f}" for waited in sums)
-    return f"{took}, waiting {shares} % by rank, longest {1e3 * longest:.1f} ms for {name} (rank {slow})"
+    shares = " / ".join(f"{100 * sum(seconds for seconds, _ in lane) / (end - start):.0f}" for lane in waits)
+    longest, name, rank = max((*wait, rank) for rank, lane in enumerate(waits) for wait in lane)
+    return f"{took}, waiting {shares} % by rank, longest {1e3 * longest:.1f} ms for {name} (rank {rank})"
 
 
 def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
     """Draw ``step`` of all ranks, or return why there is no picture."""
-    start, end = lanes.bounds(step)
+    start, end, spans = lanes.of_step(step)
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        for rank in lanes.drawn:
-            for span in lanes.spans[rank]:
-                if span.end > start and span.start < end:
-                    _draw_span(axes, span, rank, start, end)
-        axes.set(xlim=(0, 1e3 * (end - start)), ylim=(len(lanes.drawn), 0), xlabel="ms")
-        axes.set_yticks([rank + 0.3 for rank in lanes.drawn], [f"rank {rank}" for rank in lanes.drawn])
+        for rank, lane in enumerate(spans):
+            for kind, name, begun, ended in lane:
+                computes = kind in ("forward", "backward")
+                style = STYLES.get(f"{kind} {name}") or STYLES.get(kind)
+                if style is None or (computes and name == "the root"):  # which computes around all others
+                    continue
+                color, top, height, _ = style
+                left, width = 1e3 * (begun - start), 1e3 * (ended - begun)
+                middle, order = rank + top + height / 2, kind != "phase"  # others are drawn over phases
+                axes.barh(middle, width, height, left, color=color, edgecolor="white", lw=0.5, zorder=order)
+                if computes and ended - begun > LEAST_NAMED * (end - start):
+                    text = {"ha": "center", "va": "center", "rotation": 90, "color": "white", "fontsize": 7}
+                    axes.text(left + width / 2, middle, name, **text)
+        axes.set(xlim=(0, 1e3 * (end - start)), ylim=(len(spans), 0), xlabel="ms")
+        axes.set_yticks([rank + 0.3 for rank in range(len(spans))], [f"rank {r}" for r in range(len(spans))])
         axes.set_title(f"{title}, {in_words(lanes, step)}", fontsize=9, loc="left")
-        styles = [style for style in STYLES.values() if style[-1]]
-        handles = [axes.barh([0], [0], color=color, label=label) for color, _, _, label in styles]
+        handles = [axes.barh([0], [0], color=color, label=label) for color, _, _, label in STYLES.values()]
         figure.legend(handles=handles, ncols=len(handles), fontsize=8, loc="outside lower center")
 
-    return plot(draw, (13, 1.4 + 1.1 * len(lanes.drawn)))
-
-
-def _draw_span(axes: Any, span: Span, rank: int, start: float, end: float) -> None:
-    computes = span.kind in ("forward", "backward")
-    key = f"{span.kind} {span.name}" if f"{span.kind} {span.name}" in STYLES else span.kind
-    if key not in STYLES or (computes and span.name == "the root"):  # which computes around all others
-        return
-    color, top, height, _ = STYLES[key]
-    left, right = 1e3 * (max(span.start, start) - start), 1e3 * (min(span.end, end) - start)
-    # Phases come in the order of their start, so that one inside another is drawn over it.
-    order, edge = (0, "none") if span.kind == "phase" else (list(STYLES).index(key), "white")
-    middle = rank + top + height / 2
-    axes.barh(middle, right - left, height, left, color=color, edgecolor=edge, linewidth=0.5, zorder=order)
-    share = (right - left) / (1e3 * (end - start))
-    if computes and share > UPRIGHT:
-        turned = 0 if share > len(span.name) * LETTER else 90
-        style = {"ha": "center", "va": "center", "fontsize": 7, "color": "white", "rotation": turned}
-        axes.text((left + right) / 2, middle, span.name, zorder=len(STYLES), **style)
+    return plot(draw, (13, 1.4 + 1.1 * len(spans)))
 
 
 # How far the ranks' clocks are apart.

@@ -87,14 +87,13 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     def _take_profiles(self) -> Steps:
         step, memory_due = (yield), False
         while True:
-            if step == self._job.steps:
-                step = yield
-            elif self._requested or step + 1 >= self._profile_at:
-                if step + 1 >= self._profile_at:
-                    self._profile_at = math.inf
+            planned = step + 1 >= self._profile_at
+            if step < self._job.steps and (planned or self._requested):
                 self._requested, memory_due = False, True
+                self._profile_at = math.inf if planned else self._profile_at
                 step = yield from self._trace(step + 1)
-            elif memory_due and step % self._evaluates_every:  # an evaluation would be recorded too
+            # An evaluation would be recorded too; the last step is followed by one.
+            elif memory_due and step < self._job.steps and step % self._evaluates_every:
                 memory_due = False
                 step = yield from self._record_memory()
             else:
@@ -144,10 +143,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 #
 # A rank holds pieces, so it has squares of pieces: a parameter cut between two ranks, (3, 4 | 12), gives 25
 # on the one and 144 on the other. One all-reduce adds up a table of three squares per parameter, whose roots
-# are the norms: 13. Gradients are those that the optimizer is given, after clipping. Weights are copied only
-# before updates that are reported.
-
-KINDS = ("gradient", "weight", "update")
+# are the norms: 13. Gradients are those that the optimizer is given, after clipping.
 
 
 class Norms:
@@ -174,18 +170,13 @@ class Norms:
         if not self._before:
             return {}
         weights = [param.detach() for param in self._params]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
-        updates = torch._foreach_sub(weights, self._before)
-        self._before = []
-        norms = [
-            norm.double() for kind in (gradients, weights, updates) for norm in torch._foreach_norm(kind)
-        ]
-        squares = torch.stack(norms).square().view(len(KINDS), -1)
-        if not self._primary:  # another replica has the same pieces
-            squares.zero_()
-        values = comm.all_reduce(squares).sqrt().tolist()
-        return {
-            tags.norm(kind, name): value
-            for kind, row in zip(KINDS, values, strict=True)
-            for name, value in zip(self._names, row, strict=True)
+        kinds = {
+            "gradient": [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params],
+            "weight": weights,
+            "update": list(torch._foreach_sub(weights, self._before)),
         }
+        self._before = []
+        norms = torch.stack([norm.double() for each in kinds.values() for norm in torch._foreach_norm(each)])
+        squares = norms.square() * self._primary  # another replica has the same pieces
+        keys = [tags.norm(kind, name) for kind in kinds for name in self._names]
+        return dict(zip(keys, comm.all_reduce(squares).sqrt().tolist(), strict=True))
