@@ -38,7 +38,7 @@ from shardtrain.doctor import FAILED, OK, Finding, shared
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.format import counted
-from shardtrain.job.model import PRECISIONS, converted, initial_model, plain_optimizer, shard_with_optimizer
+from shardtrain.job.model import PRECISIONS, converted, initial_model, parameter_groups, shard_with_optimizer
 from shardtrain.job.step import accumulate
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of the largest element
@@ -93,7 +93,8 @@ class Twins:
         units = [unit.name.removeprefix("(root)") for unit in inside.units]
         self.sharded = Recorded(job.model, job.optimizer, units)
         if PRECISIONS[config.parallel.precision] is None:
-            self.twin, self._engines = Recorded(whole, plain_optimizer(whole, config), units), [job.model]
+            optimizer = config.optim.make(parameter_groups(whole, config.optim))
+            self.twin, self._engines = Recorded(whole, optimizer, units), [job.model]
         else:
             optimizer = shard_with_optimizer(whole, config, comm.Alone())
             self.twin, self._engines = Recorded(whole, optimizer, units), [job.model, whole]

@@ -138,7 +138,7 @@ def config_folder() -> Path:
 @contextlib.contextmanager
 def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
     """Let Hydra read ``arguments`` as `sys.argv`, and raise instead of printing and leaving."""
-    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    argv, environment = sys.argv, dict(os.environ)
     sys.argv = [argv[0], *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -146,10 +146,8 @@ def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
     finally:
         sys.argv = argv
         GlobalHydra.instance().clear()
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
+        del os.environ["HYDRA_FULL_ERROR"]
+        os.environ.update(environment)
 
 
 def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> UserError:

@@ -104,12 +104,12 @@ def _find_target(path: str, section: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError:
         raise UserError(f"{section}._target_={path}: there is no module {module_name}") from None
-    public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    own = {key: value for key, value in public.items() if getattr(value, "__module__", "") == module_name}
-    if not callable(own.get(name)):
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+    target: Callable[..., Any] | None = getattr(module, name, None)
+    if name.startswith("_") or name not in own or not callable(target):
         hint = nearest(name, own)
         raise UserError(f"{section}._target_={path}: {module_name} does not define {name}{hint}")
-    return own[name]  # type: ignore[no-any-return]
+    return target
 
 
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -163,11 +163,6 @@ def shard_with_optimizer(
     except ValueError as error:
         raise UserError(str(error)) from None
     return config.optim.make(groups)
-
-
-def plain_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Make the optimizer of ``model`` as it is, unsharded."""
-    return config.optim.make(parameter_groups(model, config.optim))
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:

@@ -9,15 +9,10 @@ TRAIN_LOSS = "train/loss"
 TRAIN_ACC1 = "train/acc1"  # percent, as all accuracies
 GRAD_NORM = "grad_norm"  # before clipping
 
-VAL_LOSS = "val/loss"
-VAL_ACC1 = "val/acc1"
-VAL_ACC5 = "val/acc5"
-VAL_EMA_LOSS = "val/ema_loss"  # of the weights' moving average
-VAL_EMA_ACC1 = "val/ema_acc1"
-VAL_EMA_ACC5 = "val/ema_acc5"
+VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5) = ("val/loss", "val/acc1", "val/acc5")
+# Of the weights' moving average.
+VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5) = ("val/ema_loss", "val/ema_acc1", "val/ema_acc5")
 BEST_ACC1 = "best_val/acc1"  # in result.json only
-VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5)
-VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5)
 
 IMG_PER_S = "perf/img_per_s"
 IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"
@@ -39,10 +34,7 @@ SLOWEST_EXCESS_PCT = "ranks/slowest_excess_pct"
 SAMPLES = "samples/augmented"
 CONFUSION = "val/confusion"
 WORST_MISTAKES = "val/worst_mistakes"
-SUMMARY_LEARNING = "at_a_glance/1_is_it_learning"
-SUMMARY_SPEED = "at_a_glance/2_is_it_fast"
-SUMMARY_MEMORY = "at_a_glance/3_does_it_fit"
-SUMMARY = (SUMMARY_LEARNING, SUMMARY_SPEED, SUMMARY_MEMORY)
+SUMMARY = ("at_a_glance/1_is_it_learning", "at_a_glance/2_is_it_fast", "at_a_glance/3_does_it_fit")
 TIMELINE_STEP = "timeline/step"
 TIMELINE_MEMORY = "timeline/memory"
 

@@ -78,7 +78,8 @@ class BadSteps:
 
     def begin_step(self) -> None:
         """Remember BatchNorm's running statistics, which a bad forward spoils for good."""
-        _copy(self._before, self._buffers)
+        if self._buffers:  # torch refuses to copy none
+            torch._foreach_copy_(self._before, self._buffers)
 
     def accepts(self, step: int, norm: Tensor) -> bool:
         """Return whether this step may be taken. Collective if ``norm`` is not finite.
@@ -103,7 +104,8 @@ class BadSteps:
             )
         self._training.monitor.say(f"skipped {cause}")
         self._training.metrics.drop_step()
-        _copy(self._buffers, self._before)
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._before)
         return False
 
     def _bad_losses(self) -> list[str]:
@@ -112,12 +114,6 @@ class BadSteps:
         losses[comm.rank()] = metrics.loss_of_step()
         by_rank = enumerate(comm.all_reduce(losses).tolist())
         return [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
-
-
-def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    """Copy tensors; models without BatchNorm have no buffers, and torch refuses to copy none."""
-    if into:
-        torch._foreach_copy_(into, values)
 
 
 def train(config: Config, context: Context) -> float | None:

@@ -216,17 +216,16 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
 
 def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another model, or of other batches."""
-    for key in ("_target_", "name"):
-        was, now = (facts["config"]["model"].get(key) for facts in (saved, ours))
-        if was != now:
+
+    def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
+        model, position = facts["config"]["model"], facts.get("position", {})
+        return {**{f"model.{key}": model.get(key) for key in ("_target_", "name")}, **position}
+
+    was = decisive(saved)
+    for key, value in decisive(ours).items():
+        if was.get(key) != value:
+            why = "" if key.startswith("model.") else ", so its place among the images means nothing here"
             raise UserError(
-                f"resume: the checkpoint is of a run with model.{key}={was}, this one has {now}; choose "
-                "another run.name, or resume=none starts anew"
-            )
-    theirs = saved.get("position", {})
-    for key, value in ours["position"].items():
-        if theirs.get(key) != value:
-            raise UserError(
-                f"resume: the checkpoint is of a run with {key}={theirs.get(key)}, this one has {value}, "
-                "so its place among the images means nothing here; resume=none starts anew"
+                f"resume: the checkpoint is of a run with {key}={was.get(key)}, this one has {value}{why}; "
+                "choose another run.name, or resume=none starts anew"
             )

@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
@@ -112,7 +111,11 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
             )
         done.append(outcome)
         if rank_info.rank == 0:
-            _write_outcomes(done, directory)
+            if outcome.problem:
+                print(f"job {len(done) - 1} has failed: {outcome.problem}", flush=True)
+            directory.mkdir(parents=True, exist_ok=True)  # written after each job, whatever happens next
+            facts = [each._asdict() for each in done]
+            (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
     if rank_info.rank == 0:
         print(table(done), flush=True)
     if all(outcome.problem for outcome in done):
@@ -196,15 +199,6 @@ def _text_exchange(rank_info: RankInfo) -> Callable[[str], list[str]]:
     return gather
 
 
-def _write_outcomes(done: Sequence[Outcome], directory: Path) -> None:
-    """Write what is known so far to a file, whatever happens next."""
-    if done[-1].problem:
-        print(f"job {len(done) - 1} has failed: {done[-1].problem}", flush=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    facts = [outcome._asdict() for outcome in done]
-    (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-
 class Combinations:
     """Every value with every other, the last key's fastest."""
 
@@ -248,8 +242,8 @@ class Suggestions:
         if len(done) == self.trials:
             return None
         text = json.dumps(self._ask(done)) if comm.rank() == 0 else ""
-        overrides = json.loads(comm.broadcast_text(text, comm.plain_transport(), comm.control_device()))
-        assert isinstance(overrides, list)
+        text = comm.broadcast_text(text, comm.plain_transport(), comm.control_device())
+        overrides: list[str] = json.loads(text)
         return overrides
 
     def _ask(self, done: Sequence[Outcome]) -> list[str]:
