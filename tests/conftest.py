@@ -12,7 +12,12 @@ import pytest
 # lie end to end. Tests compare bits; MKL reads this when it is first used.
 os.environ.setdefault("MKL_CBWR", "AVX2")
 
+import torch
+
 from pool import Pool
+
+# Threads that wait for one another on busy cores made a run of half a second last ten.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,41 +22,21 @@ from programs import ended, started
 
 PROGRAM = ["-m", "shardtrain.train"]
 TINY = [
-    "+recipe=resnet",
-    "data=fake",
-    "data.train_images=24",
-    "data.val_images=7",
-    "data.channels=1",
-    "data.image_size=8",
-    "train.batch_size=12",
-    "train.log_every=1",
-    "checkpoint.keep=0",
+    *("+recipe=resnet", "data=fake", "data.train_images=24", "data.val_images=7", "data.channels=1"),
+    *("data.image_size=8", "train.batch_size=12", "train.log_every=1", "checkpoint.keep=0"),
     "monitor.plan=false",
 ]
 
 
-def torchrun(ranks: int) -> list[str]:
+def torchrun(ranks: int, *arguments: str) -> list[str]:
     """On a port of its own, so that runs do not meet."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
-    return [
-        *launcher,
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "shardtrain.train",
-    ]
-
-
-def shell(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    return [sys.executable, *launcher, "--nproc-per-node", str(ranks), *PROGRAM, *arguments]
 
 
 def test_alone_from_another_directory(tmp_path: Path) -> None:
-    done = shell([sys.executable, *PROGRAM, *TINY, "train.max_steps=2", "train.accumulate=2"], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = ended(1, *PROGRAM, *TINY, "train.max_steps=2", "train.accumulate=2", folder=tmp_path)
+    assert (done.codes, done.errors) == ([0], "")
     (run,) = (tmp_path / "outputs").iterdir()
     kinds = sorted(path.name.split(".")[0] for path in run.iterdir() if path.name != ".lock")
     assert kinds == ["at_a_glance", "config", "events", "log", "result"]
@@ -76,7 +57,9 @@ def test_two_ranks_make_one_run(tmp_path: Path) -> None:
 
 
 def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
-    done = shell([*torchrun(2), "+recipe=resnet", "train.batch_size=99"], tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    command = torchrun(2, "+recipe=resnet", "train.batch_size=99")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     message = (
         "error: train.batch_size=99 is not divisible by 2 ranks × train.accumulate=1; 98 or 100 would fit"
     )
@@ -114,31 +97,29 @@ def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
 
 
+def signalled_under_torchrun(
+    folder: Path, number: int, *arguments: str, group: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Signal torchrun, or its whole process ``group`` as a terminal does, after two ranks' first step."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = torchrun(2, *arguments)
+    with subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes) as running:
+        assert running.stdout is not None
+        next(line for line in running.stdout if line.startswith("step"))
+        time.sleep(0.3)
+        (os.killpg if group else os.kill)(running.pid, number)
+        output, errors = running.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, running.returncode, output, errors)
+
+
 @pytest.mark.long
 def test_ctrl_c_to_torchrun_leaves_cleanly(tmp_path: Path) -> None:
-    """As in a terminal, where every process of the group gets the signal."""
-    running = subprocess.Popen(
-        [*torchrun(2), *TINY, "train.epochs=10000", "run.dir=run"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert running.stdout is not None
-    try:
-        for line in running.stdout:
-            if line.startswith("step"):
-                break
-        time.sleep(0.3)
-        os.killpg(running.pid, signal.SIGINT)
-        output, errors = running.communicate(timeout=60)
-    finally:
-        running.kill()
-    assert running.returncode == 1
-    assert "interrupted  step" in output
-    assert errors.count("interrupted\n") == 1
-    assert 'shardtrain/train.py"' not in errors  # torchrun tells where it was itself; we do not
+    given = [*TINY, "train.epochs=10000", "run.dir=run"]
+    done = signalled_under_torchrun(tmp_path, signal.SIGINT, *given, group=True)
+    assert done.returncode == 1
+    assert "interrupted  step" in done.stdout
+    assert done.stderr.count("interrupted\n") == 1
+    assert "shardtrain/train/" not in done.stderr  # torchrun tells where it was itself; we do not
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
 
 
@@ -159,15 +140,9 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
 def test_sigterm_to_torchrun_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     """torchrun passes it on."""
     command = [*SAVING, "train.epochs=4000"]
-    running = subprocess.Popen(
-        [*torchrun(2), *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with running, running.stdout as lines:  # type: ignore[union-attr]
-        next(line for line in lines if line.startswith("step"))
-        running.send_signal(signal.SIGTERM)
-        output = lines.read()
-    assert running.returncode == 1
-    continues(2, [*PROGRAM, *command], tmp_path, output)
+    done = signalled_under_torchrun(tmp_path, signal.SIGTERM, *command)
+    assert done.returncode == 1
+    continues(2, [*PROGRAM, *command], tmp_path, done.stdout)
 
 
 def continues(ranks: int, command: list[str], folder: Path, output: str) -> None:
