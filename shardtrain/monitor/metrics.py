@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -35,79 +35,12 @@ MOST_RANKS = 16  # whose own times become curves; the slowest is named among all
 TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
 
 
-class Phases:
-    """The stopwatch of one rank.
-
-    Only one phase runs at a time. A phase inside another interrupts it: loading images within a step is
-    ``data`` alone. On an accelerator marks are events in the compute stream, so launching a forward is not
-    taken for one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._now = device, ""
-        self._marks: list[tuple[str, Any]] = []  # phases, and the moments at which they began
-        self._meters: list[comm.Meter] = []  # one per step
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Time one step and count its traffic. Whatever lies outside a `phase` is the optimizer's."""
-        with comm.meter() as meter:
-            self._meters.append(meter)
-            trace.begin("step", "step")
-            try:
-                with self.phase("optimizer"):
-                    yield
-            finally:
-                trace.end("step", "step")
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the block, part of a step, as ``name``; afterwards the phase before it continues."""
-        before = self._now
-        self._enter(name)
-        trace.begin("phase", name)
-        try:
-            yield
-        finally:
-            trace.end("phase", name)
-            self._enter(before)
-
-    def _enter(self, name: str) -> None:
-        self._now = self._meters[-1].during = name
-        self._marks.append((name, device.moment(self._device)))
-
-    def take(self) -> tuple[dict[str, float], float, Counter[str]]:
-        """Return what this rank did since the last call; to be called between steps.
-
-        Returns: seconds of its own work by phase, seconds of waiting for others, bytes sent by kind.
-        """
-        spent, waits, sent = Counter[str](), Counter[str](), Counter[str]()
-        for (name, start), (_, end) in pairwise(self._marks):
-            spent[name] += device.seconds(start, end)  # type: ignore[assignment]
-        for meter in self._meters:
-            waits.update(meter.exposed_during())  # type: ignore[arg-type]
-            sent.update(meter.bytes)
-        self._marks.clear()
-        self._meters.clear()
-        busy = {phase: max(0.0, float(spent[phase] - waits[phase])) for phase in PHASES}
-        return busy, float(waits.total()), sent
-
-
 # Step times do not show which rank is slow: ranks wait for one another, so all steps take as long as the
-# slowest rank's. What a rank does itself, without waiting for others, shows it:
-#
-#     rank      data  forward  backward  optimizer    busy     beyond the others' median
-#     0          1.0     30.0      60.0        3.0    94.0 ms
-#     1         41.0     30.0      61.0        3.0   135.0 ms  + 42 %, most of it in data
-#     2          1.0     31.0      60.0        3.0    95.0 ms
+# slowest rank's. What a rank does itself, without waiting for others, shows it: busy 135 ms where the others'
+# median is 94, 40 ms of the difference in data.
 
 MARGIN = 0.20  # of the others' time
 LEAST_S = 0.005  # per step
-HELP = dict.fromkeys(PHASES, "its cores or device: clocks, temperature, other programs") | {
-    "data": "its disk, its loader's workers, its share of the cores",
-    "optimizer": "its memory: paging, other programs",
-    "checkpoint": "its disk",
-}
 
 
 class SlowestRank(NamedTuple):
@@ -134,7 +67,7 @@ def slowest(busy: Sequence[Mapping[str, float]]) -> SlowestRank | None:
     excess_pct = 100 * (own / usual - 1) if usual else 0.0
     text = (
         f"rank {rank} is slow: busy {1e3 * own:.1f} ms per step, the others {1e3 * usual:.1f} ms "
-        f"({excess_pct:+.0f} %), most of it in {phase} ({1e3 * excess[phase]:+.1f} ms); look at {HELP[phase]}"
+        f"({excess_pct:+.0f} %), most of it in {phase} ({1e3 * excess[phase]:+.1f} ms)"
     )
     return SlowestRank(rank, phase, excess_pct, own - usual > max(MARGIN * usual, LEAST_S), text)
 
@@ -154,6 +87,14 @@ class Spent:
     steps: int = 0
     images: int = 0
 
+    def add(self, steps: int, images: int, seconds: Mapping[str, float], slow: SlowestRank | None) -> None:
+        self.reports += 1
+        self.steps += steps
+        self.images += images
+        for what, value in seconds.items():
+            self.seconds[what] += value
+        self.slow.update([slow[:2]] if slow else [])
+
 
 class Report(NamedTuple):
     """What all ranks know of the steps since the last report.
@@ -168,14 +109,16 @@ class Report(NamedTuple):
 
 
 class StepMetrics:
-    """Measures steps; each `report` covers those since the one before."""
+    """Measures the steps of one rank; each `report` covers those since the one before.
+
+    Only one phase runs at a time. A phase inside another interrupts it: loading images within a step is
+    ``data`` alone. On an accelerator marks are events in the compute stream, so launching a forward is not
+    taken for one.
+    """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.device = job, job.device
+        self.job, self.device, self.spent = job, job.device, Spent()
         self.peak = _peak_flops(job.device, introspect(job.model).precision)
-        self.spent = Spent()
-        self._phases = Phases(job.device)
-        self.phase = self._phases.phase
         self._restart()
 
     def start(self) -> None:
@@ -203,14 +146,39 @@ class StepMetrics:
         self._before_step = self.sums.clone(), self.scored
         # A run that resumes measures the following anew.
         self.images: Counter[int] = Counter()  # by their side in pixels
-        self.steps = 0
+        self._phase = ""
+        self._marks: list[tuple[str, Any]] = []  # phases, and the moments at which they began
+        self._meters: list[comm.Meter] = []  # one per step
         self.since = time.perf_counter()
 
-    def step(self) -> AbstractContextManager[None]:
-        """Return a context for one optimizer step; see `Phases.step`."""
-        self.steps += 1
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time one step and count its traffic. Whatever lies outside a `phase` is the optimizer's."""
         self._before_step = self.sums.clone(), self.scored
-        return self._phases.step()
+        with comm.meter() as meter:
+            self._meters.append(meter)
+            trace.begin("step", "step")
+            try:
+                with self.phase("optimizer"):
+                    yield
+            finally:
+                trace.end("step", "step")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block, part of a step, as ``name``; afterwards the phase before it continues."""
+        before = self._phase
+        self._enter(name)
+        trace.begin("phase", name)
+        try:
+            yield
+        finally:
+            trace.end("phase", name)
+            self._enter(before)
+
+    def _enter(self, phase: str) -> None:
+        self._phase = self._meters[-1].during = phase
+        self._marks.append((phase, device.moment(self.device)))
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
@@ -249,56 +217,58 @@ class StepMetrics:
         Raises:
             RuntimeError: the loss is not finite.
         """
-        times, waited, sent = self._phases.take()
-        own = torch.tensor([waited, profile_requested, *times.values()], device=self.device)
-        rows = torch.zeros(comm.world_size(), 2 + len(own), dtype=torch.float64, device=self.device)
+        steps, ranks = len(self._meters), comm.world_size()
+        busy, waited, sent = self._own()
+        own = torch.tensor([waited, profile_requested, *busy.values()], device=self.device)
+        rows = torch.zeros(ranks, 2 + len(own), dtype=torch.float64, device=self.device)
         rows[comm.rank()] = torch.cat([self.sums, own])
         rows = comm.all_reduce(rows).cpu()
-        (loss, right), waited = rows[:, :2].sum(0).tolist(), rows[:, 2].mean().item()
+        loss, right = rows[:, :2].sum(0).tolist()
         if not math.isfinite(loss):
             raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
-        scored = self.scored * len(rows) or math.nan
-        groups = enumerate(self.job.optimizer.param_groups)
+        elapsed = time.perf_counter() - self.since
+        images = self.images.total() * ranks  # every rank has equally many
+        scored = self.scored * ranks or math.nan
+        mean = dict(zip(("waiting", "", *PHASES), rows[:, 2:].mean(0).tolist(), strict=True))
         scalars = {
             tags.TRAIN_LOSS: loss / scored,
             tags.TRAIN_ACC1: 100 * right / scored,
             tags.GRAD_NORM: float(grad_norm),
-            **{tags.lr(index): float(group["lr"]) for index, group in groups},
-            **self._speed(dict(zip(PHASES, rows[:, 4:].mean(0).tolist(), strict=True)), waited, len(rows)),
-            **{tags.sent_mib(kind): sent[kind] / self.steps / MIB for kind in REPORTED_TRAFFIC},
-            **_memory(self.job),
-        }
-        per_step = (rows[:, 4:] / self.steps).tolist()
-        slow = slowest([dict(zip(PHASES, row, strict=True)) for row in per_step])
-        if slow is not None:
-            scalars |= {tags.busy_s(rank): sum(row) for rank, row in enumerate(per_step[:MOST_RANKS])}
-            scalars |= {tags.SLOWEST_RANK: float(slow.rank), tags.SLOWEST_EXCESS_PCT: slow.excess_pct}
-            slow = slow if slow.beyond_margin else None
-            self.spent.slow.update([slow[:2]] if slow else [])
-        self._restart()
-        return Report(scalars, slow, bool(rows[:, 3].any()))
-
-    def _speed(self, seconds: dict[str, float], waited: float, ranks: int) -> dict[str, float]:
-        """Return scalars of time, and add it to what was spent; ``seconds``: the ranks' mean by phase."""
-        elapsed = time.perf_counter() - self.since
-        images = self.images.total() * ranks  # every rank has equally many
-        self.spent.reports += 1
-        self.spent.steps += self.steps
-        self.spent.images += images
-        for what, value in (seconds | {"waiting": waited}).items():
-            self.spent.seconds[what] += value
-        scalars = {
-            **{tags.phase_pct(phase): 100 * value / elapsed for phase, value in seconds.items()},
-            tags.EXPOSED_COMM_PCT: 100 * waited / elapsed,
+            **{tags.lr(i): float(group["lr"]) for i, group in enumerate(self.job.optimizer.param_groups)},
+            **{tags.phase_pct(phase): 100 * mean[phase] / elapsed for phase in PHASES},
+            tags.EXPOSED_COMM_PCT: 100 * mean["waiting"] / elapsed,
             tags.IMG_PER_S: images / elapsed,
             tags.IMG_PER_S_PER_RANK: images / elapsed / ranks,
-            tags.STEP_S: elapsed / self.steps,
+            tags.STEP_S: elapsed / steps,
+            **{tags.sent_mib(kind): sent[kind] / steps / MIB for kind in REPORTED_TRAFFIC},
+            **_memory(self.job),
         }
         if self.peak is not None:
             costs = self.job.forward_flops  # not of sizes that an augmentation makes
             forward = sum(count * costs.get(side, math.nan) for side, count in self.images.items())
             scalars[tags.MFU] = 3 * forward / elapsed / self.peak  # backward takes twice a forward's
-        return scalars
+        per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 4:] / steps).tolist()]
+        slow = slowest(per_step)
+        if slow is not None:
+            scalars |= {
+                tags.busy_s(rank): sum(row.values()) for rank, row in enumerate(per_step[:MOST_RANKS])
+            }
+            scalars |= {tags.SLOWEST_RANK: float(slow.rank), tags.SLOWEST_EXCESS_PCT: slow.excess_pct}
+            slow = slow if slow.beyond_margin else None
+        self.spent.add(steps, images, {what: mean[what] for what in (*PHASES, "waiting")}, slow)
+        self._restart()
+        return Report(scalars, slow, bool(rows[:, 3].any()))
+
+    def _own(self) -> tuple[dict[str, float], float, Counter[str]]:
+        """Return this rank's seconds of work by phase, its seconds of waiting, and bytes sent by kind."""
+        spent, waits, sent = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+        for (name, start), (_, end) in pairwise(self._marks):
+            spent[name] += device.seconds(start, end)
+        for meter in self._meters:
+            for phase, seconds in meter.exposed_during().items():
+                waits[phase] += seconds
+            sent.update(meter.bytes)
+        return {phase: max(0.0, spent[phase] - waits[phase]) for phase in PHASES}, sum(waits.values()), sent
 
 
 def _memory(job: Job) -> dict[str, float]:

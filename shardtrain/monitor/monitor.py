@@ -57,9 +57,6 @@ class Monitor:
     def facts(self, facts: Mapping[str, Any]) -> None:
         self._each(lambda writer: writer.facts(facts))
 
-    def flush(self) -> None:
-        self._each(lambda writer: writer.flush())
-
     def close(self, status: str) -> None:
         self._each(lambda writer: writer.close(status))
 
@@ -135,8 +132,13 @@ def open_monitor(
     """
     if config.monitor.norms and not config.monitor.tensorboard:
         raise UserError("monitor.norms=true: norms are for plots alone, so monitor.tensorboard must be true")
-    if not (config.dry_run or config.eval_only):
+    console_only = config.dry_run or config.eval_only
+    if not console_only:
         on_rank_0(lambda: _make_run_dir(context.run_dir, config))
+    if console_only or context.rank_info.rank > 0:
+        length = job.steps, job.steps_per_epoch
+        yield Monitor([Console("none", *length)] if context.rank_info.rank == 0 else [])
+        return
     monitor, result = _open(config, context, job, best_acc1)
     status = "failed"
     try:
@@ -146,15 +148,14 @@ def open_monitor(
         status = "interrupted"
         raise
     finally:
-        if result is not None:
-            spent = metrics.spent
-            verdict = judge(spent, config, job.share.world_size, job.device.type) if spent.steps else {}
-            monitor.facts({"status": status, **verdict})
-            if status == "finished" and config.monitor.plan and tags.PARAMS_MIB in result:
-                monitor.say(compare_with_plan(config, job, result))
-            if status != "failed":  # what follows a failure is its report
-                monitor.draw_summary()
-                monitor.say(end_table(result))
+        spent = metrics.spent
+        verdict = judge(spent, config, job.share.world_size, job.device.type) if spent.steps else {}
+        monitor.facts({"status": status, **verdict})
+        if status == "finished" and config.monitor.plan and tags.PARAMS_MIB in result:
+            monitor.say(compare_with_plan(config, job, result))
+        if status != "failed":  # what follows a failure is its report
+            monitor.draw_summary()
+            monitor.say(end_table(result))
         monitor.close(status)
 
 
@@ -167,13 +168,8 @@ def _make_run_dir(path: Path, config: Config) -> None:
 
 def _open(
     config: Config, context: Context, job: Job, best_acc1: float | None
-) -> tuple[Monitor, Mapping[str, Any] | None]:
-    """Return this rank's monitor and what result.json holds, as it changes; None if there is no such file."""
-    if context.rank_info.rank > 0:
-        return Monitor(), None
-    length = job.steps, job.steps_per_epoch, job.first_step
-    if config.dry_run or config.eval_only:
-        return Monitor([Console("none", *length)]), None
+) -> tuple[Monitor, Mapping[str, Any]]:
+    """Return rank 0's monitor, and what result.json holds, as it changes."""
     facts = {
         "run_dir": str(context.run_dir),
         "model": str(config.model.get("name", config.model["_target_"])),
@@ -190,11 +186,11 @@ def _open(
     progress = config.monitor.progress
     if progress == "auto":
         progress = "bar" if sys.stdout.isatty() else "lines"
-    log = LogFile(context.run_dir)
     result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
-    writers: list[Writer] = [result, Console(progress, *length), log]
-    if not config.monitor.tensorboard:
-        return Monitor(writers), result.result
-    writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
-    summary = SummaryFigure(context.run_dir, job.val, job.first_step, device.total_memory(job.device) / MIB)
+    console = Console(progress, job.steps, job.steps_per_epoch, job.first_step)
+    writers, summary = [result, console, LogFile(context.run_dir)], None
+    if config.monitor.tensorboard:
+        writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+        memory_mib = device.total_memory(job.device) / MIB
+        summary = SummaryFigure(context.run_dir, job.val, job.first_step, memory_mib)
     return Monitor(writers, summary), result.result

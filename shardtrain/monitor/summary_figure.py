@@ -24,7 +24,6 @@ from shardtrain.monitor.metrics import PHASES
 
 REDRAW_S = 100.0  # a drawing takes about a second: 1 % of the run's time
 SAMPLES = 32  # images of a batch that are shown
-LEAST = 0.1  # of a mixed image: smaller parts are left out of its caption
 
 # Page → chart → tags, regular expressions among them. The summary has the first two charts of each page.
 PAGES = {
@@ -64,7 +63,9 @@ class SummaryFigure:
 
     def samples(self, batch: Batch) -> Picture:
         """Return the first images of a training batch, as the model sees them."""
-        return self._grid(batch.images[:SAMPLES], [_caption(label) for label in batch.labels[:SAMPLES]])
+        labels = batch.labels[:SAMPLES]
+        classes = labels.argmax(1) if labels.ndim == 2 else labels  # of a mixed image, what it has most of
+        return self._grid(batch.images[:SAMPLES], [str(number) for number in classes.tolist()])
 
     def draw(self) -> dict[str, Picture | str]:
         """Return pictures by tag: the figures first, then those of the latest evaluation."""
@@ -99,14 +100,6 @@ class SummaryFigure:
             axes.set_title(chart, fontsize=9, loc="left")
             axes.set_ylim(bottom=0)
             axes.tick_params(labelsize=8)
-
-
-def _caption(label: Tensor) -> str:
-    """Name a class, or the two that a mixed image has most of, the larger first."""
-    if label.ndim == 0:
-        return str(label.item())
-    parts, classes = label.topk(min(2, len(label)))
-    return "+".join(str(int(number)) for number, part in zip(classes, parts, strict=True) if part > LEAST)
 
 
 def _curves_until(directory: Path, step: int) -> dict[str, dict[int, float]]:

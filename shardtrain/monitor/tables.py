@@ -105,31 +105,24 @@ def _labelled(rows: Sequence[tuple[str, str]]) -> str:
 # The plan of a run beside what the run measured, in bytes of rank 0.
 
 STATE = {"parameters": tags.PARAMS_MIB, "gradients": tags.GRADS_MIB, "optimizer": tags.OPTIMIZER_MIB}
-HELD = STATE | {"gathered": tags.GATHERED_PEAK_MIB, "peak": tags.PEAK_MIB}
 TRAFFIC = {"gathers send": "all_gather", "reductions send": "reduce_scatter", "averages send": "all_reduce"}
 
 
-def compare(
-    plan: Plan, scalars: Mapping[str, float], *, on_accelerator: bool, scaled: bool
-) -> list[list[str]]:
+def compare(plan: Plan, scalars: Mapping[str, float], on_accelerator: bool) -> list[list[str]]:
     """Return a row of texts for each figure: its name, planned and measured MiB, and how far they are apart.
 
-    Of the CPU's memory nothing knows the peak, and of an accelerator's no plan promises every byte.
-    ``scaled``: the loss was, so ranks exchanged overflow flags: a few more bytes in each all-reduce.
+    Of the CPU's memory nothing knows the peak.
     """
-    figures = {name: (getattr(plan, name), scalars.get(tag, 0.0)) for name, tag in HELD.items()}
-    figures |= {
-        name: (plan.sent.get(kind, 0), scalars[tags.sent_mib(kind)])
-        for name, kind in TRAFFIC.items()
-        if kind != "all_reduce" or plan.question.replicate > 1
-    }
-    if not on_accelerator:
-        del figures["peak"]
+    peak = {"peak": tags.PEAK_MIB} if on_accelerator else {}
+    held = STATE | {"gathered": tags.GATHERED_PEAK_MIB} | peak
+    figures = [(name, getattr(plan, name), scalars[tag]) for name, tag in held.items()]
+    for name, kind in TRAFFIC.items():
+        if kind != "all_reduce" or plan.question.replicate > 1:
+            figures.append((name, plan.sent.get(kind, 0), scalars[tags.sent_mib(kind)]))
     rows = []
-    for name, (planned, measured) in figures.items():
-        apart = f"{100 * (measured * MIB - planned) / max(planned, 1):+.1f} %"
-        if name != "peak" and not (scaled and name == "averages send"):
-            apart = "exact" if measured * MIB == planned else f"{apart}, which should be exact"
+    for name, planned, measured in figures:
+        difference = f"{100 * (measured * MIB - planned) / max(planned, 1):+.1f} %"
+        apart = "exact" if measured * MIB == planned else difference
         rows.append([name, f"{planned / MIB:,.2f}", f"{measured:,.2f}", apart])
     return rows
 
@@ -140,8 +133,7 @@ def compare_with_plan(config: Config, job: Job, scalars: Mapping[str, Any]) -> s
         plan = plan_of(config, job, rank=0)
     except Exception as error:  # the model needs values, say; the run has done well all the same
         return f"no plan to compare with: {type(error).__name__}: {error}".split("\n", 1)[0]
-    on_accelerator, scaled = is_accelerator(job.device), job.scaler.is_enabled()
-    rows = compare(plan, scalars, on_accelerator=on_accelerator, scaled=scaled)
+    rows = compare(plan, scalars, is_accelerator(job.device))
     return "\n".join(aligned([["MiB, rank 0", "planned", "measured", ""], *rows]))
 
 

@@ -146,16 +146,9 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
     return plot(draw, (13, 1.4 + 1.1 * len(spans)))
 
 
-# How far the ranks' clocks are apart.
-#
-# Each rank notes when it enters and when it leaves a small all-reduce. No rank leaves before all have
-# entered, which bounds the difference d to rank 0's clock from both sides. Rank 0 enters at 100.000 and
-# leaves at 100.003, rank 1 by its own clock enters at 7.001 and leaves at 7.002:
-#
-#     rank 1 leaves after rank 0 enters    7.002 + d >= 100.000    d >= 92.998
-#     rank 1 enters before rank 0 leaves   7.001 + d <= 100.003    d <= 93.002
-#
-# Several rounds leave the narrowest bounds. Ranks of one host share a clock: where d may be 0, it is.
+# How far the ranks' clocks are apart. No rank leaves an all-reduce before all have entered it, which bounds
+# the difference to rank 0's clock from both sides. Several rounds leave the narrowest bounds. Ranks of one
+# host share a clock: where the difference may be 0, it is.
 
 ROUNDS = 10
 

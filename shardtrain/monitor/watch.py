@@ -20,7 +20,7 @@ from shardtrain.comm import trace
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
-from shardtrain.job.format import MIB, counted
+from shardtrain.job.format import counted
 from shardtrain.job.launch import Context
 from shardtrain.monitor import timeline
 from shardtrain.monitor.metrics import Report, SlowestRank, StepMetrics
@@ -127,14 +127,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             step = yield
         with self._metrics.paused("pictures"):
             memory = live.timeline()
-            peaks = torch.zeros(comm.world_size(), dtype=torch.float64, device=self._metrics.device)
-            peaks[comm.rank()] = memory.peak.total / MIB
-            comm.all_reduce(peaks)
             if self._rank_0:
                 png = self._folder / f"memory-{step}.png"
                 self._monitor.picture(tags.TIMELINE_MEMORY, memory.picture(), png)
-                ranks = ", ".join(f"{peak:.1f}" for peak in peaks.tolist())
-                self._monitor.say(f"step {step}: {memory.words()} The ranks' peaks: {ranks} MiB.")
+                self._monitor.say(f"step {step}: {memory.words()}")
             comm.barrier()
         return step
 

@@ -31,8 +31,7 @@ class Writer:
 
     ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag; ``details``: so
     many that only plots can hold them. ``picture``: of the latest step. ``facts``: entries of result.json
-    that no curve has. ``flush``: what was written must survive the end of the process. ``close``: the run has
-    ``finished``, was ``interrupted`` or has ``failed``.
+    that no curve has. ``close``: the run has ``finished``, was ``interrupted`` or has ``failed``.
     """
 
     def say(self, text: str) -> None: ...
@@ -41,7 +40,6 @@ class Writer:
     def details(self, step: int, scalars: Mapping[str, float]) -> None: ...
     def picture(self, tag: str, picture: Picture) -> None: ...
     def facts(self, facts: Mapping[str, Any]) -> None: ...
-    def flush(self) -> None: ...
     def close(self, status: str) -> None: ...
 
 
@@ -165,7 +163,7 @@ COMPARED = (
 
 
 class TensorBoard(Writer):
-    """One file of events per process, flushed with every evaluation and checkpoint.
+    """One file of events per process, flushed with every report, and so before every checkpoint.
 
     Torch's `add_hparams` makes a run of its own per call; here hyperparameters go into the run's own file.
     """
@@ -195,12 +193,11 @@ class TensorBoard(Writer):
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self.details(step, scalars)
-        if tags.VAL_LOSS in scalars:
-            self.flush()
 
     def details(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
+        self.writer.flush()
 
     def picture(self, tag: str, picture: Picture) -> None:
         self.writer.add_image(tag, picture, self.latest, dataformats="HWC")
@@ -208,9 +205,6 @@ class TensorBoard(Writer):
     def facts(self, facts: Mapping[str, Any]) -> None:
         if "verdict" in facts:
             self.writer.add_text("verdict", f"{facts['verdict']}\n\n{facts['time']}", self.latest)
-
-    def flush(self) -> None:
-        self.writer.flush()
 
     def close(self, status: str) -> None:
         if status == "finished":  # without it, TensorBoard shows the run as running

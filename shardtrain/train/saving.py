@@ -198,7 +198,6 @@ class Saver:
         return signal, bool(busy) or writer is not self._store.writer
 
     def _save(self, step: int) -> None:
-        self._monitor.flush()
         job = self._job
         extra = {  # the format of checkpoints: keys stay as they are
             "random": random_state(job.device),
