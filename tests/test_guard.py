@@ -10,11 +10,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -31,10 +31,8 @@ from shardtrain.comm.signals import Peer, Signals
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
 
-from pool import Pool
+from pool import Pool, each_rank
 from small import Block, OddNet, TwoPaths, mesh, raised_soon, sgd, shard, train
-
-Ranks = Callable[..., list[Any]]
 
 
 def is_last() -> bool:
@@ -50,73 +48,49 @@ def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def strays(order_of_last_rank: str, usual_steps: int) -> str:
+@pytest.mark.parametrize(("order", "usual_steps"), [("second first", 1), ("second", 0), ("first", 1)])
+@each_rank(2)
+def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual_steps: int) -> None:
+    """Equal units swapped, or one skipped, in the first step or a later one."""
     model = shard(TwoPaths(), units=[nn.Linear])
     usual = "first second"
     for _ in range(usual_steps):
         model(torch.randn(2, 9), usual).sum().backward()
 
     def strayed_step_and_another() -> None:
-        model(torch.randn(2, 9), order_of_last_rank if is_last() else usual).sum().backward()
+        model(torch.randn(2, 9), order if is_last() else usual).sum().backward()
         model(torch.randn(2, 9), usual).sum().backward()
 
-    return raised_soon(comm.Diverged, strayed_step_and_another)
-
-
-@pytest.mark.parametrize("usual_steps", [0, 1])
-@pytest.mark.parametrize("order", ["second first", "second", "first"])
-def test_a_rank_that_takes_another_path_is_named_with_its_unit(
-    ranks: Ranks, order: str, usual_steps: int
-) -> None:
-    """Equal units swapped, or one skipped, in the first step or a later one."""
-    texts = ranks(2, strays, order, usual_steps)
-    assert len(set(texts)) == 1
-    head, body = texts[0].split(": rank 0 is ")
+    text = raised_soon(comm.Diverged, strayed_step_and_another)
+    head, body = text.split(": rank 0 is ")
     assert head == f"step {usual_steps + 1}: ranks 0 and 1 take different paths"
     first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body).groups()  # type: ignore[union-attr]
     assert first != second
     assert {"first", "second"} & {first.split()[-1], second.split()[-1]}
 
 
-def test_the_few_are_named_against_the_many(ranks: Ranks) -> None:
-    assert set(ranks(3, strays, "second first", 0)) == {
-        "step 1: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are gathering first, "
-        "rank 2 is gathering second"
-    }
-
-
-def goes_on_elsewhere(what: str) -> str:
-    """The last rank stops a step early and goes on to another collective of the engine."""
+@pytest.mark.parametrize("what", ["full_state_dict", "average_buffers", "clip_grad_norm_"])
+@each_rank(3)
+def test_a_rank_that_stops_a_step_early_and_goes_on_is_named(what: str) -> None:
+    """The last rank goes on to another collective of the engine."""
     model, optimizer = trained()
     elsewhere = functools.partial(getattr(shardtrain, what), model, *[1.0] * (what == "clip_grad_norm_"))
     usual = functools.partial(train, model, optimizer, 1, start=2)
-    return raised_soon(comm.Diverged, elsewhere if is_last() else usual)
+    text = raised_soon(comm.Diverged, elsewhere if is_last() else usual)
+    assert "rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are " in text
 
 
-@pytest.mark.parametrize("what", ["full_state_dict", "average_buffers", "clip_grad_norm_"])
-def test_a_rank_that_stops_a_step_early_and_goes_on_is_named(ranks: Ranks, what: str) -> None:
-    texts = ranks(3, goes_on_elsewhere, what)
-    assert len(set(texts)) == 1
-    assert "rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are " in texts[0]
-
-
-def leaves_early() -> str:
+@each_rank(2, 3)
+def test_a_rank_that_ends_early_is_named() -> None:
     model, optimizer = trained()
     if dist.get_rank() == 1:
         transport = engine_of(model).transport
         if isinstance(transport, comm.SharedMemoryTransport):
             transport.signals.close()  # what the kernel does at exit
-        return ""
-    return raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_ends_early_is_named(ranks: Ranks, world: int) -> None:
-    texts = ranks(world, leaves_early)
-    for rank in {0, world - 1} - {1}:
-        assert re.match(
-            f"rank 1 has ended: rank {rank} was at step 3, (entering|gathering) the ", texts[rank]
-        )
+        return
+    text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
+    at = f"rank {dist.get_rank()} was at step 3, (entering|gathering) the "
+    assert re.match(f"rank 1 has ended: {at}", text), text
 
 
 def is_killed(folder: str, sizes: tuple[int, int] | None, where: str) -> None:
@@ -135,8 +109,11 @@ def is_killed(folder: str, sizes: tuple[int, int] | None, where: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "sizes", "where"),
     [
-        *itertools.product(["process_group", "shared_memory"], [None], ["forward", "backward"]),
+        ("process_group", None, "backward"),
+        ("shared_memory", None, "forward"),
         ("process_group", (2, 2), "forward"),
+        pytest.param("process_group", None, "forward", marks=pytest.mark.long),
+        pytest.param("shared_memory", None, "backward", marks=pytest.mark.long),
         pytest.param("shared_memory", (2, 2), "backward", marks=pytest.mark.long),
     ],
 )
@@ -151,58 +128,47 @@ def test_survivors_of_a_killed_rank_leave_at_once(
             pool.run(transport, world, is_killed, str(tmp_path), sizes, where)
     finally:
         pool.stop()
-    named = "[123]" if sizes else "2"
+    named = r"(rank [123] has|ranks \d and \d have)" if sizes else "rank 2 has"
     for rank in range(world - 1):
         text = (tmp_path / str(rank)).read_text()
-        assert re.match(rf"rank {named} has ended: rank {rank} was at step 3, ", text), text
+        assert re.match(rf"{named} ended: rank {rank} was at step 3, ", text), text
 
 
-def stands_still() -> str:
+@each_rank(2)
+def test_a_rank_that_stands_still_is_named_at_the_time_out() -> None:
     model, optimizer = trained()
-    kept, Paths.timeout_s = Paths.timeout_s, property(lambda _: 1.0)  # type: ignore[assignment,method-assign]
-    try:
+    with patch.object(Paths, "timeout_s", 0.6):
         if dist.get_rank() == 1:
-            time.sleep(2)
-            return ""
-        return raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
-    finally:
-        Paths.timeout_s = kept  # type: ignore[method-assign]
-
-
-def test_a_rank_that_stands_still_is_named_at_the_time_out(ranks: Ranks) -> None:
-    text = ranks(2, stands_still)[0]
-    assert re.fullmatch(
-        "rank 0 waited 1 s for rank 1 at step 3, (entering the model|gathering the root)", text
-    )
-
-
-def differs_in_size(what: str) -> str:
-    transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"])
-    return raised_soon(comm.Diverged, lambda: getattr(transport, what)(torch.zeros(8 if is_last() else 7)))
+            time.sleep(1.2)
+            return
+        text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
+    where = "(entering the model|gathering the root)"
+    assert re.fullmatch(f"rank 0 waited 1 s for rank 1 at step 3, {where}", text), text
 
 
 @pytest.mark.parametrize(("what", "told"), [("broadcast", "broadcasting"), ("all_reduce", "all-reducing")])
-def test_collectives_of_different_sizes_are_told_apart_at_once(ranks: Ranks, what: str, told: str) -> None:
-    assert set(ranks(3, differs_in_size, what)) == {
+@each_rank(3)
+def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: str) -> None:
+    transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"])
+    tensor = torch.zeros(8 if is_last() else 7)
+    assert raised_soon(comm.Diverged, lambda: getattr(transport, what)(tensor)) == (
         f"step 0: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 bytes, "
         f"rank 2 is {told} 32 bytes"
-    }
+    )
 
 
 @contextmanager
 def without_tags() -> Iterator[tuple[Any, Flat]]:
     """Over gloo's own collectives, which deliver equal sizes whatever they belong to; checks of 4 steps."""
-    saved = native.has_gloo, guard.EVERY
-    native.has_gloo, guard.EVERY = lambda _: False, 4
-    try:
+    with patch.object(native, "has_gloo", lambda _: False), patch.object(guard, "EVERY", 4):
         transport = comm.open_transport()
         layout = even([6], transport.world, 1)
         yield transport, Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
-    finally:
-        native.has_gloo, guard.EVERY = saved
 
 
-def strays_without_tags(at_step: int) -> str:
+@pytest.mark.parametrize(("at_step", "told"), [(1, "step 1"), (2, "step 2"), (3, "steps 3 to 4")])
+@each_rank(3, transport="auto")
+def test_without_tags_a_sum_is_compared_now_and_then(at_step: int, told: str) -> None:
     with without_tags() as (transport, flat):
 
         def steps(first: int, last: int, number: int) -> None:
@@ -212,28 +178,20 @@ def strays_without_tags(at_step: int) -> str:
                 transport.fence(LEAVE)
 
         steps(1, at_step, 256)
-        return raised_soon(comm.Diverged, lambda: steps(at_step, 9, 512 if is_last() else 256))
+        text = raised_soon(comm.Diverged, lambda: steps(at_step, 9, 512 if is_last() else 256))
+    assert text.startswith(f"{told}: rank 2 takes another path than ranks 0 and 1: not the same gathers")
 
 
-@pytest.mark.parametrize(("at_step", "told"), [(1, "step 1"), (2, "step 2"), (3, "steps 3 to 4")])
-def test_without_tags_a_sum_is_compared_now_and_then(on_ranks: Ranks, at_step: int, told: str) -> None:
-    for text in on_ranks(3, strays_without_tags, at_step):
-        assert text.startswith(f"{told}: rank 2 takes another path than ranks 0 and 1: not the same gathers")
-
-
-def strays_in_backward() -> str:
+@each_rank(2, transport="auto")
+def test_a_backward_is_told_by_the_step_of_its_forward() -> None:
     with without_tags() as (transport, flat):
         transport.broadcast(torch.zeros(1))  # as a model's initial values are
         transport.fence(ENTER)
         transport.gather(Tag(256, "forward"), [flat]).wait()
         transport.fence(LEAVE)
         transport.gather(Tag(512 if is_last() else 256, "backward"), [flat]).wait()
-        return raised_soon(comm.Diverged, lambda: transport.fence(LEAVE))
-
-
-def test_a_backward_is_told_by_the_step_of_its_forward(on_ranks: Ranks) -> None:
-    for text in on_ranks(2, strays_in_backward):
-        assert text.startswith("step 1: ranks 0 and 1 take different paths")
+        text = raised_soon(comm.Diverged, lambda: transport.fence(LEAVE))
+    assert text.startswith("step 1: ranks 0 and 1 take different paths")
 
 
 def linked(world: int) -> list[Signals]:

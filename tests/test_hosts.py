@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from shardtrain.layout import even
 from pool import each_rank
 from small import Block, OddNet, assert_at_rest, raised_soon, sgd, train
 
-Ranks = Callable[..., list[Any]]
 BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
 
 
@@ -43,35 +42,28 @@ def sharded(of_ranks: list[int]) -> nn.Module:
         return shardtrain.shard(OddNet(), units=[Block])
 
 
-def trained(of_ranks: list[int]) -> tuple[type, bool, list[float], dict[str, torch.Tensor], dict[str, int]]:
+def trained(of_ranks: list[int]) -> tuple[type, list[float], dict[str, torch.Tensor], dict[str, int]]:
     model = sharded(of_ranks)
     with comm.meter() as meter:
         losses = train(model, sgd(model), 6)
     assert_at_rest(model)
-    transport = engine_of(model).transport
     weight = next(p for p in model.parameters() if p.numel())
-    shares = weight.untyped_storage().nbytes() > weight.nbytes
-    return type(transport), shares, losses, shardtrain.full_state_dict(model), dict(meter.bytes)
+    assert weight.untyped_storage().nbytes() > weight.nbytes  # memory is shared
+    return type(engine_of(model).transport), losses, shardtrain.full_state_dict(model), dict(meter.bytes)
 
 
-def trained_four_ways() -> tuple[list[Any], ...]:
-    return trained([0] * 4), trained(BLOCKS), trained(BLOCKS), trained(INTERLEAVED)  # type: ignore[return-value]
-
-
-def test_training_over_hosts_is_training(on_ranks: Ranks) -> None:
+@each_rank(4, transport="auto")
+def test_training_over_hosts_is_training() -> None:
     """Equal to one host's up to the order of sums, equal to itself bit for bit, the same bytes counted."""
-    for one_host, *several in on_ranks(4, trained_four_ways):
-        assert one_host[0] is comm.SharedMemoryTransport
-        for transport, shares, losses, state, sent in several:
-            assert transport is comm.HostsTransport
-            assert shares
-            assert losses == pytest.approx(one_host[2], rel=1e-5)
-            for name, value in state.items():
-                torch.testing.assert_close(value, one_host[3][name], rtol=1e-4, atol=1e-6)
-            assert sent == one_host[4]
-        first, second, _ = several
-        assert first[2] == second[2]
-        assert all(torch.equal(first[3][name], second[3][name]) for name in first[3])
+    one, first, second, other = (trained(of) for of in ([0] * 4, BLOCKS, BLOCKS, INTERLEAVED))
+    assert one[0] is comm.SharedMemoryTransport
+    for transport, losses, state, sent in (first, second, other):
+        assert transport is comm.HostsTransport
+        assert losses == pytest.approx(one[1], rel=1e-5)
+        torch.testing.assert_close(state, one[2], rtol=1e-4, atol=1e-6)
+        assert sent == one[3]
+    assert first[1] == second[1]
+    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
 
 
 @pytest.mark.parametrize("of_ranks", [BLOCKS, INTERLEAVED])
@@ -107,8 +99,9 @@ def test_movements_between_hosts_are_exact(of_ranks: list[int]) -> None:
     transport.fence(LEAVE)
 
 
-def saved_and_loaded(folder: str) -> None:
-    path = Path(folder) / "step"
+@each_rank(4, transport="auto")
+def test_state_goes_through_hosts_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "step"
     model = sharded(BLOCKS)
     train(model, sgd(model), 2)
     wanted = shardtrain.full_state_dict(model)
@@ -124,38 +117,15 @@ def saved_and_loaded(folder: str) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_state_goes_through_hosts_and_back(on_ranks: Ranks, tmp_path: Path) -> None:
-    on_ranks(4, saved_and_loaded, str(tmp_path))
-
-
-def strays() -> str:
+@each_rank(4, transport="auto")
+def test_a_rank_on_another_path_is_named_on_every_host() -> None:
     """Rank 3 runs the two blocks in the other order."""
     model = sharded(BLOCKS)
     if dist.get_rank() == 3:
         first, second = model.blocks  # type: ignore[misc]
         model.blocks.forward = lambda x: first(second(x))
-    return raised_soon(comm.Diverged, lambda: train(model, sgd(model), 1))
-
-
-def test_a_rank_on_another_path_is_named_on_every_host(on_ranks: Ranks) -> None:
-    for text in on_ranks(4, strays):
-        assert text.endswith(" are gathering blocks.0, rank 3 is gathering blocks.1"), text
-
-
-def what_is_chosen(of_ranks: list[int]) -> tuple[type, list[str], str]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardtrain")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        transport = engine_of(sharded(of_ranks)).transport
-        with hosts(of_ranks):
-            refusal = raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), transport="shared_memory"))
-    finally:
-        logger.removeHandler(handler)
-    return type(transport), messages, refusal
+    text = raised_soon(comm.Diverged, lambda: train(model, sgd(model), 1))
+    assert text.endswith(" are gathering blocks.0, rank 3 is gathering blocks.1"), text
 
 
 @pytest.mark.parametrize(
@@ -165,10 +135,13 @@ def what_is_chosen(of_ranks: list[int]) -> tuple[type, list[str], str]:
         ([0, 1, 2], "every rank is on a host of its own"),
     ],
 )
-def test_hosts_that_cannot_share_fall_back_with_one_line(
-    on_ranks: Ranks, of_ranks: list[int], why: str
-) -> None:
-    for rank, (transport, messages, refusal) in enumerate(on_ranks(3, what_is_chosen, of_ranks)):
-        assert transport is comm.ProcessGroupTransport
-        assert messages == ([f"not sharing memory between ranks: {why}"] if rank == 0 else [])
-        assert refusal == f"transport='shared_memory' is not possible: {why}"
+@each_rank(3, transport="auto")
+def test_hosts_that_cannot_share_fall_back_with_one_line(of_ranks: list[int], why: str) -> None:
+    with patch.object(logging.getLogger("shardtrain"), "info") as told:
+        transport = engine_of(sharded(of_ranks)).transport
+    assert type(transport) is comm.ProcessGroupTransport
+    messages = [call.args[0] % call.args[1:] for call in told.call_args_list]
+    assert messages == ([f"not sharing memory between ranks: {why}"] if dist.get_rank() == 0 else [])
+    with hosts(of_ranks):
+        refusal = raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), transport="shared_memory"))
+    assert refusal == f"transport='shared_memory' is not possible: {why}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from shardtrain.optim.muon import hidden_matrices, orthogonalised
 from pool import each_rank
 from small import Block, OddNet, assert_same_parameters, images, shard, sharded_and_replica, train
 from test_parity import mean_in_rank_order
-
-Ranks = Callable[..., list[Any]]
 
 
 class TinyViT(torchvision.models.VisionTransformer):
@@ -41,18 +38,16 @@ class Together(torch.optim.Optimizer):
         matrices = hidden_matrices(model)
         rest = [param for param in model.parameters() if param not in set(matrices)]
         options = {"lr": 0.02, "weight_decay": 0.1}
-        self.parts = [
-            torch.optim.Muon(matrices, adjust_lr_fn=adjust_lr_fn, **options),
-            torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **options),
-        ]
+        self.muon = torch.optim.Muon(matrices, adjust_lr_fn=adjust_lr_fn, **options)
+        self.adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad()
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
 
     def step(self, closure: Any = None) -> None:
-        for part in self.parts:
-            part.step()
+        self.muon.step()
+        self.adamw.step()
 
 
 def moves_nothing(optimizer: Muon) -> bool:
@@ -61,7 +56,9 @@ def moves_nothing(optimizer: Muon) -> bool:
     return not meter.calls
 
 
-def vit_like_torch_s_muon(adjust_lr_fn: str) -> None:
+@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
+@each_rank(1, 3)
+def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model(adjust_lr_fn: str) -> None:
     block = torchvision.models.vision_transformer.EncoderBlock
     sharded, replica = sharded_and_replica(TinyViT, units=[block], layout="whole")
     replica.register_comm_hook(None, mean_in_rank_order)
@@ -72,25 +69,15 @@ def vit_like_torch_s_muon(adjust_lr_fn: str) -> None:
     assert moves_nothing(ours)
 
 
-@pytest.mark.parametrize(
-    ("adjust_lr_fn", "world"), [("match_rms_adamw", 1), ("match_rms_adamw", 3), ("original", 2)]
-)
-def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model(
-    ranks: Ranks, world: int, adjust_lr_fn: str
-) -> None:
-    ranks(world, vit_like_torch_s_muon, adjust_lr_fn)
-
-
 def muon(model: nn.Module) -> Muon:
     return Muon(muon_groups(model), lr=0.02)
 
 
-def convolutions_like_unsharded(channels_last: bool, built_before: bool) -> None:
-    def make() -> nn.Module:
-        return OddNet().to(memory_format=torch.channels_last) if channels_last else OddNet()
-
+@pytest.mark.parametrize(("channels_last", "built_before"), [(True, False), (False, True)])
+@each_rank(1, 3, 4)
+def test_convolutions_on_shards_equal_unsharded_ones(channels_last: bool, built_before: bool) -> None:
     torch.manual_seed(0)
-    plain = make()
+    plain = OddNet().to(memory_format=torch.channels_last) if channels_last else OddNet()
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
     replica.register_comm_hook(None, mean_in_rank_order)
     before = muon(plain)
@@ -103,11 +90,6 @@ def convolutions_like_unsharded(channels_last: bool, built_before: bool) -> None
     assert moves_nothing(optimizer)
     held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim)
     assert held <= 2 * sum(param.numel() for param in model.parameters())
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_convolutions_on_shards_equal_unsharded_ones(ranks: Ranks, world: int) -> None:
-    ranks(world, convolutions_like_unsharded, world == 2, world == 3)
 
 
 @each_rank(2, transport="auto")

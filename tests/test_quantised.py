@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,26 +13,21 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchvision.models import ResNet, VisionTransformer
-from torchvision.models.resnet import BasicBlock
+from torchvision.models import VisionTransformer
 
 import shardtrain
-from shardtrain import Precision, checkpoint, comm
+from shardtrain import Precision, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
 from shardtrain.comm.quantised import BLOCK, Packets, Part, decode, encode
-from shardtrain.comm.transport import Pending
 from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, even
 
 from pool import each_rank
 from small import Block, OddNet, assert_at_rest, average_gradients, images, raised_soon, sgd, train
 
-Ranks = Callable[..., list[Any]]
 INT8 = Precision(gather=torch.int8, reduce=torch.int8)
-WORLDS = [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
 ZERO = 1e-37  # what fp32 may lose below its smallest normal numbers
 
 
@@ -124,16 +115,13 @@ def gathers(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
     rank, world = dist.get_rank(), layout.world
     torch.manual_seed(0)
     exact = (torch.randn(layout.padded) * torch.logspace(-4, 4, layout.padded)).to(dtype)
-    flats = []
-    for quantised in (True, False, True):
-        local = exact[layout.interval(rank)].clone()
-        flats.append(Flat(torch.empty_like(exact), local, layout, quantised))
+    local = exact[layout.interval(rank)]
+    flats = [Flat(torch.empty_like(exact), local.clone(), layout, low) for low in (True, False, True)]
     with comm.meter() as meter:
         link.gather(Tag(0, "unit"), flats).wait()
-    expected = torch.cat([by_hand(exact[layout.interval(r)].float()) for r in range(world)]).to(dtype)
-    assert torch.equal(flats[0].full, expected)
-    assert torch.equal(flats[1].full, exact)
-    assert torch.equal(flats[2].full, expected)
+    rounded = torch.cat([by_hand(exact[layout.interval(r)].float()) for r in range(world)]).to(dtype)
+    for flat, expected in zip(flats, (rounded, exact, rounded), strict=True):
+        assert torch.equal(flat.full, expected)
     parts = [Part(layout, dtype, flat.quantised).bytes(rank) for flat in flats]
     assert meter.bytes == {"all_gather": sum(parts) * (world - 1)}
 
@@ -170,18 +158,14 @@ def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
     assert meter.bytes == {"reduce_scatter": sum(parts) - parts[rank]}
 
 
-def moves() -> None:
+@each_rank(2, 3, 4, transport="auto")
+def test_movements_between_ranks() -> None:
     world, link = dist.get_world_size(), open_quantised()
     layouts = [even([1031], world, 4), even([5], world, 4), even([4 * BLOCK * world], world, 4)]
     for layout in [*layouts, uneven(world)]:
         for dtype in (torch.float32, torch.bfloat16):
             gathers(link, layout, dtype)
             reduces(link, layout, dtype)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_movements_between_ranks(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, moves)
 
 
 def moved(precision: Precision) -> tuple[int, int]:
@@ -224,7 +208,8 @@ def rounded(segment: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Te
     }
 
 
-def one_step_by_hand() -> None:
+@each_rank(2, 3, 4, transport="auto")
+def test_a_step_equals_one_by_hand() -> None:
     """All ranks compute with the same rounded weights and get means of rounded gradients, bit for bit."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -256,76 +241,32 @@ def one_step_by_hand() -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_step_equals_one_by_hand(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, one_step_by_hand)
-
-
-def made(make: Callable[[], nn.Module] = OddNet, units: Any = (Block,)) -> nn.Module:
-    torch.manual_seed(0)
-    return shardtrain.shard(make(), units=units, precision=INT8, transport="process_group")
-
-
-def resnet10() -> nn.Module:
-    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
-
-
 def small_vit() -> nn.Module:
     return VisionTransformer(32, 8, 3, 4, 48, 96, num_classes=5)
 
 
-def trains_like_ddp(make: Callable[[], nn.Module], lr: float, each: float, mean: float) -> None:
+@pytest.mark.parametrize(
+    ("make", "precision", "each", "mean"),
+    [
+        (OddNet, INT8, 0.01, 0.002),
+        (OddNet, Precision(torch.bfloat16, torch.int8, torch.float32, gather=torch.int8), 0.05, 0.01),
+        pytest.param(small_vit, INT8, 0.01, 0.002, marks=pytest.mark.long),
+    ],
+)
+@each_rank(3, transport="auto")
+def test_losses_stay_near_ddp_s(make: Any, precision: Precision, each: float, mean: float) -> None:
     """20 losses, every one within ``each`` of DDP's and their mean within ``mean``."""
     losses = []
-    model = made(make, units=None)
     torch.manual_seed(0)
-    for net in (DistributedDataParallel(make()), model):
-        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+    plain = make()
+    model = shardtrain.shard(copy.deepcopy(plain), precision=precision)
+    for net in (DistributedDataParallel(plain), model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
         losses.append(train(net, optimizer, 20, lambda step: images(step, n=8, size=32)))
     assert losses[1] == pytest.approx(losses[0], rel=each)
     assert losses[1] != losses[0]
     assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=mean)
     assert_at_rest(model)
-
-
-@pytest.mark.parametrize(
-    ("make", "world", "lr", "each", "mean"),
-    [
-        (OddNet, 3, 0.01, 0.01, 0.002),
-        (small_vit, 2, 0.01, 0.01, 0.002),
-        pytest.param(small_vit, 4, 0.01, 0.01, 0.002, marks=pytest.mark.long),
-        pytest.param(resnet10, 2, 0.001, 0.25, 0.05, marks=pytest.mark.long),
-    ],
-)
-def test_losses_stay_near_ddp_s(
-    on_ranks: Ranks, make: Any, world: int, lr: float, each: float, mean: float
-) -> None:
-    """A freshly initialised ResNet at 32 pixels amplifies any rounding, its last bit included."""
-    on_ranks(world, trains_like_ddp, make, lr, each, mean)
-
-
-@each_rank(3, transport="auto")
-def test_bf16_accumulation_and_clipping() -> None:
-    """bf16 compute, accumulation and clipping, beside the same without int8."""
-    found = []
-    for int8 in (None, torch.int8):
-        torch.manual_seed(0)
-        precision = Precision(torch.bfloat16, int8, output=torch.float32, gather=int8)
-        model = shardtrain.shard(OddNet(), units=[Block], transport="process_group", precision=precision)
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-        for step in range(6):
-            for micro in range(2):
-                x, y = images(2 * step + micro)
-                with shardtrain.no_sync(model) if micro == 0 else contextlib.nullcontext():
-                    loss = F.cross_entropy(model(x), y) / 2
-                    loss.backward()
-                losses.append(loss.item())
-            losses.append(shardtrain.clip_grad_norm_(model, 0.1).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(losses)
-    assert found[1] == pytest.approx(found[0], rel=0.05)
-    assert found[1] != found[0]
 
 
 class Choice(nn.Module):
@@ -341,7 +282,8 @@ class Choice(nn.Module):
         return self.odd(x) if dist.get_rank() % 2 else self.even(x)
 
 
-def absent_gradients() -> None:
+@each_rank(2, 3, 4, transport="auto")
+def test_parameters_used_on_some_ranks_only_or_frozen() -> None:
     """A parameter that some rank uses gets a gradient on every rank; one that none uses gets none."""
     torch.manual_seed(0)
     plain = Choice()
@@ -362,63 +304,12 @@ def absent_gradients() -> None:
         assert all(param.grad is None or not param.numel() for param in module.parameters())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_parameters_used_on_some_ranks_only_or_frozen(on_ranks: Ranks, world: int) -> None:
-    on_ranks(world, absent_gradients)
-
-
 @each_rank(3, transport="auto")
 def test_a_gradient_that_is_not_finite_is_seen_by_all() -> None:
     """An infinity on one rank reaches the owner, and everyone's norm."""
-    model = made()
+    model = shardtrain.shard(OddNet(), units=[Block], precision=INT8)
     model(images(0)[0] * (math.inf if dist.get_rank() == 1 else 1)).sum().backward()
     assert not shardtrain.clip_grad_norm_(model, 1.0).isfinite()
-
-
-def saves(path: Path) -> None:
-    """A run that is saved and loaded goes on bit for bit, since shards are exact."""
-    (model, optimizer), (again, its_optimizer) = [(net, sgd(net)) for net in (made(), made())]
-    train(model, optimizer, 2)
-    checkpoint.save(path, model, optimizer)
-    checkpoint.load(path, again, its_optimizer)
-    assert train(model, optimizer, 2, start=2) == train(again, its_optimizer, 2, start=2)
-    whole, other = shardtrain.full_state_dict(model), shardtrain.full_state_dict(again)
-    assert all(torch.equal(whole[name], other[name]) for name in whole)
-
-
-def test_checkpoints_are_exact(on_ranks: Ranks, tmp_path: Path) -> None:
-    on_ranks(2, saves, tmp_path / "saved")
-
-
-@each_rank(2, transport="auto")
-def test_slow_movements_change_nothing() -> None:
-    """One rank starts and ends its movements late."""
-    losses = []
-    for seconds in (0.0, 0.02):
-        model = made()
-        link = engine_of(model).transport
-
-        def late(original: Any, tag: Tag, items: Any, seconds: float = seconds) -> Pending:
-            time.sleep(seconds * dist.get_rank())
-            pending = original(tag, items)
-            return Pending(lambda: (time.sleep(seconds * dist.get_rank()), pending.wait())[1])
-
-        for name in ("gather", "reduce"):
-            setattr(link, name, partial(late, getattr(link, name)))
-        losses.append(train(model, sgd(model), 3))
-    assert losses[0] == losses[1]
-
-
-@each_rank(2, transport="auto")
-def test_inference_and_copies() -> None:
-    """inference_mode, then training; a copy; every rank computes the same outputs of the same images."""
-    model = made()
-    x, _ = images(0, rank=0)
-    with torch.inference_mode():
-        outputs = from_all(model.eval()(x).clone())
-    assert all(torch.equal(outputs[0], other) for other in outputs)
-    twin = copy.deepcopy(model)
-    assert train(model.train(), sgd(model), 2) == train(twin.train(), sgd(twin), 2)
 
 
 def test_a_single_rank_rounds_nothing() -> None:
@@ -429,14 +320,11 @@ def test_a_single_rank_rounds_nothing() -> None:
     assert torch.equal(model(x), plain(x))
 
 
-def refused() -> str:
+@each_rank(2, transport="auto")
+def test_int8_over_memory_that_is_shared_is_refused() -> None:
     shard = partial(shardtrain.shard, OddNet(), transport="shared_memory", precision=INT8)
-    return raised_soon(ValueError, shard)
-
-
-def test_what_makes_no_sense_is_refused(on_ranks: Ranks) -> None:
     message = "int8 gathers and reductions need transport='process_group', got"
-    assert all(said.startswith(f"{message} SharedMemoryTransport: ranks") for said in on_ranks(2, refused))
+    assert raised_soon(ValueError, shard).startswith(f"{message} SharedMemoryTransport: ranks")
     with pytest.raises(ValueError, match=f"{message} Simulated"):
         Quantised(Simulated(0, 2, in_place=True))
     with pytest.raises(ValueError, match=r"precision.gather must be torch.int8 or None, got torch.bfloat16"):

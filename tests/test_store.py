@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,14 +21,14 @@ from shardtrain.checkpoint.loading import load_into
 from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 
-from small import Block, OddNet, shard, train
+from pool import each_rank
+from small import Block, OddNet, raised_soon, shard, train
 
-Ranks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
 
 
-def opened(path: str, keep: int = 2, asynchronous: bool = False) -> Store:
-    return Store(Path(path), comm.open_transport(), CPU, keep=keep, asynchronous=asynchronous)
+def opened(path: Path, keep: int = 2, asynchronous: bool = False) -> Store:
+    return Store(path, comm.open_transport(), CPU, keep=keep, asynchronous=asynchronous)
 
 
 def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -46,27 +45,24 @@ def fill(store: Store, steps: list[int], best: int | None = None) -> None:
     store.finish()
 
 
-def keeps(path: str, keep: int, best: int | None, asynchronous: bool) -> tuple[list[int], int]:
-    store = opened(path, keep, asynchronous)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("keep", "best", "left"), [(1, 2, [2, 101]), (3, 77, [30, 100, 101])])
+@each_rank(2, transport="auto")
+def test_the_newest_and_the_best_are_kept(
+    tmp_path: Path, keep: int, best: int, left: list[int], asynchronous: bool
+) -> None:
+    store = opened(tmp_path, keep, asynchronous)
     fill(store, [1, 2, 30, 100, 101], best)
     assert store.latest == 101
     comm.barrier()
-    return steps_in(Path(path)), store.newest().step
+    assert steps_in(tmp_path) == left
+    assert store.newest().step == 101
+    assert {path.name for path in tmp_path.iterdir()} == {step_name(step) for step in left}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    ("keep", "best", "left"), [(2, None, [100, 101]), (1, 2, [2, 101]), (3, 77, [30, 100, 101])]
-)
-def test_the_newest_and_the_best_are_kept(
-    on_ranks: Ranks, tmp_path: Path, keep: int, best: int | None, left: list[int], asynchronous: bool
-) -> None:
-    assert on_ranks(2, keeps, str(tmp_path / "c"), keep, best, asynchronous) == [(left, 101)] * 2
-    assert {path.name for path in (tmp_path / "c").iterdir()} == {step_name(step) for step in left}
-
-
-def falls_back(path: str) -> Any:
-    store, folder = opened(path, keep=3), Path(path)
+@each_rank(2, transport="auto")
+def test_the_newest_whole_one_is_found_and_damaged_ones_are_set_aside(tmp_path: Path) -> None:
+    store, folder = opened(tmp_path, keep=3), tmp_path
     fill(store, [10, 20, 30])
     if dist.get_rank() == 0:
         (folder / ".tmp-step-00000040-abcd").mkdir()
@@ -77,31 +73,20 @@ def falls_back(path: str) -> Any:
         (folder / "step-00000020").rename(folder / "step-00000025")
     comm.barrier()
     found = store.newest()
-    if dist.get_rank() == 0:
-        store.clear(found.damaged)
-    comm.barrier()
-    fill(store, [30])  # its place is free again
-    return found.step, [text.partition("c/")[2] for _, text in found.damaged]
-
-
-def test_the_newest_whole_one_is_found_and_damaged_ones_are_set_aside(
-    on_ranks: Ranks, tmp_path: Path
-) -> None:
-    step, texts = on_ranks(2, falls_back, str(tmp_path / "c"))[1]
-    assert step == 10
+    assert found.step == 10
+    texts = [text.removeprefix(f"{folder}/") for _, text in found.damaged]
     assert texts[0].startswith(
         "step-00000030 is damaged: rank 1: rank-00001.safetensors has 100 bytes, expected"
     )
     assert texts[1] == "step-00000025 is damaged: it holds step 20"
-    names = sorted(path.name[:21] for path in (tmp_path / "c").iterdir())
-    assert names == [
-        "damaged-step-00000025",
-        "damaged-step-00000030",
-        "step-00000010",
-        "step-00000030",
-        "step-00000099",
-        "step-note",
-    ]
+    if dist.get_rank() == 0:
+        store.clear(found.damaged)
+    comm.barrier()
+    fill(store, [30])  # its place is free again
+    comm.barrier()
+    left = ["damaged-step-00000025", "damaged-step-00000030", "step-00000010", "step-00000030"]
+    names = sorted(path.name[:21] for path in folder.iterdir())
+    assert names == [*left, "step-00000099", "step-note"]
 
 
 def test_no_whole_one_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None:
@@ -114,8 +99,22 @@ def test_no_whole_one_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None
         newest(tmp_path, alone, CPU)
 
 
-def slow_disk(path: str) -> Any:
-    """Trains on while nothing can be written yet, then loads what was saved."""
+def assert_holds(checkpoint_dir: Path, wanted: list[torch.Tensor]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What ``checkpoint_dir`` loads has the parameters and buffers ``wanted``."""
+    model, optimizer = fresh()
+    checkpoint.load(checkpoint_dir, model, optimizer)
+    for now, then in zip(values(model), wanted, strict=True):
+        assert torch.equal(now, then)
+    return model, optimizer
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
+
+
+@each_rank(1, 2)
+def test_training_goes_on_during_a_save_of_a_consistent_snapshot(tmp_path: Path) -> None:
+    """It goes on while nothing can be written yet; the next save waits for the first."""
     write, there_is_room = checkpoint_store.write_tensors, threading.Event()
 
     def slowly(*args: Any) -> Any:
@@ -124,44 +123,31 @@ def slow_disk(path: str) -> Any:
 
     model, optimizer = fresh()
     train(model, optimizer, 2)
-    store = opened(path, asynchronous=True)
-    before = [p.detach().clone() for p in model.parameters()]
-    checkpoint_store.write_tensors = slowly  # type: ignore[assignment]
-    try:
+    store = opened(tmp_path, asynchronous=True)
+    before = values(model)
+    with patch.object(checkpoint_store, "write_tensors", slowly):
         store.save(2, model, optimizer, extra={}, facts={}, best=None)
         assert store.busy
         assert store.under_way
         store.settle()
         assert store.busy
         train(model, optimizer, 2, start=2)
-        assert steps_in(Path(path)) == []
-        threading.Timer(0.5, there_is_room.set).start()
-        store.save(4, model, optimizer, extra={}, facts={}, best=None)  # waits for the first
-        assert steps_in(Path(path)) == [2]
+        assert steps_in(tmp_path) == []
+        threading.Timer(0.3, there_is_room.set).start()
+        store.save(4, model, optimizer, extra={}, facts={}, best=None)
+        assert steps_in(tmp_path) == [2]
         assert store.exposed_s > 0.2
         store.finish()
-    finally:
-        checkpoint_store.write_tensors = write
     assert not store.under_way
-    assert steps_in(Path(path)) == [2, 4]
-    other, its_optimizer = fresh()
-    checkpoint.load(Path(path) / step_name(2), other, its_optimizer)
-    for now, then in zip(other.parameters(), before, strict=True):
-        assert torch.equal(now, then)
+    assert steps_in(tmp_path) == [2, 4]
+    other, its_optimizer = assert_holds(tmp_path / step_name(2), before)
     train(other, its_optimizer, 2, start=2)
-    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(values(model), values(other), strict=True))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_training_goes_on_during_a_save_of_a_consistent_snapshot(
-    ranks: Ranks, tmp_path: Path, world: int
-) -> None:
-    ranks(world, slow_disk, str(tmp_path))
-
-
-def slow_copy(path: str) -> None:
-    """An update waits for the copy and a forward does not; the copy is of the state before both."""
+@each_rank(2, transport="auto")
+def test_only_an_update_waits_for_the_copy(tmp_path: Path) -> None:
+    """A forward does not; the copy is of the state before both."""
     copy, forward_is_over = checkpoint_store.Snapshot.copy, threading.Event()
 
     def slowly(memory: checkpoint_store.Snapshot, tensors: Any) -> Any:
@@ -170,89 +156,75 @@ def slow_copy(path: str) -> None:
 
     model, optimizer = fresh()
     train(model, optimizer, 1)
-    store = opened(path, asynchronous=True)
+    store = opened(tmp_path, asynchronous=True)
     with patch.object(checkpoint_store.Snapshot, "copy", slowly):
-        before = [value.detach().clone() for value in [*model.parameters(), *model.buffers()]]
+        before = values(model)
         store.save(1, model, optimizer, extra={}, facts={}, best=None)
         model(torch.randn(4, 3, 5, 5))  # moves the running statistics
-        threading.Timer(0.4, forward_is_over.set).start()
+        threading.Timer(0.2, forward_is_over.set).start()
         store.settle()
         assert forward_is_over.is_set()
         train(model, optimizer, 1)
         store.finish()
-    other, its_optimizer = fresh()
-    checkpoint.load(Path(path) / step_name(1), other, its_optimizer)
-    for now, then in zip([*other.parameters(), *other.buffers()], before, strict=True):
-        assert torch.equal(now, then)
+    assert_holds(tmp_path / step_name(1), before)
 
 
-def test_only_an_update_waits_for_the_copy(on_ranks: Ranks, tmp_path: Path) -> None:
-    on_ranks(2, slow_copy, str(tmp_path))
-
-
-def thread_fails(path: str) -> str:
+@each_rank(2, transport="auto")
+def test_no_error_of_the_thread_is_lost(tmp_path: Path) -> None:
     def fails(memory: checkpoint_store.Snapshot, tensors: Any) -> Any:
         raise MemoryError("no room for a copy")
 
     model, optimizer = fresh()
-    store = opened(path, asynchronous=True)
+    store = opened(tmp_path, asynchronous=True)
     with patch.object(checkpoint_store.Snapshot, "copy", fails):
         store.save(1, model, optimizer, extra={}, facts={}, best=None)
         store.settle()
-        with pytest.raises(checkpoint.SaveFailed) as caught:
+        with pytest.raises(
+            checkpoint.SaveFailed, match=r"rank 1: rank-00001.safetensors: MemoryError no room for a copy"
+        ):
             store.finish()
-    return str(caught.value)
-
-
-def test_no_error_of_the_thread_is_lost(on_ranks: Ranks, tmp_path: Path) -> None:
-    text = "rank 1: rank-00001.safetensors: MemoryError no room for a copy"
-    assert all(text in message for message in on_ranks(2, thread_fails, str(tmp_path)))
-
-
-def full_disk(path: str, asynchronous: bool, call: str) -> str:
-    model, optimizer = fresh()
-    train(model, optimizer, 1)
-    store = opened(path, asynchronous=asynchronous)
-    fill(store, [1])
-    store.finish()
-    before = checkpoint_store.write_tensors
-
-    def fails(place: Path, *args: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
-
-    if dist.get_rank() == 1:
-        checkpoint_store.write_tensors = fails  # type: ignore[assignment]
-    try:
-        with pytest.raises(checkpoint.SaveFailed) as caught:  # noqa: PT012
-            store.save(2, model, optimizer, extra={}, facts={}, best=None)
-            while store.busy:
-                time.sleep(0.01)
-            {"advance": store.advance, "finish": store.finish, "save": lambda: fill(store, [3])}[call]()
-    finally:
-        checkpoint_store.write_tensors = before
-    assert not store.under_way
-    assert store.newest().step == 1
-    fill(store, [4])
-    comm.barrier()
-    assert steps_in(Path(path)) == [1, 4]
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("asynchronous", "call"), [(False, "finish"), (True, "advance"), (True, "finish"), (True, "save")]
 )
+@each_rank(2, transport="auto")
 def test_a_failed_save_is_heard_everywhere_and_the_old_one_stays(
-    on_ranks: Ranks, tmp_path: Path, asynchronous: bool, call: str
+    tmp_path: Path, asynchronous: bool, call: str
 ) -> None:
-    text = f"{tmp_path}/step-00000002 was not saved: rank 1: rank-00001.safetensors: No space left on device"
-    assert on_ranks(2, full_disk, str(tmp_path), asynchronous, call) == [text] * 2
+    model, optimizer = fresh()
+    train(model, optimizer, 1)
+    store = opened(tmp_path, asynchronous=asynchronous)
+    fill(store, [1])
+    write = checkpoint_store.write_tensors
+
+    def fails(place: Path, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+        return write(place, *args)
+
+    def save_and_call() -> None:
+        store.save(2, model, optimizer, extra={}, facts={}, best=None)
+        while store.busy:
+            time.sleep(0.01)
+        {"advance": store.advance, "finish": store.finish, "save": lambda: fill(store, [3])}[call]()
+
+    with patch.object(checkpoint_store, "write_tensors", fails):
+        text = raised_soon(checkpoint.SaveFailed, save_and_call)
+    reason = "rank 1: rank-00001.safetensors: No space left on device"
+    assert text == f"{tmp_path}/step-00000002 was not saved: {reason}"
+    assert not store.under_way
+    assert store.newest().step == 1
+    fill(store, [4])
+    comm.barrier()
+    assert steps_in(tmp_path) == [1, 4]
 
 
 def test_what_newest_found_is_loaded_without_reading_it_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_TEST_TRANSPORT", "auto")
-    store = opened(str(tmp_path))
+    store = opened(tmp_path)
     model, optimizer = fresh()
     store.save(7, model, optimizer, extra=[7], facts={"why": "test"}, best=None)
     found = store.newest()
