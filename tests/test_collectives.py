@@ -20,7 +20,6 @@ from pool import each_rank
 
 Ranks = Callable[..., list[Any]]
 several = pytest.mark.parametrize("world", [2, 3, 4])
-every = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
 def equal(found: torch.Tensor, expected: Any) -> None:
@@ -31,7 +30,8 @@ def equal(found: torch.Tensor, expected: Any) -> None:
 # torch's documented examples, word for word but for the device
 
 
-def gather_example() -> None:
+@each_rank(2, transport="auto")
+def test_documented_gather_example() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     tensor_in = torch.arange(2, dtype=torch.int64, device=device) + 1 + 2 * rank
@@ -48,7 +48,8 @@ def gather_example() -> None:
     equal(tensor_out2, [[1, 2], [3, 4]])
 
 
-def reduce_example() -> None:
+@each_rank(2, transport="auto")
+def test_documented_reduce_example() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     tensor_out = torch.zeros(2, dtype=torch.int64, device=device)
@@ -62,7 +63,8 @@ def reduce_example() -> None:
     equal(tensor_out, [[0, 2], [4, 6]][rank])
 
 
-def to_all_single_examples() -> None:
+@each_rank(4, transport="auto")
+def test_documented_to_all_single_examples() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     input = torch.arange(4) + rank * 4
     output = torch.empty([4], dtype=torch.int64)
@@ -100,7 +102,8 @@ def uneven(rank: int) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
     return input, input_splits, output_splits, expected
 
 
-def to_all_examples() -> None:
+@each_rank(4, transport="auto")
+def test_documented_to_all_examples() -> None:
     rank = dist.get_rank()
     input = torch.arange(4) + rank * 4
     input = list(input.chunk(4))
@@ -114,26 +117,7 @@ def to_all_examples() -> None:
     equal(torch.cat(output), expected)
 
 
-@pytest.mark.parametrize(
-    ("world", "example"),
-    [(2, gather_example), (2, reduce_example), (4, to_all_single_examples), (4, to_all_examples)],
-)
-def test_documented_examples(on_ranks: Ranks, world: int, example: Callable[[], None]) -> None:
-    on_ranks(world, example)
-
-
 # results
-
-
-def gathers(dtype: torch.dtype, shape: tuple[int, ...], form: str, async_op: bool) -> None:
-    rank, world = comm.rank(), comm.world_size()
-    inputs = [values(r, shape, dtype) for r in range(world)]
-    stacked = torch.stack(inputs)
-    expected = {"stack": stacked, "flat": stacked.flatten(), "cat": stacked.reshape(-1, *shape[1:])}[form]
-    output = torch.empty_like(expected)
-    work = comm.all_gather_into_tensor(output, inputs[rank], async_op=async_op)
-    finish(work, async_op)
-    equal(output, expected)
 
 
 def values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -153,19 +137,20 @@ def finish(work: comm.Work | None, async_op: bool) -> None:
     assert work.wait() is True
 
 
-@every
+DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize("async_op", [False, True])
-def test_gathers(on_ranks: Ranks, world: int, async_op: bool) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn):
-        on_ranks(world, gathers, dtype, (3, 5), "cat", async_op)
-    for shape in ((7,), (0, 3), ()):
-        on_ranks(world, gathers, torch.int16, shape, "stack", async_op)
-    on_ranks(world, gathers, torch.float64, (3, 1), "flat", async_op)
-
-
-def reduces_all(cases: list[tuple[str, torch.dtype, int]], async_op: bool) -> None:
-    for op_name, dtype, n in cases:
-        reduces(op_name, dtype, n, async_op)
+@each_rank(1, 2, 3, 4, transport="auto")
+def test_gathers(async_op: bool) -> None:
+    rank, world = comm.rank(), comm.world_size()
+    cases = [((3, 5), dtype, (world * 3, 5)) for dtype in DTYPES]
+    cases += [(shape, torch.int16, (world, *shape)) for shape in ((7,), (0, 3), ())]
+    for shape, dtype, gathered in [*cases, ((3, 1), torch.float64, (world * 3,))]:
+        inputs = [values(r, shape, dtype) for r in range(world)]
+        output = torch.empty(gathered, dtype=dtype)
+        finish(comm.all_gather_into_tensor(output, inputs[rank], async_op=async_op), async_op)
+        equal(output, torch.stack(inputs).view(gathered))
 
 
 def reduces(op_name: str, dtype: torch.dtype, n: int, async_op: bool) -> None:
@@ -196,18 +181,19 @@ def reduces(op_name: str, dtype: torch.dtype, n: int, async_op: bool) -> None:
     equal(output, expected)
 
 
-@every
 @pytest.mark.parametrize("async_op", [False, True])
-def test_reductions(on_ranks: Ranks, world: int, async_op: bool) -> None:
-    cases = [
-        (op, dtype, 5)
-        for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
-        for dtype in (torch.float32, torch.bfloat16, torch.int8)
-    ]
-    cases += [(op, torch.int32, 1) for op in ("BAND", "BOR", "BXOR")]
-    cases += [(op, torch.complex64, 1) for op in ("SUM", "AVG")]
-    cases += [("SUM", torch.float32, 0), ("AVG", torch.float16, 2), ("PRODUCT", torch.int64, 2)]
-    on_ranks(world, reduces_all, cases, async_op)
+@each_rank(1, 2, 3, 4, transport="auto")
+def test_reductions(async_op: bool) -> None:
+    for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            reduces(op, dtype, 5, async_op)
+    for op in ("BAND", "BOR", "BXOR"):
+        reduces(op, torch.int32, 1, async_op)
+    for op in ("SUM", "AVG"):
+        reduces(op, torch.complex64, 1, async_op)
+    reduces("SUM", torch.float32, 0, async_op)
+    reduces("AVG", torch.float16, 2, async_op)
+    reduces("PRODUCT", torch.int64, 2, async_op)
 
 
 @each_rank(1, 2, 3, 4, transport="auto")
@@ -220,18 +206,15 @@ def test_uneven_lists_are_reduced() -> None:
     equal(output, torch.stack([parts[rank] for parts in lists]).sum(0))
 
 
-def sums_low_precision_in_fp32() -> None:
+@each_rank(3, transport="auto")
+def test_low_precision_is_summed_in_fp32_and_rounded_once() -> None:
     world = comm.world_size()
+    assert torch.tensor(256.0, dtype=torch.bfloat16) + 1 + 1 == 256
     share = 256.0 if comm.rank() == 0 else 1.0
     for dtype in (torch.bfloat16, torch.float8_e5m2):
         output = torch.empty(1, dtype=dtype)
         comm.reduce_scatter_tensor(output, torch.full((world,), share).to(dtype))
         equal(output, torch.tensor([256.0 + world - 1]).to(dtype))
-
-
-def test_low_precision_is_summed_in_fp32_and_rounded_once(on_ranks: Ranks) -> None:
-    assert torch.tensor(256.0, dtype=torch.bfloat16) + 1 + 1 == 256
-    on_ranks(3, sums_low_precision_in_fp32)
 
 
 def sums_in_rank_order_across_chunks(window: int) -> list[float]:
@@ -317,23 +300,19 @@ def test_calls_under_way_together_keep_apart() -> None:
         equal(output, full.view(world, 3)[rank] * world * (index + 1))
 
 
-def completes_without_wait() -> bool:
+@each_rank(2, transport="auto")
+def test_asynchronous_work_completes_by_itself() -> None:
     if comm.rank() == 1:
         time.sleep(0.2)
     output = torch.empty(comm.world_size())
     work = comm.all_gather_into_tensor(output, torch.ones(1), async_op=True)
     assert work is not None
-    early = work.is_completed()
+    assert comm.rank() == 1 or not work.is_completed()
     deadline = time.monotonic() + 10
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert output.eq(1).all()
     finish(work, True)
-    return early
-
-
-def test_asynchronous_work_completes_by_itself(on_ranks: Ranks) -> None:
-    assert on_ranks(2, completes_without_wait)[0] is False
 
 
 @each_rank(3, transport="auto")
@@ -363,7 +342,8 @@ def test_without_a_process_group_the_input_is_the_output() -> None:
 # traffic
 
 
-def metered() -> tuple[dict[str, int], dict[str, int]]:
+@each_rank(1, 2, 3, 4, transport="auto")
+def test_the_meter_counts_the_payload() -> None:
     world = comm.world_size()
     full = torch.zeros(world * 5)
     with comm.meter() as meter:
@@ -372,136 +352,99 @@ def metered() -> tuple[dict[str, int], dict[str, int]]:
         comm.reduce_scatter(torch.empty(5), list(full.view(world, 5)))
         comm.all_to_all_single(torch.empty(world * 5), full)
         finish(comm.all_to_all(list(torch.empty(world, 5)), list(full.view(world, 5)), async_op=True), True)
-    return dict(meter.calls), dict(meter.bytes)
-
-
-@every
-def test_the_meter_counts_the_payload(on_ranks: Ranks, world: int) -> None:
-    for counted, sent in on_ranks(world, metered):
-        assert counted == {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 2}
-        share = (world - 1) * 5 * 4
-        assert sent == {"all_gather": share, "reduce_scatter": 2 * share, "all_to_all": 2 * share}
+    assert meter.calls == {"all_gather": 1, "reduce_scatter": 2, "all_to_all": 2}
+    share = (world - 1) * 5 * 4
+    assert meter.bytes == {"all_gather": share, "reduce_scatter": 2 * share, "all_to_all": 2 * share}
 
 
 # refusals: (what rank 1 passes, what all ranks must read), other ranks' arguments being good
 
 
-def _gather(output: Any = None, input: Any = None, **options: Any) -> comm.Work | None:
+def good(name: str) -> dict[str, Any]:
+    """Return arguments of the collective ``name`` that fit on every rank."""
     world = comm.world_size()
-    output = torch.empty(world * 3) if output is None else output
-    return comm.all_gather_into_tensor(output, torch.ones(3) if input is None else input, **options)
+    whole, part = torch.ones(world, 3), torch.ones(3)
+    return {
+        "all_gather_into_tensor": {"output": whole, "input": part},
+        "reduce_scatter_tensor": {"output": part, "input": whole},
+        "reduce_scatter": {"output": part, "input_list": [*whole.clone()]},
+        "all_to_all": {"output_list": [*whole], "input_list": [*whole.clone()]},
+        "all_to_all_single": {"output": whole, "input": whole.clone()},
+    }[name]
 
 
-def _reduce(output: Any = None, input: Any = None, op: Any = comm.ReduceOp.SUM) -> comm.Work | None:
-    world = comm.world_size()
-    output = torch.empty(3) if output is None else output
-    return comm.reduce_scatter_tensor(output, torch.ones(world * 3) if input is None else input, op)
+def call(name: str, **arguments: Any) -> comm.Work | None:
+    collective: Callable[..., comm.Work | None] = getattr(comm, name)
+    return collective(**{**good(name), **arguments})
 
 
-def _reduce_list(output: Any = None, parts: Any = None) -> comm.Work | None:
-    world = comm.world_size()
-    return comm.reduce_scatter(
-        torch.empty(3) if output is None else output, [torch.ones(3)] * world if parts is None else parts
-    )
-
-
-def _to_all(outputs: Any = None, inputs: Any = None) -> comm.Work | None:
-    world = comm.world_size()
-    return comm.all_to_all(
-        list(torch.empty(world, 3)) if outputs is None else outputs,
-        [torch.ones(3)] * world if inputs is None else inputs,
-    )
-
-
-def _single(output: Any = None, input: Any = None, gets: Any = None, sends: Any = None) -> comm.Work | None:
-    world = comm.world_size()
-    return comm.all_to_all_single(
-        torch.empty(world, 3) if output is None else output,
-        torch.ones(world, 3) if input is None else input,
-        gets,
-        sends,
-    )
-
-
-F64 = torch.float64
-REFUSALS: list[tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] = [
-    (_gather, lambda: (torch.empty(7),),
-     "all_gather_into_tensor refused on every rank: "
-     "rank 1: expected output to fit input between 2 ranks, found float32 [7] for float32 [3]"),
-    (_gather, lambda: (torch.empty(6), [1]), "rank 1: expected input to be a tensor, found list"),
-    (_gather, lambda: (torch.empty(6, dtype=F64),),
-     "rank 1: expected all tensors to have one dtype, found float32, float64"),
-    (_gather, lambda: (torch.empty(3, 2).t(),),
-     "rank 1: expected output to be contiguous, found strides (1, 2) of float32 [2, 3]"),
-    (_gather, lambda: (torch.empty(6, device="meta"),),
-     "rank 1: expected all tensors on one device, found cpu and meta"),
-    (_gather, lambda: (torch.empty(6, device="meta"), torch.empty(3, device="meta")),
-     "rank 1: expected tensors on a device that this group moves (cpu, cuda), found meta"),
-    (_gather, lambda: (torch.empty(6), torch.ones(3).to_sparse()),
-     "rank 1: expected dense tensors, found torch.sparse_coo"),
-    (_gather, lambda: (torch.empty(8), torch.ones(4)),
-     "rank 1: expected the same as on rank 0, all_gather_into_tensor of float32 [3], "
+GATHER, REDUCE, REDUCE_LIST = "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter"
+TO_ALL, SINGLE = "all_to_all", "all_to_all_single"
+REFUSALS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
+    (GATHER, lambda: {"output": torch.empty(7)},
+     "expected output to fit input between 2 ranks, found float32 [7] for float32 [3]"),
+    (GATHER, lambda: {"input": [1]}, "expected input to be a tensor, found list"),
+    (GATHER, lambda: {"output": torch.empty(6, dtype=torch.float64)},
+     "expected all tensors to have one dtype, found float32, float64"),
+    (GATHER, lambda: {"output": torch.empty(3, 2).t()},
+     "expected output to be contiguous, found strides (1, 2) of float32 [2, 3]"),
+    (GATHER, lambda: {"output": torch.empty(6, device="meta")},
+     "expected all tensors on one device, found cpu and meta"),
+    (GATHER, lambda: {"output": torch.empty(6, device="meta"), "input": torch.empty(3, device="meta")},
+     "expected tensors on a device that this group moves (cpu, cuda), found meta"),
+    (GATHER, lambda: {"input": torch.ones(3).to_sparse()}, "expected dense tensors, found torch.sparse_coo"),
+    (GATHER, lambda: {"output": torch.empty(8), "input": torch.ones(4)},
+     "expected the same as on rank 0, all_gather_into_tensor of float32 [3], "
      "found all_gather_into_tensor of float32 [4]"),
-    (_gather, lambda: (torch.empty(6, dtype=F64), torch.ones(3, dtype=F64)),
-     "found all_gather_into_tensor of float64 [3]"),
-    (_reduce, lambda: (torch.empty(4),),
-     "reduce_scatter_tensor refused on every rank: "
-     "rank 1: expected output to fit input between 2 ranks, found float32 [4] for float32 [6]"),
-    (_reduce, lambda: (torch.empty(4), torch.ones(8)),
-     "rank 1: expected the same as on rank 0, reduce_scatter_tensor (SUM) of float32 [6], "
-     "found reduce_scatter_tensor (SUM) of float32 [8]"),
-    (_reduce, lambda: (None, None, comm.ReduceOp.MAX), "found reduce_scatter_tensor (MAX) of float32 [6]"),
-    (_reduce, lambda: (None, None, comm.ReduceOp.BOR),
-     "rank 1: expected integers or bool for BOR, found torch.float32"),
-    (_reduce, lambda: (None, None, "sum"),
-     "rank 1: expected op to be one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, found sum"),
-    (_reduce, lambda: (torch.empty(3, dtype=torch.bool), torch.ones(6, dtype=torch.bool), comm.ReduceOp.AVG),
-     "rank 1: expected numbers for AVG, found torch.bool"),
-    (_reduce, lambda: (torch.empty(3) * 1j, torch.ones(6) * 1j, comm.ReduceOp.PRODUCT),
-     "rank 1: expected SUM or AVG for torch.complex64, found PRODUCT"),
-    (_reduce_list, lambda: (None, [torch.ones(3)]),
-     "reduce_scatter refused on every rank: "
-     "rank 1: expected input_list to hold 2 tensors, one per rank, found 1"),
-    (_reduce_list, lambda: (None, torch.ones(3)),
-     "rank 1: expected input_list to be a list of 2 tensors, found Tensor"),
-    (_reduce_list, lambda: (None, [torch.ones(3), 5]),
-     "rank 1: expected input_list[1] to be a tensor, found int"),
-    (_reduce_list, lambda: (torch.empty(2),),
-     "rank 1: expected output to fit input_list between 2 ranks, found float32 [2] for float32 [3], [3]"),
-    (_reduce_list, lambda: (None, [torch.ones(2), torch.ones(3)]),
-     "rank 1: expected the same as on rank 0, reduce_scatter (SUM) of float32 [3], [3], "
+    (REDUCE, lambda: {"output": torch.empty(4)},
+     "expected output to fit input between 2 ranks, found float32 [4] for float32 [2, 3]"),
+    (REDUCE, lambda: {"op": comm.ReduceOp.MAX}, "found reduce_scatter_tensor (MAX) of float32 [2, 3]"),
+    (REDUCE, lambda: {"op": comm.ReduceOp.BOR}, "expected integers or bool for BOR, found torch.float32"),
+    (REDUCE, lambda: {"op": "sum"},
+     "expected op to be one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, found sum"),
+    (REDUCE, lambda: {"output": torch.ones(3) > 0, "input": torch.ones(6) > 0, "op": comm.ReduceOp.AVG},
+     "expected numbers for AVG, found torch.bool"),
+    (REDUCE, lambda: {"output": torch.ones(3) * 1j, "input": torch.ones(6) * 1j, "op": comm.ReduceOp.PRODUCT},
+     "expected SUM or AVG for torch.complex64, found PRODUCT"),
+    (REDUCE_LIST, lambda: {"input_list": [torch.ones(3)]},
+     "expected input_list to hold 2 tensors, one per rank, found 1"),
+    (REDUCE_LIST, lambda: {"input_list": torch.ones(3)},
+     "expected input_list to be a list of 2 tensors, found Tensor"),
+    (REDUCE_LIST, lambda: {"input_list": [torch.ones(3), 5]},
+     "expected input_list[1] to be a tensor, found int"),
+    (REDUCE_LIST, lambda: {"output": torch.empty(2)},
+     "expected output to fit input_list between 2 ranks, found float32 [2] for float32 [3], [3]"),
+    (REDUCE_LIST, lambda: {"input_list": [torch.ones(2), torch.ones(3)]},
+     "expected the same as on rank 0, reduce_scatter (SUM) of float32 [3], [3], "
      "found reduce_scatter (SUM) of float32 [2], [3]"),
-    (_to_all, lambda: ([torch.empty(3), torch.empty(4)],),
-     "all_to_all refused on every rank: "
-     "rank 1: expected output_list to fit input_list between 2 ranks, found float32 [3], [4] for "),
-    (_to_all, lambda: (None, [torch.ones(4), torch.ones(3)]),
+    (TO_ALL, lambda: {"output_list": [torch.empty(3), torch.empty(4)]},
+     "expected output_list to fit input_list between 2 ranks, found float32 [3], [4] for float32 [3], [3]"),
+    (TO_ALL, lambda: {"input_list": [torch.ones(4), torch.ones(3)]},
      "rank 0: expected 12 bytes from rank 1 (all_to_all of float32 [3], [3], sending [3, 3] and expecting "
      "[3, 3] elements), found that rank 1 sends it 16 (all_to_all of float32 [4], [3], sending [4, 3]"),
-    (_to_all, lambda: ([torch.empty(3), torch.empty(6).view(3, 2)[:, 0]],),
-     "rank 1: expected output_list[1] to be contiguous, found strides (2,) of float32 [3]"),
-    (_single, lambda: (None, None, [1, 2]),
-     "all_to_all_single refused on every rank: rank 1: expected 2 split sizes of at "
-     "least 0 that add up to the 2 rows of output, found [1, 2]"),
-    (_single, lambda: (None, None, None, [2]),
-     "rank 1: expected 2 split sizes of at least 0 that add up to the 2 rows of input, found [2]"),
-    (_single, lambda: (None, None, None, [3, -1]),
-     "rank 1: expected 2 split sizes of at least 0 that add up to the 2 rows of input, found [3, -1]"),
-    (_single, lambda: (torch.empty(3, 3),),
-     "rank 1: expected output to have rows for 2 ranks alike, found float32 [3, 3]"),
-    (_single, lambda: (torch.tensor(1.0),),
-     "rank 1: expected output to have rows for 2 ranks alike, found float32 []"),
-    (_single, lambda: (None, torch.ones(3, 3), None, [2, 1]),
+    (TO_ALL, lambda: {"output_list": [torch.empty(3), torch.empty(6).view(3, 2)[:, 0]]},
+     "expected output_list[1] to be contiguous, found strides (2,) of float32 [3]"),
+    (SINGLE, lambda: {"output_split_sizes": [1, 2]},
+     "expected 2 split sizes of at least 0 that add up to the 2 rows of output, found [1, 2]"),
+    (SINGLE, lambda: {"input_split_sizes": [2]},
+     "expected 2 split sizes of at least 0 that add up to the 2 rows of input, found [2]"),
+    (SINGLE, lambda: {"input_split_sizes": [3, -1]}, "the 2 rows of input, found [3, -1]"),
+    (SINGLE, lambda: {"output": torch.empty(3, 3)},
+     "expected output to have rows for 2 ranks alike, found float32 [3, 3]"),
+    (SINGLE, lambda: {"output": torch.tensor(1.0)},
+     "expected output to have rows for 2 ranks alike, found float32 []"),
+    (SINGLE, lambda: {"input": torch.ones(3, 3), "input_split_sizes": [2, 1]},
      "rank 0: expected 12 bytes from rank 1 (all_to_all_single of float32 [2, 3], sending [3, 3] and "
      "expecting [3, 3] elements), found that rank 1 sends it 24 "),
-    (_single, lambda: (torch.empty(2, 3, dtype=torch.int64), torch.ones(2, 3) * 1j),
-     "rank 1: expected all tensors to have one dtype, found float32, int64"),
+    (SINGLE, lambda: {"output": torch.ones(2, 3) > 0, "input": torch.ones(2, 3) * 1j},
+     "expected all tensors to have one dtype, found float32, bool"),
 ]  # fmt: skip
 
 
 def refused(case: int) -> str:
-    call, bad, _ = REFUSALS[case]
-    with pytest.raises(ValueError, match="refused on every rank") as caught:
-        call(*(bad() if comm.rank() == 1 else ()))
+    name, bad, _ = REFUSALS[case]
+    with pytest.raises(ValueError, match=f"^{name} refused on every rank: rank") as caught:
+        call(name, **(bad() if comm.rank() == 1 else {}))
     # the group is as good as before
     output = torch.empty(comm.world_size() * 3)
     comm.all_gather_into_tensor(output, torch.full((3,), float(comm.rank())))
@@ -512,67 +455,42 @@ def refused(case: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", range(len(REFUSALS)))
-def test_every_rank_refuses_what_one_rank_gets_wrong(on_ranks: Ranks, case: int) -> None:
-    texts = on_ranks(2, refused, case)
-    assert texts[0] == texts[1]
-    assert REFUSALS[case][2] in texts[0]
-
-
-@pytest.mark.parametrize("case", [7, 10, 22, 24, 29])
-def test_four_ranks_refuse_what_one_gets_wrong(on_ranks: Ranks, case: int) -> None:
-    texts = on_ranks(4, refused, case)
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [*((2, case) for case in range(len(REFUSALS))), *((4, case) for case in (7, 8, 18, 20, 25))],
+)
+def test_every_rank_refuses_what_one_rank_gets_wrong(on_ranks: Ranks, world: int, case: int) -> None:
+    texts = on_ranks(world, refused, case)
     assert len(set(texts)) == 1
-    assert "rank 1" in texts[0]
-
-
-def another_collective(large: bool) -> str:
-    n = messages.CHUNK_BYTES * 3 if large else 5
-    world = comm.world_size()
-
-    def call() -> None:
-        if comm.rank() == 2:
-            comm.reduce_scatter_tensor(torch.empty(n), torch.ones(world * n))
-        else:
-            comm.all_gather_into_tensor(torch.empty(world * 7), torch.ones(7))
-
-    with pytest.raises(ValueError, match="refused on every rank") as caught:
-        call()
-    return str(caught.value).partition(" ")[2]
+    assert (REFUSALS[case][2] if world == 2 else "rank 1") in texts[0]
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_ranks_in_different_collectives_are_told(on_ranks: Ranks, large: bool) -> None:
-    texts = on_ranks(3, another_collective, large)
-    assert len(set(texts)) == 1
-    assert "rank 2: expected the same as on rank 0, all_gather_into_tensor of float32 [7]" in texts[0]
+@each_rank(3, transport="auto")
+def test_ranks_in_different_collectives_are_told(large: bool) -> None:
+    n = messages.CHUNK_BYTES * 3 if large else 5
+    world = comm.world_size()
+    odd, others = (comm.reduce_scatter_tensor, n, world * n), (comm.all_gather_into_tensor, world * 7, 7)
+    collective, output, input = odd if comm.rank() == 2 else others
+    with pytest.raises(ValueError, match=r"rank 2: .* as on rank 0, all_gather_into_tensor of float32 \[7\]"):
+        collective(torch.empty(output), torch.ones(input))
 
 
-def every_rank_wrong() -> str:
-    with pytest.raises(ValueError, match="refused") as caught:
+@each_rank(4, transport="auto")
+def test_more_wrong_ranks_than_a_message_names() -> None:
+    with pytest.raises(ValueError, match=r"refused.*; rank 3: expected output to fit input between 4 ranks"):
         comm.all_gather_into_tensor(torch.empty(3), torch.empty(3))
-    return str(caught.value)
 
 
-def test_more_wrong_ranks_than_a_message_names(on_ranks: Ranks) -> None:
-    texts = on_ranks(4, every_rank_wrong)
-    assert len(set(texts)) == 1
-    assert "rank 3: expected output to fit input between 4 ranks" in texts[0]
-
-
-def refused_asynchronously() -> str:
+@each_rank(2, transport="auto")
+def test_asynchronous_refusals_come_from_wait() -> None:
     size = 4 if comm.rank() == 1 else 3
-    work = _gather(torch.empty(2 * size), torch.empty(size), async_op=True)
+    work = call(GATHER, output=torch.empty(2 * size), input=torch.empty(size), async_op=True)
     assert work is not None
     for _ in range(2):
-        with pytest.raises(ValueError, match="expected the same as on rank 0") as caught:
+        with pytest.raises(ValueError, match="rank 1: expected the same as on rank 0"):
             work.wait()
     assert work.is_completed()
-    return str(caught.value)
-
-
-def test_asynchronous_refusals_come_from_wait(on_ranks: Ranks) -> None:
-    assert len(set(on_ranks(2, refused_asynchronously))) == 1
 
 
 # the backend's own collectives, as on other backends than gloo
@@ -583,7 +501,7 @@ def by_the_backend() -> list[str]:
     native.has_gloo, saved = lambda _: False, native.has_gloo
     try:
         output = torch.empty(world * 3)
-        finish_native(comm.all_gather_into_tensor(output, torch.full((3,), float(rank)), async_op=True))
+        finish(comm.all_gather_into_tensor(output, torch.full((3,), float(rank)), async_op=True), True)
         equal(output, torch.arange(float(world)).repeat_interleave(3))
         stacked = torch.empty(world, 3)
         comm.all_gather_into_tensor(stacked, torch.full((3,), float(rank)))
@@ -596,18 +514,12 @@ def by_the_backend() -> list[str]:
         comm.all_to_all_single(output, torch.arange(float(world)).repeat_interleave(3))
         equal(output, [float(rank)] * 3 * world)
         with pytest.raises(ValueError, match="refused on every rank") as one:
-            _gather(torch.empty(world * 3 + (rank == 1)))
+            call(GATHER, output=torch.empty(world * 3 + (rank == 1)))
         with pytest.raises(ValueError, match="refused on every rank") as other:
-            _single(sends=[2, 0, *[1] * (world - 2)] if rank == 0 else None)
+            call(SINGLE, input_split_sizes=[2, 0, *[1] * (world - 2)] if rank == 0 else None)
         return [str(one.value), str(other.value)]
     finally:
         native.has_gloo = saved
-
-
-def finish_native(work: comm.Work | None) -> None:
-    assert work is not None
-    assert work.wait()
-    assert work.is_completed()
 
 
 @several
@@ -630,15 +542,12 @@ def test_a_simulated_world_looks_at_its_own_arguments_only() -> None:
         torch_dist.destroy_process_group()
 
 
-def reduced_by_name_and_by_torchs_own() -> list[list[float]]:
+@each_rank(2, transport="auto")
+def test_all_reduce_takes_torchs_operations_too() -> None:
     mine = torch.tensor([1.0, 5.0 - dist.get_rank()])
-    ops = ("sum", "max", "min", dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
-    return [dist.all_reduce(mine.clone(), op).tolist() for op in ops]
-
-
-def test_all_reduce_takes_torchs_operations_too(on_ranks: Ranks) -> None:
-    expected = [[2.0, 9.0], [1.0, 5.0], [1.0, 4.0]]
-    assert on_ranks(2, reduced_by_name_and_by_torchs_own) == [expected * 2] * 2
+    for op, expected in (("sum", [2.0, 9.0]), ("max", [1.0, 5.0]), ("min", [1.0, 4.0])):
+        equal(dist.all_reduce(mine.clone(), op), expected)
+        equal(dist.all_reduce(mine.clone(), getattr(dist.ReduceOp, op.upper())), expected)
 
 
 @each_rank(3, transport="auto")
