@@ -1,6 +1,7 @@
-"""``python -m shardtrain.train``."""
+"""``python -m shardtrain.train``: one job, or several with `--multirun`."""
 
-from shardtrain.train.loop import main
+from shardtrain.train import sweep
+from shardtrain.train.loop import train
 
 if __name__ == "__main__":
-    main()
+    sweep.run(train)

@@ -25,7 +25,6 @@ from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
-from shardtrain.train import sweep
 from shardtrain.train.resume import find_start, restore, run_directory, start_messages
 from shardtrain.train.saving import Saver, Training
 
@@ -146,8 +145,3 @@ def train(config: Config, context: Context) -> float | None:
         with Watch(config, context, job, metrics, monitor) as watch:
             fit(training, saver, watch)
         return saver.best.acc1 if saver.best else None
-
-
-def main() -> float | None:
-    """Run one job, or several with `--multirun`."""
-    return sweep.run(train)

@@ -131,10 +131,8 @@ def _set_aside(directory: Path) -> list[str]:
         return []
     taken = len(list(directory.parent.glob(f"{CHECKPOINTS}.*")))
     aside = directory.with_name(f"{CHECKPOINTS}.{taken + 1}")
-    try:
+    with writing("run.dir", directory.parent):
         directory.rename(aside)
-    except OSError as error:
-        raise UserError(f"resume=none: cannot rename {directory} ({error.strerror})") from error
     return [f"resume=none: the checkpoints of an earlier run are in {aside} now"]
 
 

@@ -161,10 +161,9 @@ def written(override: Override, value: object) -> str:
 def _sample(override: Override) -> str:
     """Return one of the values, for a look at what all jobs have in common."""
     value = override.value()
-    if isinstance(value, IntervalSweep):
-        assert value.start is not None
-        return written(override, int(value.start) if "int" in value.tags else value.start)
-    return written(override, next(iter(override.sweep_string_iterator())))
+    if not isinstance(value, IntervalSweep):
+        return written(override, next(override.sweep_string_iterator()))
+    return written(override, int(value.start or 0) if "int" in value.tags else value.start)
 
 
 def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
