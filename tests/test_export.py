@@ -16,22 +16,37 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import TINY, configure, context, result_of
 from torchvision.models import mobilenet_v3_small
 
+from shardtrain import comm
 from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.export.__main__ import main
 from shardtrain.job.model import load_weights, read_weights, write_weights
 from shardtrain.job.schema import UserError
+from shardtrain.train.loop import train
 
-from test_resume import run
+STOCK = (
+    *("model=mobilenet_v3_small", "data.channels=3", "data.val_images=13", "augment=digits", "optim=adamw"),
+    *("ema.decay=0.9", "monitor.tensorboard=false", "train.epochs=1"),
+)
 
-QUIET = ("monitor.tensorboard=false", "monitor.plan=false", "train.epochs=1")
+
+def run(folder: Path, *arguments: str) -> str:
+    """Train a model of torchvision's, and return how the run ended on this rank."""
+    try:
+        train(configure(*TINY, *STOCK, *arguments), context(folder))
+    except UserError as error:
+        return str(error)
+    finally:
+        comm.barrier()
+    return "finished"
 
 
 @pytest.fixture(scope="module")
 def trained(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    assert _pool.run("auto", 2, run, str(folder), *QUIET) == ["finished"] * 2
+    assert _pool.run("auto", 2, run, folder) == ["finished"] * 2
     return folder
 
 
@@ -59,7 +74,7 @@ def test_the_stock_model_loads_an_export(
     out = tmp_path / f"new/weights.{suffix}"
     assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0
     tag = {"raw": "val/acc1", "ema": "val/ema_acc1"}[weights]
-    acc1 = json.loads((trained / "result.json").read_text())[tag]
+    acc1 = result_of(trained)[tag]
     said = capsys.readouterr().out
     assert (
         f"the plain model answers as the checkpoint does to 13 validation images, acc1 {acc1:.2f} %" in said
@@ -78,47 +93,65 @@ def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None
     assert export(f"run={checkpoint}", f"out={out}") == 0
     run_dir = tmp_path / "run"
     still = ("optim.lr=1e-30", "optim.weight_decay=0", f"model.weights={out}", "train.max_steps=1")
-    assert run(str(run_dir), *QUIET, *still) == "finished"
+    assert run(run_dir, *still) == "finished"
     again = tmp_path / "again.safetensors"
     assert export(f"run={run_dir}", f"out={again}") == 0
     before, after = load_file(out), load_file(again)
     assert all(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
-    ending = run(str(tmp_path / "other"), *QUIET, "model.num_classes=11", f"model.weights={out}")
+    ending = run(tmp_path / "other", "model.num_classes=11", f"model.weights={out}")
     assert "does not fit the model: classifier.3.weight has shape (10, 1024), expected (11, 1024)" in ending
 
 
-def told(*arguments: str) -> str:
+def told(folder: Path, *arguments: str) -> str:
     """How a run ended on this rank, and what it said."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        ending = run(*arguments)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        ending = run(folder, *arguments)
     return f"{ending}\n{said.getvalue()}"
 
 
 def test_an_evaluation_alone_scores_as_the_run_did(
     on_ranks: Any, tmp_path: Path, trained: Path, export: Any, capsys: Any
 ) -> None:
-    result = json.loads((trained / "result.json").read_text())
+    result = result_of(trained)
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     said = f"acc1 {result['val/acc1']:.2f} %"
-    for world in (1, 3):
-        output = on_ranks(world, told, str(trained), *QUIET, "eval_only=true", "optim=sgd")[0]
-        assert output.startswith("finished")
-        assert "none: eval_only" in output
-        assert "evaluating step 5" in output
-        assert f"val      loss {result['val/loss']:.4f}, {said}" in output
-        assert f"average  loss {result['val/ema_loss']:.4f}" in output
+    output = on_ranks(3, told, trained, "eval_only=true", "optim=sgd")[0]
+    assert output.startswith("finished")
+    assert "none: eval_only" in output
+    assert "evaluating step 5" in output
+    assert f"val      loss {result['val/loss']:.4f}, {said}" in output
+    assert f"average  loss {result['val/ema_loss']:.4f}" in output
     assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     out = tmp_path / "weights.pth"
     assert export(f"run={trained}", f"out={out}") == 0
     capsys.readouterr()
-    plain = (*QUIET, "eval_only=true", "ema.decay=null", "train.eval_flip=true", f"model.weights={out}")
-    assert run(str(tmp_path / "none"), *plain) == "finished"
+    plain = ("eval_only=true", "ema.decay=null", "train.eval_flip=true", f"model.weights={out}")
+    assert run(tmp_path / "none", *plain) == "finished"
     assert "val   loss" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
-    ending = run(str(tmp_path / "none"), *QUIET, "eval_only=true")
+    ending = run(tmp_path / "none", "eval_only=true")
     assert "eval_only=true: there is no checkpoint in" in ending
     assert "or plain weights (model.weights=FILE)" in ending
+
+
+def rewrite(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Forge the manifests of a run, digest and all."""
+    for path in run_dir.glob("checkpoints/*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        change(manifest)
+        path.write_text(text := json.dumps(manifest))
+        path.with_name("manifest.sha256").write_text(digest_line(text))
+
+
+@pytest.fixture(scope="module")
+def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs by name: a complete one, one whose checkpoints lack a file, one without a moving average."""
+    folder = tmp_path_factory.mktemp("places")
+    broken, raw = (shutil.copytree(trained, folder / name) for name in ("broken", "raw"))
+    for path in (broken / "checkpoints").iterdir():
+        (path / "manifest.sha256").unlink()
+    rewrite(raw, lambda manifest: manifest.update(ema=False))
+    return {"run": trained, "broken": broken, "raw": raw}
 
 
 @pytest.mark.parametrize(
@@ -140,21 +173,19 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     ],
 )
 def test_mistakes_are_named(
-    tmp_path: Path, trained: Path, export: Any, monkeypatch: Any, capsys: Any, arguments: list[str], text: str
+    tmp_path: Path,
+    places: dict[str, Path],
+    export: Any,
+    monkeypatch: Any,
+    capsys: Any,
+    arguments: list[str],
+    text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.pth").write_text("")
-    shutil.copytree(trained, tmp_path / "broken")
-    for path in (tmp_path / "broken/checkpoints").iterdir():
-        (path / "manifest.sha256").unlink()
-    for path in shutil.copytree(trained, tmp_path / "raw").glob("checkpoints/*/manifest.json"):
-        path.write_text(text_of := path.read_text().replace('"ema":true', '"ema":false'))
-        path.with_name("manifest.sha256").write_text(digest_line(text_of))
-    places = {"run": trained, "broken": tmp_path / "broken", "raw": tmp_path / "raw"}
-    filled = [each.format(**places) for each in arguments]
-    assert export(*filled) == 2
+    assert export(*[each.format(**places) for each in arguments]) == 2
     assert text in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file.pth", "raw"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file.pth"]
 
 
 def test_an_export_where_the_images_are_not(
@@ -170,14 +201,14 @@ def test_an_export_where_the_images_are_not(
 
 def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, export: Any) -> None:
     """Keys that an export has no use for may be missing or unknown."""
-    run_dir = shutil.copytree(trained, tmp_path / "run")
-    for path in run_dir.glob("checkpoints/*/manifest.json"):
-        manifest = json.loads(path.read_text())
+
+    def of_another_version(manifest: dict[str, Any]) -> None:
         config = manifest["facts"]["config"]
         del config["train"], config["monitor"]["plan"]
         config["later"] = {"key": 1}
-        path.write_text(text := json.dumps(manifest))
-        path.with_name("manifest.sha256").write_text(digest_line(text))
+
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    rewrite(run_dir, of_another_version)
     assert export(f"run={run_dir}", f"out={tmp_path}/x.safetensors") == 0
 
 

@@ -36,17 +36,31 @@ def momentum_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def mean_in_rank_order(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-    """DDP's averaging with the engine's order of summation, so that fp32 results can be compared exactly."""
-    own = bucket.buffer()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    total = parts[0]
-    for part in parts[1:]:
-        total.add_(part)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(total.div_(len(parts)))
-    return future
+def mean_of_means(group: int):  # type: ignore[no-untyped-def]
+    """Average as DDP, summed in the engine's order, so that fp32 results can be compared exactly.
+
+    First inside shard groups of ``group`` ranks in rank order, then across them.
+    """
+
+    def mean(parts: list[torch.Tensor]) -> torch.Tensor:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        return total.div_(len(parts))
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        own = bucket.buffer()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        means = [mean(parts[first : first + group]) for first in range(0, len(parts), group)]
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(mean(means))
+        return future
+
+    return hook
+
+
+mean_in_rank_order = mean_of_means(1)
 
 
 def resnet_exactly_like_ddp(optimizer: Optimizer, steps: int, repeat: bool) -> None:

@@ -13,7 +13,7 @@ import torture
 @pytest.mark.parametrize(
     ("part", "arguments", "lines"),
     [
-        (torture.points, (["in the middle of a data file", "before the rename", "after the rename"],), 3),
+        (torture.points, (["in the middle of a data file", "after the rename"],), 2),
         pytest.param(torture.points, (), len(torture.POINTS), marks=pytest.mark.long),
         (torture.flips, (40,), 1),
         (torture.files, (), 11),

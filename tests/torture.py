@@ -1,7 +1,7 @@
 """Checkpoints under torture: kills, bit flips, full disks, and whole runs killed again and again.
 
     python tests/torture.py              everything, at length (about a quarter of an hour on two cores)
-    python tests/torture.py flips        one of: points kills flips files dcp disks runs restarts
+    python tests/torture.py flips        one of: points kills flips files disks runs restarts
 
 Every part is a generator that yields a line per case and raises at the first wrong result. The test-suite
 runs a short form of each (`test_torture.py`).
@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import random
 import re
 import shutil
@@ -28,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import load_file
 from torch import nn
 
@@ -133,15 +131,13 @@ def _arm(kill: Kill) -> None:
     setattr(os, kill.function, counted)
 
 
-def _rank(
-    rank: int, meeting: str, folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | None
-) -> None:
+def _rank(rank: int, meeting: str, kill: Kill | None, work: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what survivors say of the dead is not wanted here
     dist.init_process_group("gloo", store=dist.FileStore(meeting, WORLD), rank=rank, world_size=WORLD)
     if kill is not None and kill.rank == rank:
         _arm(kill)
-    works(folder, steps, keep, asynchronous)
+    works(*work)
     dist.destroy_process_group()
 
 
@@ -151,7 +147,7 @@ def ranks(
 ) -> Iterator[list[Any]]:
     """Start two ranks that work on ``folder`` up to step ``steps``; they are gone when the block is left."""
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (f"{meeting}/store", str(folder), steps, keep, asynchronous, kill)
+        arguments = (f"{meeting}/store", kill, (str(folder), steps, keep, asynchronous))
         started = [forkserver().Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in started:
             process.start()
@@ -252,11 +248,6 @@ def _named(place: Path, file: Path) -> None:
     assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
 
 
-def _flipped(whole: bytes, first: int, length: int, chance: random.Random) -> bytes:
-    at = first + chance.randrange(length)
-    return whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :]
-
-
 def flips(folder: Path, count: int = 1000) -> Iterator[str]:
     """Single bits, spread evenly over every file."""
     chance, place = random.Random(0), saved(folder)
@@ -264,7 +255,8 @@ def flips(folder: Path, count: int = 1000) -> Iterator[str]:
     for number in range(count):
         file = files[number % len(files)]
         whole = file.read_bytes()
-        file.write_bytes(_flipped(whole, 0, len(whole), chance))
+        at = chance.randrange(len(whole))
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
         _named(place, file)
         file.write_bytes(whole)
     content(place / step_name(2))
@@ -308,49 +300,6 @@ def _zero_tail(file: Path) -> None:
     data = file.read_bytes()
     kept = len(data) * 2 // 3
     file.write_bytes(data[:kept] + bytes(len(data) - kept))
-
-
-# --- the same against torch's distributed checkpoints
-
-
-class Plant:
-    """A pickle that makes a directory when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def dcp(folder: Path, count: int = 100) -> Iterator[str]:
-    """What `torch.distributed.checkpoint` makes of flipped bits and of planted code; ours beside it."""
-    chance, place = random.Random(0), folder / "dcp"
-    weights = torch.randn(1000)
-    torch_dcp.save({"w": weights}, checkpoint_id=str(place), no_dist=True)
-    (file,) = place.glob("*.distcp")
-    whole, raw = file.read_bytes(), weights.numpy().tobytes()
-    first, silent = whole.index(raw), 0
-    for _ in range(count):
-        file.write_bytes(_flipped(whole, first, len(raw), chance))
-        loaded = {"w": torch.zeros(1000)}
-        with contextlib.suppress(Exception):
-            torch_dcp.load(loaded, checkpoint_id=str(place), no_dist=True)
-            silent += loaded["w"].numpy().tobytes() != raw
-    yield f"DCP loads {silent} of {count} flipped bits silently; ours refuses all (flips)"
-    (place / ".metadata").write_bytes(pickle.dumps(Plant(folder / "planted")))
-    with contextlib.suppress(BaseException):  # its own exception is no Exception
-        torch_dcp.load({"w": torch.zeros(1000)}, checkpoint_id=str(place), no_dist=True)
-    ran = "runs" if (folder / "planted").exists() else "does not run"
-    yield f"DCP {ran} code planted in its metadata"
-    path = saved(folder) / step_name(2)
-    for ours in sorted(path.iterdir()):
-        keep = ours.read_bytes()
-        ours.write_bytes(pickle.dumps(Plant(folder / "planted here")))
-        assert _refusal(lambda: open_checkpoint(path, comm.Alone(), CPU))
-        ours.write_bytes(keep)
-    assert not (folder / "planted here").exists()
-    yield "ours refuses the same pickle in place of any of its files, and runs nothing"
 
 
 # --- disks
@@ -493,7 +442,7 @@ def restarts(folder: Path, count: int = 3, extra: Sequence[str] = ()) -> Iterato
     yield f"{count} kills of one worker under torchrun --max-restarts {count}: the same bits, the same curves"
 
 
-PARTS = {part.__name__: part for part in (points, kills, flips, files, dcp, disks, runs, restarts)}
+PARTS = {part.__name__: part for part in (points, kills, flips, files, disks, runs, restarts)}
 
 
 def main(names: Sequence[str]) -> None:
