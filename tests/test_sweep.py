@@ -11,31 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from tiny import CPU, context, result_of
 
-from shardtrain import comm
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.sweep import Combinations, Outcome, Sweep
 
-CPU = torch.device("cpu")
 TINY = (
-    "+recipe=resnet",
-    "model=squeezenet1_1",
-    "data=fake",
-    "data.train_images=24",
-    "data.val_images=7",
-    "train.batch_size=12",
-    "train.max_steps=2",
-    "monitor.progress=none",
-    "monitor.tensorboard=false",
-    "monitor.plan=false",
-    "checkpoint.keep=0",
+    *("+recipe=resnet", "model=squeezenet1_1", "data=fake", "data.train_images=24", "data.val_images=7"),
+    *("train.batch_size=12", "train.max_steps=2", "checkpoint.keep=0"),
+    *("monitor.progress=none", "monitor.tensorboard=false", "monitor.plan=false"),
 )
 
 
@@ -52,7 +41,7 @@ def jobs(*arguments: str) -> list[str]:
 
 def run(folder: str, job: Callable[[Config, Context], float | None], *arguments: str) -> tuple[Any, str]:
     """What a sweep on the ranks that call this gives, or the error's text, and what the rank says."""
-    rank_info = RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size())
+    rank_info = context(folder).rank_info
     if rank_info.world_size > 1:
         rank_info.__dict__["store"] = dist.FileStore(f"{folder}.store", rank_info.world_size)
     said = io.StringIO()
@@ -122,8 +111,8 @@ def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
         "problem": "",
     }
     assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in said
-    assert json.loads((tmp_path / "sweep/0/result.json").read_text())["best_val/acc1"] == best
-    assert json.loads((tmp_path / "sweep/2/result.json").read_text())["status"] == "failed"
+    assert result_of(tmp_path / "sweep/0")["best_val/acc1"] == best
+    assert result_of(tmp_path / "sweep/2")["status"] == "failed"
 
 
 def _fails_on_rank_1(config: Config, context: Context) -> float:
@@ -138,23 +127,21 @@ def test_ranks_that_part_end_the_sweep(on_ranks: Any, tmp_path: Path) -> None:
     assert [result for result, _ in results] == [text + "rank 1: RuntimeError: a disk is gone"] * 2
 
 
-def _fails(config: Config, context: Context) -> float:
-    raise ZeroDivisionError("of nothing")
-
-
 def test_a_failure_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result, _ = run(str(tmp_path), _fails, "seed=1,2")
+    def fails(config: Config, context: Context) -> float:
+        raise ZeroDivisionError("of nothing")
+
+    result, _ = run(str(tmp_path), fails, "seed=1,2")
     assert result.endswith("the first with: ZeroDivisionError: of nothing")
     for kept in (capsys.readouterr().err, (tmp_path / "1/traceback-00000.txt").read_text()):
         assert 'raise ZeroDivisionError("of nothing")' in kept
 
 
-def _refused(config: Config, context: Context) -> float:
-    raise UserError("no such thing")
-
-
 def test_a_sweep_without_a_working_job_is_a_mistake(tmp_path: Path) -> None:
-    result, _ = run(str(tmp_path), _refused, "seed=1,2")
+    def refused(config: Config, context: Context) -> float:
+        raise UserError("no such thing")
+
+    result, _ = run(str(tmp_path), refused, "seed=1,2")
     assert result == "UserError: every job of the sweep has failed, the first with: no such thing"
 
 
