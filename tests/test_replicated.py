@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 import time
@@ -37,43 +36,21 @@ from small import (
     raised_soon,
     sgd,
     shard,
+    sharded_and_replica,
     train,
 )
+from test_parity import adamw, mean_of_means, momentum_sgd
 
 Ranks = Callable[..., list[Any]]
 HYBRID = (2, 2)
 
 
-def mean_of_means(group: int):  # type: ignore[no-untyped-def]
-    """DDP's averaging in the engine's order: inside shard groups in rank order, then across replicas."""
-
-    def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-        own = bucket.buffer()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        means = [in_order(parts[first : first + group]) for first in range(0, len(parts), group)]
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(in_order(means))
-        return future
-
-    return hook
-
-
-def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
-    return total.div_(len(parts))
-
-
 def hybrid_and_replica(
     make: Callable[[], nn.Module], sizes: tuple[int, int], **options: Any
 ) -> tuple[nn.Module, DistributedDataParallel]:
-    torch.manual_seed(0)
-    plain = make()
-    replica = DistributedDataParallel(copy.deepcopy(plain))
+    model, replica = sharded_and_replica(make, mesh=mesh(*sizes), **options)
     replica.register_comm_hook(None, mean_of_means(sizes[1]))
-    return shard(plain, mesh=mesh(*sizes), **options), replica
+    return model, replica
 
 
 def assert_replicas_are_equal(model: nn.Module) -> None:
@@ -104,18 +81,22 @@ def freeze() -> nn.Module:
     return net
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, foreach=True)
-
-
-def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def exactly_like_ddp(
-    make: Callable[[], nn.Module], size: int, sizes: tuple[int, int], optimizer: Any, steps: int, options: Any
+@pytest.mark.parametrize(
+    ("make", "size", "sizes", "optimizer", "steps"),
+    [
+        pytest.param(small_resnet, 16, HYBRID, momentum_sgd, 4, marks=pytest.mark.long),
+        (small_vit, 16, HYBRID, adamw, 6),
+        (OddNet, 5, HYBRID, sgd, 12),
+        (freeze, 5, HYBRID, sgd, 4),
+        (OddNet, 5, (4, 1), sgd, 4),  # DDP
+        (OddNet, 5, (1, 4), sgd, 4),  # full sharding
+    ],
+)
+@each_rank(4)
+def test_training_equals_ddp_bit_for_bit(
+    make: Any, size: int, sizes: tuple[int, int], optimizer: Any, steps: int
 ) -> None:
-    model, replica = hybrid_and_replica(make, sizes, **options)
+    model, replica = hybrid_and_replica(make, sizes, units=None)
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return images(step, n=4, size=size)
@@ -124,28 +105,6 @@ def exactly_like_ddp(
     assert train(model, optimizer(model), steps, batch) == expected
     assert_same_parameters(model, replica, tolerance=0)
     assert_replicas_are_equal(model)
-
-
-@pytest.mark.parametrize(
-    ("make", "size", "optimizer", "steps"),
-    [
-        pytest.param(small_resnet, 16, momentum_sgd, 4, marks=pytest.mark.long),
-        (small_vit, 16, adamw, 10),
-        (OddNet, 5, sgd, 20),
-        (freeze, 5, sgd, 4),
-    ],
-)
-def test_training_equals_ddp_bit_for_bit(
-    ranks: Ranks, make: Any, size: int, optimizer: Any, steps: int
-) -> None:
-    """Of DDP that sums in the engine's order, over both transports."""
-    ranks(4, exactly_like_ddp, make, size, HYBRID, optimizer, steps, {"units": None})
-
-
-@pytest.mark.parametrize("sizes", [(3, 1), (4, 1), (1, 4)], ids=str)
-def test_any_shape_of_mesh_equals_ddp(ranks: Ranks, sizes: tuple[int, int]) -> None:
-    """Shard groups of one rank are DDP, a single one is full sharding; odd sizes throughout."""
-    ranks(sizes[0] * sizes[1], exactly_like_ddp, OddNet, 5, sizes, sgd, 4, {"units": [Block]})
 
 
 class Sometimes(nn.Module):
@@ -205,13 +164,11 @@ def minus_zeros(sizes: tuple[int, int], users: int) -> bool:
     return model.touched.grad is not None if model.touched.numel() else users > 0
 
 
-def minus_zeros_here_or_nowhere(sizes: tuple[int, int]) -> tuple[bool, bool]:
-    return minus_zeros(sizes, 1), minus_zeros(sizes, 0)
-
-
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1)], ids=str)
-def test_a_gradient_of_minus_zeros_is_none_that_is_absent(ranks: Ranks, sizes: tuple[int, int]) -> None:
-    assert ranks(4, minus_zeros_here_or_nowhere, sizes) == [(True, False)] * 4
+@each_rank(4)
+def test_a_gradient_of_minus_zeros_is_none_that_is_absent(sizes: tuple[int, int]) -> None:
+    assert minus_zeros(sizes, 1)
+    assert not minus_zeros(sizes, 0)
 
 
 def one_backward(model: nn.Module, step: int) -> None:
@@ -219,8 +176,14 @@ def one_backward(model: nn.Module, step: int) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
-def traffic(sizes: tuple[int, int], precision: Precision | None) -> None:
-    """Bytes that this rank sends in a step of two micro-batches, against theory."""
+@pytest.mark.parametrize(
+    ("sizes", "precision"),
+    [(HYBRID, None), (HYBRID, Precision(param=torch.bfloat16)), ((4, 1), None)],
+    ids=["2x2", "2x2 in bf16", "4x1"],
+)
+@each_rank(4)
+def test_traffic_is_as_theory_says(sizes: tuple[int, int], precision: Precision | None) -> None:
+    """Inside as in a shard group alone, across 2 (R-1)/R of the interval; nothing under no_sync."""
     replicate, group = sizes
     model = shard(OddNet(), mesh=mesh(*sizes), units=[Block], precision=precision)
     engine = engine_of(model)
@@ -238,82 +201,30 @@ def traffic(sizes: tuple[int, int], precision: Precision | None) -> None:
     across = 2 * (replicate - 1) * sum(reduced) / replicate
     assert found.bytes["all_reduce"] == pytest.approx(across, abs=len(segments))
     assert found.calls["all_reduce"] == (len(engine.units) if replicate > 1 else 0)
+    with comm.meter() as clipping:
+        assert shardtrain.clip_grad_norm_(model, 1e9, norm_type=float("inf")) > 0
+    assert clipping.calls == {"all_reduce": 1}
     gathers = found.bytes["all_gather"] / (group - 1) if group > 1 else 0
     root = sum(s.wire.nbytes for s in engine.units[0].segments)
     others = sum(s.wire.nbytes for unit in engine.units[1:] for s in unit.segments)
     assert gathers == (root + 2 * others if group > 1 else 0)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "precision"),
-    [((2, 2), None), ((2, 2), Precision(param=torch.bfloat16)), ((3, 1), None)],
-    ids=["2x2", "2x2 in bf16", "3x1"],
-)
-def test_traffic_is_as_theory_says(ranks: Ranks, sizes: tuple[int, int], precision: Precision | None) -> None:
-    """Inside as in a shard group alone, across 2 (R-1)/R of the interval; nothing under no_sync."""
-    ranks(sizes[0] * sizes[1], traffic, sizes, precision)
-
-
-@each_rank(4)
-def test_accumulation_and_clipping_equal_ddp() -> None:
-    """Norms add up in another order: to 1e-5."""
-    micro = 3
-    model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block])
-    optimizers = [sgd(model), sgd(replica)]
-    for step in range(4):
-        for index in range(micro):
-            for net in (model, replica):
-                no_sync = shardtrain.no_sync(net) if net is model else replica.no_sync()
-                with contextlib.nullcontext() if index == micro - 1 else no_sync:
-                    one_backward(net, 10 * step + index)
-        with comm.meter() as meter:
-            norm = shardtrain.clip_grad_norm_(model, 0.5)
-        assert meter.calls == {"all_reduce": 1}
-        expected = nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
-        torch.testing.assert_close(norm, expected)
-        assert shardtrain.clip_grad_norm_(model, 1e9, norm_type=float("inf")) > 0
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_parameters(model, replica)
-    assert_replicas_are_equal(model)
-
-
-@each_rank(4)
-def test_bf16_keeps_replicas_equal() -> None:
-    """Every replica has the same bits, and losses near to fp32's."""
-    for replicate in (2, 4):
-        torch.manual_seed(0)
-        plain, losses = OddNet(13), []
-        for precision in (None, Precision(param=torch.bfloat16)):
-            options = {"mesh": mesh(replicate, 4 // replicate), "units": [Block], "precision": precision}
-            model = shard(copy.deepcopy(plain), **options)
-            losses.append(train(model, sgd(model), 10))
-        assert losses[1] == pytest.approx(losses[0], abs=0.1)
-        assert losses[1] != losses[0]
-        assert_replicas_are_equal(model)
-
-
-def bad_meshes() -> list[str]:
+@each_rank(4, transport="auto")
+def test_bad_meshes_are_refused() -> None:
     def refused(on: DeviceMesh, **options: Any) -> str:
         return raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), mesh=on, **options))
 
     texts = [refused(DeviceMesh("cpu", ranks)) for ranks in ([[[0, 1], [2, 3]]], [[0, 1]], [[0, 2], [3, 1]])]
-    texts.append(refused(mesh(*HYBRID), precision=Precision(reduce=torch.int8)))
-    outside = DeviceMesh("cpu", [0, 1])
-    return [*texts, refused(outside)] if dist.get_rank() == 3 else texts
-
-
-def test_bad_meshes_are_refused(on_ranks: Ranks) -> None:
-    texts = on_ranks(4, bad_meshes)
-    assert texts[3] == [
+    assert [*texts, refused(mesh(*HYBRID), precision=Precision(reduce=torch.int8))] == [
         "mesh must be a 1-D DeviceMesh or a 2-D one (replicate, shard), got 3 dimensions",
         "a 2-D mesh must hold every rank: expected 4 ranks, got 1×2",
         "the ranks of a 2-D mesh must ascend along both dimensions, got [[0, 2], [3, 1]]",
         "int8 gathers and reductions are for one shard group; use a 1-D mesh with them",
-        "rank 3 is not in the mesh, which holds [0, 1]",
     ]
-    assert texts[:3] == [texts[3][:4]] * 3
+    outside = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() == 3:
+        assert refused(outside) == "rank 3 is not in the mesh, which holds [0, 1]"
 
 
 def by_the_backend(sizes: tuple[int, int]) -> None:
@@ -346,7 +257,15 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
         assert torch.equal(incoming, torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
 
 
-def strays(sizes: tuple[int, int], odd: list[int], order: str, folder: str) -> str:
+@pytest.mark.parametrize(
+    ("sizes", "odd", "order"),
+    [(HYBRID, [3], "second"), (HYBRID, [2, 3], "second"), ((4, 1), [3], "second first")],
+    ids=str,
+)
+@each_rank(4)
+def test_a_rank_or_replica_on_another_path_is_named(
+    sizes: tuple[int, int], odd: list[int], order: str, tmp_path: Path
+) -> None:
     """Some ranks take another path when rank 1 already waits for rank 0; nobody goes until all know."""
     model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
     rank = dist.get_rank()
@@ -362,26 +281,13 @@ def strays(sizes: tuple[int, int], odd: list[int], order: str, folder: str) -> s
     late_s = [0.4, 0.0, 0.2, 0.2][rank]
     model.first.register_forward_hook(lambda *a: a[2].register_hook(lambda _: time.sleep(late_s)) and None)
     text = raised_soon(comm.Diverged, strayed_step_and_another)
-    (Path(folder) / str(rank)).touch()
+    (tmp_path / str(rank)).touch()
     deadline = time.monotonic() + 10
-    while len(list(Path(folder).iterdir())) < dist.get_world_size():
+    while len(list(tmp_path.iterdir())) < dist.get_world_size():
         assert time.monotonic() < deadline, "another rank has not noticed"
         time.sleep(0.01)
-    return text
-
-
-@pytest.mark.parametrize(
-    ("sizes", "odd", "order"),
-    [((2, 2), [3], "second"), ((2, 2), [2, 3], "second"), ((3, 1), [2], "second first")],
-    ids=str,
-)
-def test_a_rank_or_replica_on_another_path_is_named(
-    ranks: Ranks, sizes: tuple[int, int], odd: list[int], order: str, tmp_path: Path
-) -> None:
-    texts = ranks(sizes[0] * sizes[1], strays, sizes, odd, order, str(tmp_path))
-    for text in texts:
-        assert text.startswith("step 2: "), texts
-        if len(odd) == 1:
-            assert re.search(f"rank {odd[0]} takes another path than ranks 0(, | and )1", text), texts
-        else:
-            assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, texts
+    assert text.startswith("step 2: "), text
+    if len(odd) == 1:
+        assert re.search("rank 3 takes another path than ranks 0(, | and )1", text), text
+    else:
+        assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, text

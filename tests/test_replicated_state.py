@@ -121,34 +121,28 @@ def test_whole_parameters_and_buffers_are_everyones() -> None:
     assert_replicas_are_equal(model)
 
 
-def differs() -> str:
+@each_rank(4)
+def test_a_model_that_differs_in_another_replica_is_named() -> None:
     odd = nn.Linear(3, 4 if dist.get_rank() == 3 else 5)
-    return raised_soon(ValueError, lambda: shard(odd, mesh=mesh(*HYBRID)))
+    text = raised_soon(ValueError, lambda: shard(odd, mesh=mesh(*HYBRID)))
+    assert text.startswith("the model to shard differs")
+    assert "rank 3 has weight (4, 3)" in text
 
 
-def test_a_model_that_differs_in_another_replica_is_named(ranks: Ranks) -> None:
-    for text in ranks(4, differs):
-        assert text.startswith("the model to shard differs")
-        assert "rank 3 has weight (4, 3)" in text
-
-
-def on_hosts(of_ranks: list[int], transport: str) -> tuple[str, bool]:
-    """What is chosen where ranks are on these hosts."""
-    try:
+@each_rank(4, transport="auto")
+def test_memory_is_shared_where_every_shard_group_is_on_one_host() -> None:
+    for of_ranks, shared in (([0, 0, 1, 1], True), ([0, 1, 0, 1], False)):
         with hosts(of_ranks):
-            model = shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport=transport)
-    except ValueError as error:
-        return str(error), False
-    train(model, sgd(model), 1)
-    assert_replicas_are_equal(model)
-    return "", engine_of(model).transport.in_place
-
-
-def test_memory_is_shared_where_every_shard_group_is_on_one_host(on_ranks: Ranks) -> None:
-    assert on_ranks(4, on_hosts, [0, 0, 1, 1], "auto") == [("", True)] * 4
-    assert on_ranks(4, on_hosts, [0, 1, 0, 1], "auto") == [("", False)] * 4
-    problem = "transport='shared_memory' is not possible: the shard group of ranks 0, 1 is on several hosts"
-    assert on_ranks(4, on_hosts, [0, 1, 0, 1], "shared_memory") == [(problem, False)] * 4
+            model = shardtrain.shard(OddNet(), mesh=mesh(*HYBRID))
+        train(model, sgd(model), 1)
+        assert_replicas_are_equal(model)
+        assert engine_of(model).transport.in_place == shared
+    with (
+        hosts([0, 1, 0, 1]),
+        pytest.raises(ValueError, match=r"^transport='shared_memory' is not possi") as caught,
+    ):
+        shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport="shared_memory")
+    assert str(caught.value).endswith(": the shard group of ranks 0, 1 is on several hosts")
 
 
 @pytest.mark.parametrize(
@@ -163,21 +157,18 @@ def test_memory_is_shared_where_every_shard_group_is_on_one_host(on_ranks: Ranks
     ],
 )
 def test_replicas_that_do_not_fit_are_refused(arguments: str, message: str) -> None:
+    require_equal_groups(configure("parallel.replicate=2", "parallel.shard=2").parallel, 4)
     parallel = configure(*arguments.split()).parallel
     assert raised_soon(UserError, lambda: require_equal_groups(parallel, 4)) == message
-
-
-@pytest.mark.parametrize("arguments", ["", "parallel.replicate=2", "parallel.replicate=2 parallel.shard=2"])
-def test_replicas_that_fit_are_accepted(arguments: str) -> None:
-    require_equal_groups(configure(*arguments.split()).parallel, 4)
 
 
 @pytest.mark.parametrize(
     ("world", "replicate", "more"),
     [
-        pytest.param(4, 2, ["parallel.transport=process_group"], marks=pytest.mark.long),
         (4, 2, ["parallel.transport=shared_memory", "parallel.precision=bf16"]),
-        pytest.param(3, 3, ["train.batch_size=15"], marks=pytest.mark.long),
+        pytest.param(
+            3, 3, ["parallel.transport=process_group", "train.batch_size=15"], marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_plan_with_replicas_is_kept(on_ranks: Ranks, world: int, replicate: int, more: list[str]) -> None:
@@ -197,13 +188,11 @@ def test_a_run_compares_its_averages_with_the_plan(on_ranks: Ranks, tmp_path: Pa
 QUIET = ("monitor.tensorboard=false", "monitor.plan=false", "ema.decay=null")
 
 
-def runs_on(folder: str) -> list[str]:
-    quick = ("train.epochs=1", "checkpoint.every_steps=2", "checkpoint.asynchronous=false", *QUIET)
-    first = run(folder, "parallel.replicate=2", *quick, at={3: crash})
-    return [first, run(folder, "parallel.replicate=4", *quick)]
-
-
 @pytest.mark.long
-def test_a_killed_run_goes_on_with_another_number_of_replicas(on_ranks: Ranks, tmp_path: Path) -> None:
-    assert on_ranks(4, runs_on, str(tmp_path)) == [["Crash ", "finished"]] * 4
-    assert "continuing after step 2 of 5" in (tmp_path / "log.txt").read_text()
+@each_rank(4, transport="auto")
+def test_a_killed_run_goes_on_with_another_number_of_replicas(tmp_path: Path) -> None:
+    quick = ("train.epochs=1", "checkpoint.every_steps=2", "checkpoint.asynchronous=false", *QUIET)
+    assert run(str(tmp_path), "parallel.replicate=2", *quick, at={3: crash}) == "Crash "
+    assert run(str(tmp_path), "parallel.replicate=4", *quick) == "finished"
+    if dist.get_rank() == 0:
+        assert "continuing after step 2 of 5" in (tmp_path / "log.txt").read_text()
