@@ -46,11 +46,10 @@ class RankInfo:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> RankInfo:
         """Read the launcher's variables; without ``WORLD_SIZE`` this process is the only rank."""
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         if "WORLD_SIZE" not in environ:
-            environ = {"WORLD_SIZE": "1", **alone}
-        elif environ["WORLD_SIZE"] == "1":
-            environ = {**alone, **environ}
+            return cls(0, 1, 0, 1)
+        if environ["WORLD_SIZE"] == "1":
+            environ = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environ}
         try:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
             return cls(*(int(environ[name]) for name in names))
@@ -126,28 +125,26 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
         UserError: ``patience`` is over; it names the ranks that did not come.
     """
     key = "shardtrain/meeting/{}".format
-    session, deadline = uuid.uuid4().hex, time.monotonic() + patience.total_seconds()
+    session = token = uuid.uuid4().hex  # the session is rank 0's, the token any other's
+    seconds, start, pause = patience.total_seconds(), time.monotonic(), 0.01
     missing = list(range(1, world_size)) if rank == 0 else [0]
-    pause = 0.01
     if rank:
-        token = session
         store.set(key(rank), token)
-    while missing:
-        if time.monotonic() > deadline:
-            names = ", ".join(map(str, missing))
-            raise UserError(
-                f"rank {rank} has waited {patience.total_seconds():.0f} s at start-up for rank {names}"
-            )
+    while True:
         if rank == 0:
             missing = [other for other in missing if not _has_joined(store, key(other), session)]
         else:
-            shown, _, answer = store.get(key(rank)).decode().partition(" ")
-            if shown == token and answer:
-                session, missing = answer, []
-                store.set(key(rank), session)
-        if missing:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            shown, _, session = store.get(key(rank)).decode().partition(" ")
+            missing = [] if shown == token and session else [0]
+        if not missing:
+            break
+        if time.monotonic() - start > seconds:
+            names = ", ".join(map(str, missing))
+            raise UserError(f"rank {rank} has waited {seconds:.0f} s at start-up for rank {names}")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    if rank:
+        store.set(key(rank), session)
     return PrefixStore(f"shardtrain/{session}", store)
 
 
@@ -169,9 +166,9 @@ def together(action: Callable[[], Result]) -> Result:
         result = action()
     except UserError as error:
         problem = str(error)
-    problems = comm.gather_texts(problem, comm.plain_transport(), comm.control_device())
-    if any(problems):
-        raise UserError(next(filter(None, problems)))
+    for found in comm.gather_texts(problem, comm.plain_transport(), comm.control_device()):
+        if found:
+            raise UserError(found)
     return result
 
 
@@ -187,8 +184,11 @@ def cores() -> int:
 
 def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str, str | int]:
     """Return what measurements depend on, for a file of results."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     facts: dict[str, str | int] = {
-        "cpu": _cpu_name(),
+        "cpu": cpus[0] if cpus else platform.processor() or platform.machine(),
         "cores": cores(),
         "ranks": ranks,
         "ranks_per_host": ranks_per_host,
@@ -214,10 +214,3 @@ def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:
     software = f"torch {versions['torch']}, python {versions['python']}"
     machine = f"{hardware['cpu']}, {hardware['cores']} cores{gpu}"
     return f"{machine}; {ranks} × {threads}, {hardware['backend']}; {software}"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -73,31 +73,25 @@ def _evaluate(model: nn.Module, feed: Iterable[Batch], flip: bool) -> Evaluation
             answers = [_answers(model, batch, flip) for batch in feed]
     finally:
         model.train()
-    classes = answers[0].classes
-    losses, labels, guesses = (torch.cat(parts) for parts in list(zip(*answers, strict=True))[:3])
-    return Evaluation(
-        _scores(losses, labels, guesses),
-        _confusion(labels, guesses[:, 0], classes) if classes <= MOST_CLASSES else None,
-        _mistakes(losses, labels, guesses[:, 0]),
-    )
+    (classes, *_), *parts = zip(*answers, strict=True)
+    losses, labels, guesses = map(torch.cat, parts)
+    confusion = None
+    if classes <= MOST_CLASSES:
+        counts = torch.bincount(labels * classes + guesses[:, 0], minlength=classes * classes)
+        confusion = comm.all_reduce(counts).view(classes, classes).cpu()
+    mistakes = _mistakes(losses, labels, guesses[:, 0])
+    return Evaluation(_scores(losses, labels, guesses), confusion, mistakes)
 
 
-class Answers(NamedTuple):
-    losses: Tensor  # float32 [images]
-    labels: Tensor  # int64 [images]
-    guesses: Tensor  # int64 [images, up to 5], the likeliest first
-    classes: int
-
-
-def _answers(model: nn.Module, batch: Batch, flip: bool) -> Answers:
-    """Return losses and guesses of the images that count."""
+def _answers(model: nn.Module, batch: Batch, flip: bool) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Return the number of classes; losses, labels and the five best guesses of the images that count."""
     logits = model(batch.images).float()
     if flip:
         logits = (logits + model(batch.images.flip(3)).float()) / 2
     logits, labels = logits[: batch.valid], batch.labels[: batch.valid]
     losses = F.cross_entropy(logits, labels, reduction="none")
     classes = logits.shape[1]
-    return Answers(losses, labels, logits.topk(min(5, classes), dim=1).indices, classes)
+    return classes, losses, labels, logits.topk(min(5, classes), dim=1).indices
 
 
 def _scores(losses: Tensor, labels: Tensor, guesses: Tensor) -> Scores:
@@ -106,11 +100,6 @@ def _scores(losses: Tensor, labels: Tensor, guesses: Tensor) -> Scores:
     sums = torch.stack([part.to(losses.device, torch.float64) for part in parts])
     loss, first, fifth, count = comm.all_reduce(sums).tolist()
     return Scores(loss / count, 100 * first / count, 100 * fifth / count)
-
-
-def _confusion(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
-    counts = torch.bincount(labels * classes + predicted, minlength=classes * classes)
-    return comm.all_reduce(counts).view(classes, classes).cpu()
 
 
 def _mistakes(losses: Tensor, labels: Tensor, predicted: Tensor) -> tuple[Mistake, ...]:

@@ -168,17 +168,12 @@ def _exit_with(error: UserError, rank_info: RankInfo) -> NoReturn:
     except (RuntimeError, ValueError):  # the store went with rank 0, which therefore has printed its own
         first = False
     if first:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        _write_error_file(f"error: {error}")
+        message, path = f"error: {error}", os.environ.get("TORCHELASTIC_ERROR_FILE")
+        print(message, file=sys.stderr, flush=True)
+        if path:  # what torchrun shows as the root cause; torch's own writer would add a traceback
+            report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+            with contextlib.suppress(OSError):
+                Path(path).write_text(json.dumps({"message": report}))
     else:
         time.sleep(PATIENCE)
     sys.exit(USER_ERROR)
-
-
-def _write_error_file(message: str) -> None:
-    """Write what torchrun shows as the root cause."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": report}))
