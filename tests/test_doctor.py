@@ -239,9 +239,9 @@ def test_what_is_not_as_planned_is_said() -> None:
     assert asked is not None
     plan = simulate(asked.config, asked.question)
     as_planned = {"parameters": plan.parameters, "optimizer": plan.optimizer}
-    more = program.compare_with_plan(plan, as_planned, plan.sent, 2 * plan.peak)
+    more = program.plan_finding(plan, as_planned | plan.sent, 2 * plan.peak)
     assert (more.verdict, more.text[-10:]) == (WARNING, "(+100.0 %)")
-    other = program.compare_with_plan(plan, as_planned | {"optimizer": 7}, {"all_gather": 8}, plan.peak)
+    other = program.plan_finding(plan, as_planned | {"optimizer": 7, "all_gather": 8}, plan.peak)
     assert other.verdict == FAILED
     assert other.text == (
         f"other bytes than planned: optimizer 7 for {plan.optimizer:,}; "

@@ -30,7 +30,7 @@ from shardtrain.plan.memory import (
     MemoryPoint,
     MemoryTimeline,
     memory_of_step,
-    optimizer_tensors,
+    state_bytes,
 )
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, simulate
@@ -84,8 +84,7 @@ def measured(*arguments: str) -> dict[str, Any]:
     first = timeline.points[0]
     gathered = first.bytes[list(MEMORY_KINDS).index("gathered")]
     return {
-        "parameters": sum(param.nbytes for param in job.model.parameters()),
-        "optimizer": sum(state.nbytes for state in optimizer_tensors(job.optimizer)),
+        **state_bytes(job.model, job.optimizer, job.ema),
         "gathered": inside.take_gathered_peak().bytes,
         "sent": dict(traffic.bytes),
         "calls": dict(traffic.calls),
@@ -96,7 +95,7 @@ def measured(*arguments: str) -> dict[str, Any]:
 
 def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
     """State and traffic exactly, the peak within a tenth."""
-    for name in ("parameters", "optimizer", "gathered", "sent", "calls"):
+    for name in ("parameters", "optimizer", "averages", "gathered", "sent", "calls"):
         assert getattr(plan, name) == found[name], name
     assert plan.peak == pytest.approx(found["peak"], rel=0.1)
 

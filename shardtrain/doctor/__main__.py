@@ -33,7 +33,7 @@ from shardtrain.job.hydra_app import read_beside
 from shardtrain.job.model import uncompiled
 from shardtrain.job.schema import UserError, at_least, writing
 from shardtrain.job.step import Step
-from shardtrain.plan.memory import memory_of_step, optimizer_tensors
+from shardtrain.plan.memory import memory_of_step, state_bytes
 from shardtrain.plan.simulate import Plan, plan_of
 
 OLDEST_TORCH = "2.11"
@@ -194,18 +194,16 @@ def check_plan(job: Job, config: Config, out: str | None) -> list[Finding]:
                 pictures.save(path, picture)
             found.append(Finding(OK, f"{path}: {timeline.words()}"))
     if comm.rank() == 0:  # plans are rank 0's
-        plan = plan_of(config, job, rank=0)
-        found.append(compare_with_plan(plan, state_bytes(job), traffic.bytes, timeline.peak.total))
+        measured = state_bytes(job.model, job.optimizer, job.ema) | traffic.bytes
+        found.append(plan_finding(plan_of(config, job, rank=0), measured, timeline.peak.total))
     return found
 
 
-def compare_with_plan(plan: Plan, held: Mapping[str, int], sent: Mapping[str, int], peak: int) -> Finding:
+def plan_finding(plan: Plan, measured: Mapping[str, int], peak: int) -> Finding:
     """Compare state and traffic exactly, the peak to a tolerance."""
-    planned = {name: getattr(plan, name) for name in held} | {kind: plan.sent.get(kind, 0) for kind in sent}
-    measured = {**held, **sent}
-    wrong = [
-        f"{name} {measured[name]:,} for {size:,}" for name, size in planned.items() if size != measured[name]
-    ]
+    planned = {**plan.sent, **{name: getattr(plan, name) for name in ("parameters", "optimizer", "averages")}}
+    pairs = [(name, size, planned.get(name, 0)) for name, size in measured.items()]
+    wrong = [f"{name} {size:,} for {expected:,}" for name, size, expected in pairs if size != expected]
     if wrong:
         return Finding(FAILED, f"other bytes than planned: {'; '.join(wrong)}", "is every rank alike?")
     apart = peak / plan.peak - 1
@@ -214,21 +212,11 @@ def compare_with_plan(plan: Plan, held: Mapping[str, int], sent: Mapping[str, in
     return _warn_if(abs(apart) > PEAK_TOLERANCE, text, "leave room for the difference")
 
 
-def state_bytes(job: Job) -> dict[str, int]:
-    """Return the bytes that this rank holds of what a checkpoint saves."""
-    state: dict[str, list[torch.Tensor]] = {
-        "parameters": list(job.model.parameters()),
-        "optimizer": optimizer_tensors(job.optimizer),
-        "averages": job.ema.held() if job.ema is not None else [],
-    }
-    return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in state.items()}
-
-
 def checkpoint_bytes(job: Job) -> int:
     """Return the bytes that all ranks save together. Collective."""
-    inside = introspect(job.model)
+    inside, held = introspect(job.model), sum(state_bytes(job.model, job.optimizer, job.ema).values())
     saves = comm.rank() in inside.primary_ranks  # other replicas have the same
-    return int(comm.all_reduce(torch.tensor(sum(state_bytes(job).values()) * saves, device=inside.device)))
+    return int(comm.all_reduce(torch.tensor(held * saves, device=inside.device)))
 
 
 def check_disk(config: Config, checkpoint_bytes: int) -> Finding:

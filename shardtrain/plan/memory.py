@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from shardtrain import introspect
 from shardtrain.job.format import MIB
 from shardtrain.job.pictures import Picture, plot
+from shardtrain.optim import Ema
 
 # What a tensor can hold, and its colour in pictures.
 MEMORY_KINDS = {
@@ -230,6 +231,16 @@ def memory_of_step(
     with live:
         step()
     return live.timeline()
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> dict[str, int]:
+    """Return the bytes that this rank holds of what a checkpoint saves, without padding."""
+    state: dict[str, Iterable[Tensor]] = {
+        "parameters": model.parameters(),
+        "optimizer": optimizer_tensors(optimizer),
+        "averages": ema.held() if ema is not None else [],
+    }
+    return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in state.items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -24,7 +24,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, uncompiled
 from shardtrain.job.schema import UserError
 from shardtrain.job.step import Step
-from shardtrain.plan.memory import MemoryTimeline, memory_of_step, optimizer_tensors
+from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Plan:
     uneven: bool  # other ranks hold less
     units: tuple[UnitInfo, ...]
     by_rows: int  # of this rank's parameters if they were cut as FSDP2 does, see `held_by_rows`
-    parameters: int  # of this rank, without padding, and so are the next two
-    gradients: int
+    parameters: int  # of this rank, without padding, and so are the next three
     optimizer: int
-    buffers: int
     averages: int  # of parameters and buffers, over time
+    gradients: int
+    buffers: int
     gathered: int  # at most at once, whichever rank holds it
     timeline: MemoryTimeline
     sent: dict[str, int]  # by kind of collective
@@ -96,8 +96,7 @@ def simulate(config: Config, question: Question) -> Plan:
             ) from error
         inside = introspect(model)
         inside.take_gathered_peak()
-        averages = ema.held() if ema is not None else []
-        present = [tensor for batch in batches for tensor in batch] + averages
+        present = [tensor for batch in batches for tensor in batch] + (ema.held() if ema is not None else [])
         with comm.meter() as traffic:
             timeline = memory_of_step(model, optimizer, present, lambda: step(batches))
         return Plan(
@@ -106,11 +105,9 @@ def simulate(config: Config, question: Question) -> Plan:
             uneven=min(held) < max(held),
             units=tuple(inside.units),
             by_rows=by_rows,
-            parameters=_bytes(model.parameters()),
+            **state_bytes(model, optimizer, ema),
             gradients=_bytes(param for param in model.parameters() if param.requires_grad),
-            optimizer=_bytes(optimizer_tensors(optimizer)),
             buffers=_bytes(model.buffers()),
-            averages=_bytes(averages),
             gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,
             sent=dict(traffic.bytes),
