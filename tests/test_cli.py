@@ -6,6 +6,7 @@ forked (`programs.py`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -105,10 +106,14 @@ def signalled_under_torchrun(
     command = torchrun(2, *arguments)
     with subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes) as running:
         assert running.stdout is not None
-        next(line for line in running.stdout if line.startswith("step"))
-        time.sleep(0.3)
-        (os.killpg if group else os.kill)(running.pid, number)
-        output, errors = running.communicate(timeout=60)
+        try:
+            next(line for line in running.stdout if line.startswith("step"))
+            time.sleep(0.3)
+            (os.killpg if group else os.kill)(running.pid, number)
+            output, errors = running.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(command, running.returncode, output, errors)
 
 
