@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny import CPU, TINY, configure, events_of, run
 
 from shardtrain import clip_grad_norm_, comm
 from shardtrain.checkpoint.store import Store
@@ -26,6 +25,8 @@ from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.monitor.summary_figure import SummaryFigure
 from shardtrain.monitor.writers import METRICS, TensorBoard, Writer, hyperparameters
+
+from tiny import CPU, TINY, configure, events_of, run
 
 TAGS = {  # of the public interface; perf/mfu is known on some GPUs alone
     *("train/loss", "train/acc1", "val/loss", "val/acc1", "val/acc5", "lr/group0", "grad_norm"),

@@ -9,7 +9,6 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
-from tiny import composed
 
 import shardtrain
 from shardtrain.job import hydra_app
@@ -23,6 +22,8 @@ from shardtrain.job.config import (
 )
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, plain
+
+from tiny import composed
 
 
 def test_recipe_gives_a_frozen_typed_config() -> None:

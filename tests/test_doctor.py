@@ -75,7 +75,11 @@ FAULTS = {"gradient": _in_gradient, "update": _in_update, "forward": _in_forward
     [
         (1, 2, ["model=resnet18", "train.accumulate=2", "optim=adamw"], "bit for bit, updates to 1e-06"),
         (2, 2, [*SQUEEZENET, "parallel.transport=shared_memory", "optim=adamw"], "bit for bit, "),
-        (3, 2, ["model=resnet18", "parallel.transport=process_group", "train.accumulate=2"], "bit for bit, "),
+        pytest.param(
+            *(3, 2, ["model=resnet18", "parallel.transport=process_group", "train.accumulate=2"]),
+            "bit for bit, ",
+            marks=pytest.mark.long,
+        ),
         (2, 1, [*SQUEEZENET, "parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, "),
         (2, 1, [*SQUEEZENET, "parallel.precision=bf16", "train.accumulate=2"], "to 0.05, updates to 0.05"),
         pytest.param(

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import TINY, configure, context, result_of
 from torchvision.models import mobilenet_v3_small
 
 from shardtrain import comm
@@ -25,6 +24,8 @@ from shardtrain.export.__main__ import main
 from shardtrain.job.model import load_weights, read_weights, write_weights
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
+
+from tiny import TINY, configure, context, result_of
 
 STOCK = (
     *("model=mobilenet_v3_small", "data.channels=3", "data.val_images=13", "augment=digits", "optim=adamw"),

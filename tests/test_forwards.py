@@ -249,6 +249,7 @@ def test_what_is_computed_again_is_compiled() -> None:
     assert ran == ["forward"] * 2 + ["forward", "backward"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @each_rank(2, transport="auto")
 def test_inductor() -> None:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tiny import CPU, configure
 
 from shardtrain import device
 from shardtrain.comm.meter import count
@@ -28,6 +27,8 @@ from shardtrain.job.schema import UserError
 from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, tables
 from shardtrain.monitor.metrics import _peak_flops
 from shardtrain.monitor.writers import Console, LogFile, ResultFile
+
+from tiny import CPU, configure
 
 QUIET = ("monitor.tensorboard=false", "monitor.plan=false")
 SCALARS = {

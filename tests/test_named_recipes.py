@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from PIL import Image
-from tiny import composed, context, result_of
 
 from shardtrain import comm
 from shardtrain.job.build import lr_factor
@@ -21,6 +20,8 @@ from shardtrain.job.hydra_app import config_folder
 from shardtrain.monitor.tables import end_table
 from shardtrain.recipes import digits
 from shardtrain.train.loop import train
+
+from tiny import composed, context, result_of
 
 NAMES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
 

@@ -144,6 +144,7 @@ def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
     assert_kept(planned(*every, "world_size=2"), found[0])
 
 
+@pytest.mark.long
 def test_a_plan_of_int8_traffic_is_kept(on_ranks: Any) -> None:
     """`auto` means messages then. Biases are not quantised, so bytes are near a quarter."""
     arguments = ["model=squeezenet1_1", "train.batch_size=18", "parallel.traffic=int8"]

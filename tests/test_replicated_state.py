@@ -22,12 +22,12 @@ from shardtrain.optim import Ema
 
 from pool import each_rank
 from small import Block, OddNet, assert_at_rest, mesh, raised_soon, sgd, shard, train
-from test_config import configure
 from test_hosts import hosts
 from test_plan import assert_kept, measured, planned
 from test_plan import run as run_planned
 from test_replicated import HYBRID, assert_replicas_are_equal
 from test_resume import crash, run
+from tiny import configure
 
 Ranks = Callable[..., list[Any]]
 State = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # parameters and buffers; momentum

@@ -17,10 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import tiny
 import torch
 from PIL import Image
-from tiny import context, events_of, result_of
 from torch import nn
 
 from shardtrain import comm
@@ -37,6 +35,9 @@ from shardtrain.monitor import Monitor
 from shardtrain.recipes import models
 from shardtrain.train import saving
 from shardtrain.train.loop import train
+
+import tiny
+from tiny import context, events_of, result_of
 
 SMALL = (
     *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),

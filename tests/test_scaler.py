@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import result_of, run
 from torch import nn
 
 import shardtrain
@@ -17,6 +16,7 @@ from shardtrain.train.saving import Saver
 
 from pool import each_rank
 from small import shard
+from tiny import result_of, run
 
 FP16 = Precision(param=torch.float16, output=torch.float32)
 

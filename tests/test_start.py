@@ -216,7 +216,7 @@ def gives_up_after_a_second(of_a_host: bool) -> float:
     return time.perf_counter() - start
 
 
-@pytest.mark.parametrize("of_a_host", [False, True])
+@pytest.mark.parametrize("of_a_host", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_time_out_is_shortened_in_every_group(on_ranks: Ranks, of_a_host: bool) -> None:
     for seconds in on_ranks(2, gives_up_after_a_second, of_a_host):
         assert 0.9 < seconds < 3.5

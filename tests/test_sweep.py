@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tiny import CPU, context, result_of
 
 from shardtrain.job.config import Config
 from shardtrain.job.launch import Context
@@ -20,6 +19,8 @@ from shardtrain.job.schema import UserError
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.sweep import Combinations, Outcome, Sweep
+
+from tiny import CPU, context, result_of
 
 TINY = (
     *("+recipe=resnet", "model=squeezenet1_1", "data=fake", "data.train_images=24", "data.val_images=7"),

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny import CPU, events_of, run
 from torch.nn import functional as F
 
 import shardtrain
@@ -30,6 +29,7 @@ from shardtrain.monitor.watch import Norms
 
 from small import Block, OddNet, average_gradients, images, sgd, shard
 from small import train as steps_of
+from tiny import CPU, events_of, run
 
 
 def _offsets(apart: float) -> list[float]:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from tiny import CPU, context
 from torch import nn
 from torch._inductor import config as inductor
 from torchvision.models import resnet18
@@ -25,7 +23,9 @@ from shardtrain.job.model import parameter_groups
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
+import tiny
 from pool import each_rank
+from tiny import CPU, context
 
 TINY = (
     *tiny.TINY,

@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny import CPU, configure, run
 
 from shardtrain import comm
 from shardtrain.job.config import Config
@@ -22,6 +21,8 @@ from shardtrain.job.launch import Context
 from shardtrain.monitor.metrics import PHASES, Report, SlowestRank, Spent, slowest
 from shardtrain.monitor.tables import end_table, judge, verdict
 from shardtrain.monitor.watch import Watch
+
+from tiny import CPU, configure, run
 
 
 @functools.cache
