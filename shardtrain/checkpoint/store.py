@@ -84,8 +84,8 @@ class Snapshot:
 class Saving:
     """One save under way on all ranks; each does its `work` between two calls of `advance`.
 
-    With a ``snapshot``, `work` first copies everything into it. Parameters and optimizer state do not change
-    before the next update, which must wait for `copied`. What a forward changes is copied at once.
+    With a ``snapshot``, `work` first copies everything into it. Parameters and optimizer state change only in
+    the next update, which must wait for `copied`. Buffers, which a forward changes, are copied at once.
     """
 
     def __init__(

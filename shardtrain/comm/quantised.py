@@ -80,7 +80,7 @@ class Packets:
         self._equal = [range(world)] if equal else [range(rank, rank + 1) for rank in range(world)]
 
     def columns(self, packets: torch.Tensor, index: int) -> Iterator[tuple[range, torch.Tensor]]:
-        """Yield ranks, and their bytes [rank, byte] of part ``index`` in all ``packets`` (uint8, 1-D)."""
+        """Yield groups of ranks with their bytes [rank, byte] of part ``index`` of ``packets`` (uint8)."""
         for ranks in self._equal:
             rows = rows_of(packets, self.layout, ranks)
             yield ranks, self.column(rows, index, ranks.start)

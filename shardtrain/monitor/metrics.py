@@ -74,10 +74,10 @@ def slowest(busy: Sequence[Mapping[str, float]]) -> SlowestRank | None:
 
 @dataclass
 class Spent:
-    """Where the time of this process's training went: seconds, the mean over ranks.
+    """Seconds that this process's training spent, by what they were spent on; the mean over ranks.
 
-    ``seconds``: by phase of a step without waiting; ``waiting`` for other ranks; and whatever steps were
-    interrupted for. ``slow``: how many of the ``reports`` named which rank slow, in which phase.
+    ``seconds``: keys are the phases of a step, without waiting; ``waiting`` for other ranks; and what
+    interrupted the steps. ``slow``: in how many of the ``reports`` a rank was slow, by rank and phase.
     """
 
     since: float = field(default_factory=time.perf_counter)

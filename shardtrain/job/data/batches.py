@@ -49,7 +49,10 @@ class Arrays(Batches):
 
 
 class OfLength(Batches):
-    """``count`` images of ``source``: evenly spaced if it has more (so of every class), repeated if fewer."""
+    """The first ``count`` images of a repeated ``source``, or ``count`` evenly spaced ones of a larger one.
+
+    Evenly spaced, they come from every class, since data sets on disk are sorted by class.
+    """
 
     def __init__(self, source: Batches, count: int) -> None:
         self.source, self.count, self.random = source, count, source.random

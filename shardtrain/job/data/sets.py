@@ -93,7 +93,7 @@ def _cifar(config: Cifar) -> DataSet:
 
 
 def _fetch(kind: Callable[..., object], config: Cifar) -> None:
-    """Download it, on one rank for all; on several hosts `root` has to be shared."""
+    """Download the data set on one rank for all ranks. Several hosts have to share `root`."""
     try:
         kind(config.root, download=True)
     except (OSError, RuntimeError) as error:
