@@ -186,6 +186,7 @@ def losses_of(names: list[str]) -> tuple[list[Any], set[str]]:
     return [samples.failure or samples.losses for samples in comparison.samples.values()], superfluous()
 
 
+@pytest.mark.long
 def test_two_replicas_train_as_one(on_ranks: Any) -> None:
     losses, left_out = on_ranks(4, losses_of, ["ddp", *sorted(HYBRID)])[0]
     assert not left_out & HYBRID
@@ -230,6 +231,7 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     assert (pictures.MISSING in said) != has_matplotlib
 
 
+@pytest.mark.long
 def test_steps_in_bf16(tmp_path: Path) -> None:
     contenders = "contenders=[shardtrain,fsdp2,fsdp1,ddp]"
     said = run(2, "model=tiny", "rounds=1", "warmup=0", "precision=bf16", contenders, f"out={tmp_path}")

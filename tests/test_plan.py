@@ -121,6 +121,7 @@ def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None
     assert plan.peak == pytest.approx(found["allocated"], rel=0.1)
 
 
+@pytest.mark.long
 def test_activations_computed_again_take_less_memory() -> None:
     less, more = (planned(*VIT, "world_size=1", "micro_batch=64", *again) for again in ([AGAIN], []))
     assert less.timeline.most("activations") < 0.7 * more.timeline.most("activations")
@@ -156,7 +157,7 @@ def test_a_plan_of_int8_traffic_is_kept(on_ranks: Any) -> None:
         assert plan.sent[kind] == pytest.approx(exact.sent[kind] * (1 + 4 / 256) / 4, rel=0.03)
 
 
-@pytest.mark.parametrize("world", [8, 1024])
+@pytest.mark.parametrize("world", [8, pytest.param(1024, marks=pytest.mark.long)])
 def test_large_worlds_have_the_layouts_of_their_ranks(world: int) -> None:
     """The whole of 1,024 ranks is the model, and one alignment unit per unit and rank at most."""
     found = planned("model=resnet18", f"world_size={world}")

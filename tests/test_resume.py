@@ -153,7 +153,10 @@ def undisturbed(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-@pytest.mark.parametrize(("asynchronous", "steps"), [("true", [2, 7, 9, 10]), ("false", [7, 10])])
+@pytest.mark.parametrize(
+    ("asynchronous", "steps"),
+    [("true", [2, 7, 9, 10]), pytest.param("false", [7, 10], marks=pytest.mark.long)],
+)
 def test_crashes_leave_no_trace(
     on_ranks: Any, tmp_path: Path, undisturbed: Path, asynchronous: str, steps: list[int]
 ) -> None:

@@ -692,7 +692,7 @@ def test_an_account_of_what_is_gathered() -> None:
             assert peaks[2] == Gathered(7, 7 * size)
 
 
-@each_rank(2)
+@each_rank(2, transport="auto")
 def test_memory_is_flat_over_200_steps() -> None:
     model, _ = sharded_and_replica()
     optimizer = sgd(model)
