@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import io
 import os
 import re
@@ -126,10 +126,10 @@ def program_configs() -> Iterator[Path]:
 
 
 def config_folder() -> Path:
-    """Return the folder of the config groups: in the installed package, or beside it in a checkout."""
-    if importlib.util.find_spec("shardtrain.configs") is None:
-        # Not installed, run from a checkout: `configs` and `recipes` are the package's neighbours.
-        shardtrain.__path__.append(str(Path(__file__).resolve().parents[2]))
+    """Return the folder of the config groups: beside the package in a checkout, else in the package."""
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "configs").is_dir() and str(checkout) not in shardtrain.__path__:
+        shardtrain.__path__.append(str(checkout))  # comes before another checkout that is installed
     configs = importlib.import_module("shardtrain.configs")
     assert configs.__file__ is not None
     return Path(configs.__file__).resolve().parent
