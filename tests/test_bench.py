@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import signal
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,9 @@ import torch.distributed as dist
 from shardtrain import comm
 from shardtrain.bench import host, settings
 from shardtrain.bench.__main__ import bench
-from shardtrain.bench.contenders import CASES, TITLES, default_is_process_group, superfluous
+from shardtrain.bench.contenders import CASES, TITLES, default_is_process_group
 from shardtrain.bench.interleave import Comparison, Samples, Spread, interleave, losses_agree, ratios
-from shardtrain.bench.report import Results, draw
-from shardtrain.bench.steps import StepBench, step_table, suite_means
-from shardtrain.job import pictures
+from shardtrain.bench.steps import step_table, suite_means
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError
@@ -30,7 +25,6 @@ from shardtrain.job.schema import UserError
 from programs import ended, started
 
 CPU = torch.device("cpu")
-HYBRID = {"shardtrain_hybrid", "fsdp2_hybrid"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -76,26 +70,24 @@ def test_only_right_answers_are_ranked() -> None:
         fsdp2=Samples([2.0, 4.0], [2.0, 1.5]),
         fsdp1=Samples(failure="RuntimeError: not on this device"),
         ddp=Samples([1.0, 2.0], [2.0, 1.5]),
-        zero1=Samples([0.1, 0.1], [2.0, 1.6]),
+        shardtrain_process_group=Samples([0.1, 0.1], [2.0, 1.6]),
         no_communication=Samples([0.5, 1.0], [2.0, 1.7]),
     )
-    verdicts = comparison.verdicts()
-    statuses = ["ok", "ok", "failed", "ok", "wrong", "ok"]
-    assert [verdict.status for verdict in verdicts.values()] == statuses
-    assert verdicts["shardtrain"].ratio == Spread(0.375, 0.3125, 0.4375, 2)
-    assert verdicts["no_communication"].loss_difference == pytest.approx(0.2 / 1.5)
+    statuses = [comparison.verdict(name).status for name in comparison.samples]
+    assert statuses == ["ok", "ok", "failed", "ok", "wrong", "ok"]
+    assert comparison.ratios_to("fsdp2")["shardtrain"] == Spread(0.375, 0.3125, 0.4375, 2)
+    assert comparison.verdict("no_communication").loss_difference == pytest.approx(0.2 / 1.5)
     assert list(comparison.ratios_to("ddp")) == ["no_communication", "shardtrain", "ddp", "fsdp2"]
-    assert comparison.ratios_to("zero1") == {}
+    assert comparison.ratios_to("shardtrain_process_group") == {}
     *ranked, failed, wrong, _ = step_table(CASES["tiny"], comparison)
     order = ["no communication", "shardtrain", "DDP", "FSDP2"]
     assert [line.split("  ")[0] for line in ranked[2:]] == order
     assert failed == "FSDP1: failed, not ranked: RuntimeError: not on this device"
-    assert "wrong, not ranked: losses differ from ddp's by up to 6.7e-02" in wrong
+    assert wrong.endswith("wrong, not ranked: losses differ from ddp's by up to 6.7e-02 of their value")
 
 
 def test_a_reference_that_fails_leaves_the_times() -> None:
     comparison = measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0]))
-    assert comparison.verdicts()["shardtrain"].ratio is None
     text = "\n".join(step_table(CASES["tiny"], comparison))
     for words in ("No ratios: FSDP2 has no right answers", "Losses were not compared", "1000.0"):
         assert words in text
@@ -144,14 +136,15 @@ def test_a_failure_on_one_rank_takes_the_contender_out_on_all(on_ranks: Any) -> 
         ("model=resnet19", r"model=resnet19; did you mean resnet18\? \(valid: resnet18, "),
         ("round=3", r"unknown key round; did you mean rounds\?"),
         ("rounds=0", "rounds=0: expected at least 1"),
-        ("contenders=[fsdp2,dpp]", r"contenders: dpp; did you mean ddp\? \(valid: shardtrain, "),
+        ("contenders=[fsdp2,dpp]", r"contenders=dpp; did you mean ddp\? \(valid: shardtrain, "),
         ("contenders=[]", r"contenders=\[\]: expected at least one"),
         ("contenders=[ddp,fsdp2,ddp]", "a name is listed twice"),
         ("contenders=ddp", r"contenders=ddp: expected a list, as in contenders=\[a,b\]"),
         ("contenders=[ddp]", r"reference=fsdp2 is not among contenders=\[ddp\]"),
         ("suite=true memory=true", "choose one"),
         ("collectives.largest_kib=1", "collectives.smallest_kib=64 is more than collectives.largest_kib=1"),
-        ("host.world_sizes=[8,1]", r"host.world_sizes=\[8,1\]: expected numbers of ranks, each at least 2"),
+        ("host.world_sizes=[8,1]", "host.world_sizes=1: expected at least 2"),
+        ("host.world_sizes=[]", r"host.world_sizes=\[\]: expected at least one"),
         ("everything", "cannot read 'everything': expected key=value"),
     ],
 )
@@ -173,45 +166,11 @@ def test_the_default_transport_is_found_without_moving_anything() -> None:
         dist.destroy_process_group()
 
 
-def losses_of(names: list[str]) -> tuple[list[Any], set[str]]:
-    """Return losses or the failure of every contender, and which contenders are superfluous."""
-    arguments = ["model=tiny", f"contenders=[{','.join(names)}]", "reference=ddp", "rounds=2", "warmup=0"]
-    chosen = settings.read([*arguments, "accumulate=2"], speak=False)
-    assert chosen is not None
-    program = StepBench(chosen, RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size()), CPU)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peers warn of their own deprecations
-        program.measure()
-    (comparison,) = program.comparisons.values()
-    return [samples.failure or samples.losses for samples in comparison.samples.values()], superfluous()
-
-
-@pytest.mark.long
-def test_two_replicas_train_as_one(on_ranks: Any) -> None:
-    losses, left_out = on_ranks(4, losses_of, ["ddp", *sorted(HYBRID)])[0]
-    assert not left_out & HYBRID
-    assert losses == [pytest.approx(losses[0], rel=1e-5)] * 3
-
-
-def test_two_replicas_need_ranks(on_ranks: Any) -> None:
-    (_, failure), left_out = on_ranks(3, losses_of, ["ddp", "fsdp2_hybrid"])[0]
-    assert left_out >= HYBRID
-    assert failure == "ValueError: two replicas take an even number of ranks, at least 4, and there are 3"
-
-
-def test_no_matplotlib_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    results = Results([], {}, "", {"case": {"a": Spread(1.0, 1.0, 1.0, 1)}})
-    assert draw(tmp_path / "bench.png", "", results) == pictures.MISSING
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_steps_of_every_contender(tmp_path: Path) -> None:
     said = run(2, "model=tiny", "rounds=2", "warmup=1", "accumulate=2", f"out={tmp_path}")
     found = result(tmp_path)
     case = found["cases"]["tiny"]
-    assert set(TITLES) - set(case["contenders"]) - {"shardtrain_process_group"} == HYBRID
+    assert set(case["contenders"]) | {"shardtrain_process_group"} == set(TITLES)
     right = case["contenders"]["ddp"]["losses"]
     for name, contender in case["contenders"].items():
         assert contender["status"] == "ok", (name, contender["reason"])
@@ -226,9 +185,6 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     assert found["versions"]["torch"] == torch.__version__.split("+")[0]
     assert not found["interrupted"]
     assert (tmp_path / "bench.txt").read_text().rstrip() in said
-    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-    assert (tmp_path / "bench.png").exists() == has_matplotlib
-    assert (pictures.MISSING in said) != has_matplotlib
 
 
 @pytest.mark.long
@@ -271,18 +227,25 @@ def test_host_time_is_of_what_is_left_without_the_model() -> None:
     """Three units: 3 µs of the model's own, 6 of collectives, 15 and 39 of the wrappers."""
     seconds = {"no_communication": 3e-6, "collectives": 6e-6, "shardtrain": 24e-6, "fsdp2": 48e-6}
     samples = {name: Samples([value] * 3) for name, value in seconds.items()}
-    row = host.HostPoint("", "", samples, "step", 8, 3).row()
-    assert row.facts["micros_a_unit"]["shardtrain"].median == pytest.approx(7)
-    assert row.facts["micros_a_unit"]["collectives"].median == pytest.approx(2)
-    assert row.facts["ratio"].median == pytest.approx(21 / 45)
-    assert row.facts["ratio_without_collectives"].median == pytest.approx(15 / 39)
+    found = host.figures(samples, units=3)
+    assert found["micros_a_unit"]["shardtrain"].median == pytest.approx(7)
+    assert found["micros_a_unit"]["collectives"].median == pytest.approx(2)
+    assert found["ratio"].median == pytest.approx(21 / 45)
+    assert found["ratio_without_collectives"].median == pytest.approx(15 / 39)
 
 
-def test_host_time_is_measured_in_one_process(tmp_path: Path) -> None:
-    found = settings.read([f"out={tmp_path}"], speak=False)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("host", r"measured in one process: python -m shardtrain\.bench host"),
+        ("steps", "memory=true watches the processes of one host: start all ranks on it"),
+    ],
+)
+def test_what_is_measured_on_one_host(tmp_path: Path, name: str, message: str) -> None:
+    found = settings.read([f"out={tmp_path}", "memory=true"], speak=False)
     assert found is not None
-    with pytest.raises(UserError, match=r"measured in one process: python -m shardtrain\.bench host"):
-        bench(found, "host", RankInfo(0, 2, 0, 2), CPU)
+    with pytest.raises(UserError, match=message):
+        bench(found, name, RankInfo(0, 2, 0, 1), CPU)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")
@@ -305,11 +268,11 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     arguments = ("model=tiny", "rounds=100000", "warmup=0", "contenders=[fsdp2,ddp]", f"out={tmp_path}")
     command = ("-m", "shardtrain.bench", *arguments, "device=cpu")
     with started(1, *command, folder=tmp_path, **ONE_THREAD) as bench:
-        bench.wait_for("tiny@8×2  round 20/")
+        bench.wait_for("tiny@8×2  round ")
         bench.signal(signal.SIGINT)
         codes, said, _ = bench.end()
     assert codes == [130]
     assert "interrupted: what was measured until then" in said
     found = result(tmp_path)
     assert found["interrupted"]
-    assert found["cases"]["tiny"]["rounds"] >= 20
+    assert found["cases"]["tiny"]["rounds"] > 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,8 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -38,15 +37,8 @@ from shardtrain.job.step import accumulate
 
 Batch = tuple[Tensor, Tensor]  # images, float32 [batch, 3, size, size], and labels, int64 [batch]
 
-OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"fused": True}),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
-}
-PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
-
-GROUP = "process_group"
-
-HALVED = range(4, 2**20, 2)  # numbers of ranks that make two replicas of at least 2 ranks
+Dtype = torch.dtype | None  # to compute in; None: the parameters' own, fp32
+PRECISIONS: dict[str, Dtype] = {"fp32": None, "bf16": torch.bfloat16}
 
 # What peers are told to shard one by one: residual blocks and encoder blocks.
 BLOCKS: tuple[type[nn.Module], ...] = (BasicBlock, Bottleneck, EncoderBlock)
@@ -86,31 +78,20 @@ class Contender:
         return logits
 
 
-class Setup(NamedTuple):
-    """What all contenders have in common. ``dtype``: to compute in, if another than fp32."""
-
-    optimizer: str
-    lr: float
-    dtype: torch.dtype | None
-    device: torch.device
-
-    def optimizer_of(self, model: nn.Module, zero1: bool = False) -> Optimizer:
-        """Return the optimizer of a model that has its final parameters."""
-        kind, options = OPTIMIZERS[self.optimizer]
-        if zero1:
-            return ZeroRedundancyOptimizer(model.parameters(), kind, lr=self.lr, **options)
-        return kind(model.parameters(), lr=self.lr, **options)  # type: ignore[call-arg]
-
-
-def build(name: str, model: nn.Module, setup: Setup) -> Contender:
+def build(name: str, model: nn.Module, precision: str, device: torch.device) -> Contender:
     """Return contender ``name`` around ``model``. What the peer raises comes through."""
-    return _CONTENDERS[name][1](model, setup)
+    return _CONTENDERS[name][1](model, PRECISIONS[precision], device)
 
 
-def superfluous() -> set[str]:
-    """Return contenders that equal another one here, or that need more ranks. Collective."""
-    equal = {"shardtrain_process_group"} if default_is_process_group() else set()
-    return equal | (set() if comm.world_size() in HALVED else {"shardtrain_hybrid", "fsdp2_hybrid"})
+def adamw(model: nn.Module) -> Optimizer:
+    """Return the optimizer of a model that has its final parameters."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def to_run(asked: Sequence[str] | None) -> list[str]:
+    """Return the contenders asked for, else those that differ here. Collective."""
+    same = {"shardtrain_process_group"} if default_is_process_group() else set()
+    return list(asked or (name for name in TITLES if name not in same))
 
 
 def default_is_process_group() -> bool:
@@ -118,27 +99,16 @@ def default_is_process_group() -> bool:
     return isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
 
 
-def _mesh(device: torch.device, hybrid: bool) -> DeviceMesh:
-    """Return all ranks, or two replicas of half of them."""
-    world = dist.get_world_size()
-    if not hybrid:
-        return init_device_mesh(device.type, (world,))
-    if world not in HALVED:
-        raise ValueError(f"two replicas take an even number of ranks, at least 4, and there are {world}")
-    return init_device_mesh(device.type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+def _shardtrain(model: nn.Module, dtype: Dtype, device: torch.device, transport: str = "auto") -> Contender:
+    precision = shardtrain.Precision(dtype) if dtype is not None else None
+    shardtrain.shard(model, transport=transport, precision=precision)
+    return Contender(model, adamw(model), lambda: shardtrain.no_sync(model))
 
 
-def _shardtrain(model: nn.Module, setup: Setup, transport: str = "auto", hybrid: bool = False) -> Contender:
-    precision = shardtrain.Precision(setup.dtype) if setup.dtype is not None else None
-    mesh = _mesh(setup.device, hybrid) if hybrid else None
-    shardtrain.shard(model, transport=transport, precision=precision, mesh=mesh)
-    return Contender(model, setup.optimizer_of(model), lambda: shardtrain.no_sync(model))
-
-
-def _fsdp2(model: nn.Module, setup: Setup, reshard: bool = True, hybrid: bool = False) -> Contender:
+def _fsdp2(model: nn.Module, dtype: Dtype, device: torch.device, reshard: bool = True) -> Contender:
     options: dict[str, Any] = {
-        "mesh": _mesh(setup.device, hybrid),
-        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=setup.dtype),
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype),
         "reshard_after_forward": reshard,
     }
     for module in model.modules():
@@ -154,43 +124,43 @@ def _fsdp2(model: nn.Module, setup: Setup, reshard: bool = True, hybrid: bool = 
         finally:
             sharded.set_requires_gradient_sync(True)
 
-    return Contender(model, setup.optimizer_of(model), no_sync)
+    return Contender(model, adamw(model), no_sync)
 
 
-def _fsdp1(model: nn.Module, setup: Setup) -> Contender:
+def _fsdp1(model: nn.Module, dtype: Dtype, device: torch.device) -> Contender:
     wrapped = fsdp.FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy(BLOCKS),
-        mixed_precision=fsdp.MixedPrecision(param_dtype=setup.dtype),
+        mixed_precision=fsdp.MixedPrecision(param_dtype=dtype),
         use_orig_params=True,
-        device_id=setup.device,
+        device_id=device,
     )
-    return Contender(wrapped, setup.optimizer_of(wrapped), wrapped.no_sync)
+    return Contender(wrapped, adamw(wrapped), wrapped.no_sync)
 
 
-def _ddp(model: nn.Module, setup: Setup, zero1: bool = False) -> Contender:
+def _ddp(model: nn.Module, dtype: Dtype, device: torch.device) -> Contender:
     wrapped = DistributedDataParallel(
         model,
-        device_ids=[setup.device.index] if is_accelerator(setup.device) else None,
+        device_ids=[device.index] if is_accelerator(device) else None,
         broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
-    return Contender(wrapped, setup.optimizer_of(wrapped, zero1), wrapped.no_sync, setup.dtype)
+    return Contender(wrapped, adamw(wrapped), wrapped.no_sync, dtype)
 
 
-_CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Setup], Contender]]] = {
+_CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Dtype, torch.device], Contender]]] = {
     "shardtrain": ("shardtrain", _shardtrain),
-    "shardtrain_process_group": ("shardtrain, process group", partial(_shardtrain, transport=GROUP)),
+    "shardtrain_process_group": (
+        "shardtrain, process group",
+        partial(_shardtrain, transport="process_group"),
+    ),
     "fsdp2": ("FSDP2", _fsdp2),
     "fsdp2_no_reshard": ("FSDP2, no resharding", partial(_fsdp2, reshard=False)),
-    "shardtrain_hybrid": ("shardtrain, two replicas", partial(_shardtrain, hybrid=True)),
-    "fsdp2_hybrid": ("FSDP2, two replicas", partial(_fsdp2, hybrid=True)),
     "fsdp1": ("FSDP1", _fsdp1),
     "ddp": ("DDP", _ddp),
-    "zero1": ("DDP + ZeroRedundancyOptimizer", partial(_ddp, zero1=True)),
     "no_communication": (
         "no communication",
-        lambda model, setup: Contender(model, setup.optimizer_of(model), contextlib.nullcontext, setup.dtype),
+        lambda model, dtype, _: Contender(model, adamw(model), contextlib.nullcontext, dtype),
     ),
 }
 TITLES = {name: title for name, (title, _) in _CONTENDERS.items()}
@@ -198,6 +168,8 @@ TITLES = {name: title for name, (title, _) in _CONTENDERS.items()}
 
 CLASSES = 10
 POOL = 4  # steps with data of their own; then the data repeat
+PATCH = 4  # pixels
+VITS = {"vit": (6, 6, 384), "tiny": (2, 2, 32)}  # layers, heads and width
 
 
 @dataclass(frozen=True)
@@ -205,18 +177,29 @@ class Case:
     """A model with the size of its images and the number of images per rank and micro-batch."""
 
     name: str
-    model: Callable[[int], nn.Module]  # from the image size
     image_size: int
     batch_size: int
 
     @property
+    def architecture(self) -> str:
+        return self.name.removesuffix("_64")
+
+    @property
     def shape(self) -> str:
-        return f"{self.name.removesuffix('_64')}@{self.image_size}×{self.batch_size}"
+        return f"{self.architecture}@{self.image_size}×{self.batch_size}"
 
     def build_model(self, seed: int, device: torch.device) -> nn.Module:
         """Return the model with the same initial parameters at every call, on every rank."""
         torch.manual_seed(seed)
-        return self.model(self.image_size).to(device)
+        if self.name not in VITS:
+            model: nn.Module = torchvision.models.get_model(self.architecture, num_classes=CLASSES)
+        elif self.image_size % PATCH:
+            side = f"image_size={self.image_size}"
+            raise UserError(f"{side}: the ViT's patches of {PATCH} pixels do not divide it")
+        else:
+            *depth, width = VITS[self.name]
+            model = VisionTransformer(self.image_size, PATCH, *depth, width, 4 * width, num_classes=CLASSES)
+        return model.to(device)
 
     def build_data(self, accumulate: int, seed: int, rank: int, device: torch.device) -> list[list[Batch]]:
         """Return ``POOL`` steps of ``accumulate`` micro-batches, different on every rank."""
@@ -230,27 +213,15 @@ class Case:
         return [[batch() for _ in range(accumulate)] for _ in range(POOL)]
 
 
-def _resnet(name: str, image_size: int) -> nn.Module:
-    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=CLASSES)
-    return model
-
-
-def _vit(layers: int, width: int, heads: int, image_size: int) -> nn.Module:
-    if image_size % 4:
-        raise UserError(f"image_size={image_size}: the ViT's patches of 4 pixels do not divide it")
-    model: nn.Module = VisionTransformer(image_size, 4, layers, heads, width, 4 * width, num_classes=CLASSES)
-    return model
-
-
 CASES = {
     case.name: case
     for case in (
-        Case("resnet18", partial(_resnet, "resnet18"), 32, 32),
-        Case("resnet50", partial(_resnet, "resnet50"), 32, 32),
-        Case("resnet50_64", partial(_resnet, "resnet50"), 64, 16),
-        Case("vit", partial(_vit, 6, 384, 6), 32, 32),
-        Case("resnet152", partial(_resnet, "resnet152"), 32, 8),
-        Case("tiny", partial(_vit, 2, 32, 2), 8, 2),  # for trying the benchmark out
+        Case("resnet18", 32, 32),
+        Case("resnet50", 32, 32),
+        Case("resnet50_64", 64, 16),
+        Case("vit", 32, 32),
+        Case("resnet152", 32, 8),
+        Case("tiny", 8, 2),  # for trying the benchmark out
     )
 }
 SUITE = ("resnet18", "resnet50", "resnet50_64", "vit")

@@ -20,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardtrain
-from shardtrain.bench.contenders import OPTIMIZERS, TITLES
+from shardtrain.bench.contenders import TITLES, adamw
 from shardtrain.bench.interleave import Runner, Samples, Spread, interleave, ratios, spread
-from shardtrain.bench.report import Point, Program, Results, Row, median, of_points, quartiles
+from shardtrain.bench.report import Cells, Points, Program, Results, median, quartiles
 from shardtrain.comm import native
 from shardtrain.job.launch import close_process_group
 from shardtrain.layout import even
@@ -67,59 +67,38 @@ def wrapped(name: str, units: int) -> nn.Module:
     return model
 
 
-@dataclass
-class HostPoint(Point):
-    """One activity in one world."""
+def figures(samples: Mapping[str, Samples], units: int) -> dict[str, Any]:
+    """Return µs of each per unit, and our time over the peer's, round by round.
 
-    activity: str
-    world: int
-    units: int
+    The unwrapped model's time is taken away, in the second ratio that of the collectives, too.
+    """
 
-    def micros(self, name: str) -> Spread | None:
-        """Return the host time of ``name`` in µs per unit; for the collectives their whole time."""
-        values = self._without(name, () if name == COLLECTIVES else (BARE,))
-        return spread([seconds * 1e6 / self.units for seconds in values]) if values else None
-
-    def ratio(self, *leave_out: str) -> Spread | None:
-        """Return the ratio of our time to the peer's, round by round, both without that of ``leave_out``."""
-        return ratios(self._without(OURS, leave_out), self._without(PEER, leave_out))
-
-    def row(self) -> Row:
-        """Return µs of each per unit, and the ratio, with and without the collectives."""
-        ratio, without = self.ratio(BARE), None
-        micros = {name: self.micros(name) for name in self.samples if name != BARE}
-        cells = [("ranks", f"{self.world:,}")]
-        cells += [(TITLES[name], median(micros[name], 0)) for name in (OURS, PEER)]
-        cells += [("ratio", median(ratio, 3)), ("quartiles", quartiles(ratio))]
-        if COLLECTIVES in micros:
-            without = self.ratio(BARE, COLLECTIVES)
-            cells.append(("collectives alone", median(micros[COLLECTIVES], 0)))
-            cells.append(("ratio without", median(without, 3)))
-        facts = {
-            "activity": self.activity,
-            "world_size": self.world,
-            "units": self.units,
-            "micros_a_unit": micros,
-            "ratio": ratio,
-            "ratio_without_collectives": without,
-            "seconds": {name: samples.values for name, samples in self.samples.items()},
-        }
-        return Row(cells, {ACTIVITIES[self.activity]: ratio}, facts)
-
-    def _without(self, name: str, leave_out: Sequence[str]) -> list[float]:
-        rows = zip(*(self.samples[each].values for each in (name, *leave_out)), strict=False)
+    def without(name: str, *leave_out: str) -> list[float]:
+        rows = zip(*(samples[each].values for each in (name, *leave_out)), strict=False)
         return [own - sum(others) for own, *others in rows]
+
+    def ratio(*leave_out: str) -> Spread | None:
+        return ratios(without(OURS, *leave_out), without(PEER, *leave_out))
+
+    seconds = {name: without(name, BARE) for name in samples if name not in (BARE, COLLECTIVES)}
+    if COLLECTIVES in samples:
+        seconds[COLLECTIVES] = samples[COLLECTIVES].values
+    return {
+        "micros_a_unit": {name: spread([1e6 * s / units for s in own]) for name, own in seconds.items()},
+        "ratio": ratio(BARE),
+        "ratio_without_collectives": ratio(BARE, COLLECTIVES) if COLLECTIVES in samples else None,
+    }
 
 
 class HostBench(Program):
     def measure(self) -> None:
-        self.points: list[HostPoint] = []  # the activities of one world after the other
+        self.points = Points()  # the activities of one world after the other
         for world in self.settings.host.world_sizes:
             with simulated_group(world):
                 self._measure(world)
 
     def _measure(self, world: int) -> None:
-        units, (kind, options) = self.settings.host.units, OPTIMIZERS[self.settings.optimizer]
+        units = self.settings.host.units
         models: dict[str, nn.Module] = {}
         batch = torch.randn(2, WIDTH)
 
@@ -134,27 +113,36 @@ class HostBench(Program):
             optimizers[name].step()
 
         self._time(world, "wrap", {name: partial(wrap, name) for name in (OURS, PEER, BARE)})
-        optimizers = {name: kind(model.parameters(), **options) for name, model in models.items()}
+        optimizers = {name: adamw(model) for name, model in models.items()}
         steps: dict[str, Runner] = {name: partial(step, name) for name in models}
         self._time(world, "step", {**steps, COLLECTIVES: _collectives(world, units)})
         self._time(world, "update", {name: partial(update, name) for name in models})
 
     def _time(self, world: int, activity: str, runners: Mapping[str, Runner]) -> None:
-        settings, words, label = self.settings, ACTIVITIES[activity], f"{world:,} ranks"
-        samples, table = {name: Samples() for name in runners}, f"{words}, µs of host time per unit"
-        self.points.append(HostPoint(table, label, samples, activity, world, settings.host.units))
-        rounds, title, clock = (settings.warmup, settings.rounds), f"{words}, {label}", time.process_time
+        words, units = ACTIVITIES[activity], self.settings.host.units
+        samples = {name: Samples() for name in runners}
+        rounds, title = (self.settings.warmup, self.settings.rounds), f"{words}, {world:,} ranks"
         gc.collect()
         gc.disable()  # Python's collector runs when it likes, and one contender would pay for all
         try:
-            interleave(runners, samples, self.device, *rounds, title, lines=1, clock=clock)
+            interleave(runners, samples, self.device, *rounds, title, clock=time.process_time)
         finally:
             gc.enable()
+        found = figures(samples, units)
+        micros, ratio = found["micros_a_unit"], found["ratio"]
+        cells: Cells = [("ranks", f"{world:,}")]
+        cells += [(TITLES[name], median(micros[name], 0)) for name in (OURS, PEER)]
+        cells += [("ratio", median(ratio, 3)), ("quartiles", quartiles(ratio))]
+        if COLLECTIVES in micros:
+            cells.append(("collectives alone", median(micros[COLLECTIVES], 0)))
+            cells.append(("ratio without", median(found["ratio_without_collectives"], 3)))
+        seconds = {name: own.values for name, own in samples.items()}
+        facts = {"activity": activity, "world_size": world, "units": units, **found, "seconds": seconds}
+        self.points.add(f"{words}, µs of host time per unit", cells, facts, samples)
 
     def results(self) -> Results:
-        results = of_points(self.points, f"host time over {TITLES[PEER]}'s (less is better)")
-        note = f"{self.settings.host.units} units of {PARAMETERS} parameters; ranks are simulated"
-        return results._replace(lines=[*results.lines, note])
+        units = self.settings.host.units
+        return self.points.results(f"{units} units of {PARAMETERS} parameters; ranks are simulated")
 
 
 def _collectives(world: int, units: int) -> Runner:

@@ -12,13 +12,12 @@ Only contenders whose losses are right are compared.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import quantiles
-from typing import TypeVar
+from statistics import median, quantiles
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -31,8 +30,7 @@ from shardtrain.job.schema import UserError
 Runner = Callable[[int], torch.Tensor | None]
 Result = TypeVar("Result")
 
-WIDTH = 24  # characters of the progress bar
-MOST_ROUNDS = 20  # between two lines of progress
+PROGRESS_S = 2.0  # between two lines of progress
 
 
 @dataclass
@@ -51,17 +49,18 @@ def interleave(
     warmup: int,
     rounds: int,
     title: str = "",
-    lines: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Run each round's runners that have not failed, and add seconds and losses to ``samples``.
 
     Args:
         warmup: rounds before the ``rounds`` that are timed.
-        title: what is measured, if progress is to be shown; in about ``lines`` lines.
+        title: what is measured, if progress is to be shown.
         clock: returns seconds.
     """
-    for number in _shown(warmup + rounds, title, lines):
+    total = warmup + rounds
+    started = shown = time.perf_counter()
+    for number in range(total):
         order = deque(name for name in runners if samples[name].failure is None)
         order.rotate(-number)
         done = {name: _run(runners[name], number, samples[name], device, clock) for name in order}
@@ -70,6 +69,10 @@ def interleave(
                 seconds, loss = outcome
                 samples[name].losses.append(loss)
                 samples[name].values += [seconds] if number >= warmup else []
+        now, done_rounds = time.perf_counter(), number + 1
+        if title and comm.rank() == 0 and (now - shown > PROGRESS_S or done_rounds == total):
+            shown, left = now, (now - started) / done_rounds * (total - done_rounds)
+            print(f"{title}  round {done_rounds}/{total}  {left:.0f} s left", flush=True)
 
 
 def attempt(work: Callable[[], Result], samples: Samples, device: torch.device) -> Result | None:
@@ -85,13 +88,8 @@ def attempt(work: Callable[[], Result], samples: Samples, device: torch.device) 
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0][:300]
-    world = comm.world_size()
-    failed = torch.tensor(world - comm.rank() if reason else 0, device=device)
-    first = world - int(comm.all_reduce(failed, "max").item())
-    if first == world:
-        return result
-    samples.failure = comm.broadcast_text(reason, comm.plain_transport(), device, src=first)
-    return None
+    samples.failure = next(filter(None, comm.gather_texts(reason, comm.plain_transport(), device)), None)
+    return result if samples.failure is None else None
 
 
 def _run(
@@ -114,23 +112,6 @@ def _run(
     return comm.all_reduce(seconds, "max").item(), comm.all_reduce(loss).item() / comm.world_size()
 
 
-def _shown(rounds: int, title: str, lines: int) -> Iterator[int]:
-    """Yield the number of every round; show progress on rank 0, as a bar on a terminal, else as lines."""
-    every = max(1, min(rounds // lines, MOST_ROUNDS))
-    started = time.perf_counter()
-    for done in range(1, rounds + 1):
-        yield done - 1
-        if not title or comm.rank() > 0:
-            continue
-        left = (time.perf_counter() - started) / done * (rounds - done)
-        text = f"{title}  round {done}/{rounds}  {left:.0f} s left"
-        if sys.stdout.isatty():
-            bar = ("█" * (WIDTH * done // rounds)).ljust(WIDTH, "·")
-            print(f"\r\x1b[K{bar} {text}", end="\r\x1b[K" if done == rounds else "", flush=True)
-        elif done % every == 0 or done == rounds:
-            print(text, flush=True)
-
-
 # From values to verdicts: plain arithmetic, to be checked by hand.
 #
 # Rounding starts at 1e-7 and grows with every update: 5e-5 within 5 steps of a ResNet on 4 ranks, 3e-3 within
@@ -141,7 +122,7 @@ EARLY_STEPS, LATE = 5, 5e-2
 EARLY = {"fp32": 2e-4, "bf16": 2e-2}
 
 # Trusted in this order to have the right losses. An exempt contender trains alone, on each rank's own data.
-JUDGES = ("ddp", "zero1", "fsdp2", "fsdp1", "fsdp2_no_reshard")
+JUDGES = ("ddp", "fsdp2", "fsdp1", "fsdp2_no_reshard")
 EXEMPT = ("no_communication",)
 
 
@@ -155,18 +136,17 @@ class Spread:
     n: int
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Return the spread of at least one value."""
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0], 1)
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return the spread of ``values``; None if there are none."""
+    if len(values) < 2:
+        return Spread(values[0], values[0], values[0], 1) if values else None
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return Spread(middle, low, high, len(values))
 
 
 def ratios(values: Sequence[float], reference: Sequence[float]) -> Spread | None:
     """Return the spread of the ratios in rounds that both have finished; None if there is none."""
-    each = [own / other for own, other in zip(values, reference, strict=False)]
-    return spread(each) if each else None
+    return spread([own / other for own, other in zip(values, reference, strict=False)])
 
 
 def loss_difference(losses: Sequence[float], right: Sequence[float]) -> float:
@@ -181,14 +161,11 @@ def losses_agree(losses: Sequence[float], right: Sequence[float], precision: str
     return early <= EARLY[precision] and loss_difference(losses, right) <= LATE
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What is said of one contender. ``status``: ok, wrong (other losses than the judge's) or failed."""
 
     status: str
     reason: str | None = None
-    value: Spread | None = None
-    ratio: Spread | None = None  # to the reference
     loss_difference: float | None = None  # relative to the judge's losses
 
 
@@ -210,20 +187,33 @@ class Comparison:
         done = [name for name, samples in self.samples.items() if samples.failure is None]
         return next((name for name in JUDGES if name in done), None)
 
-    def verdicts(self) -> dict[str, Verdict]:
-        return {name: self._verdict(name) for name in self.samples}
+    def verdict(self, name: str) -> Verdict:
+        """Judge one contender by its losses."""
+        own, judge = self.samples[name], self.judge
+        if own.failure is not None or not own.values:
+            return Verdict("failed", own.failure or "interrupted before its first timed round")
+        right = [] if judge is None else self.samples[judge].losses
+        difference = loss_difference(own.losses, right)
+        if name not in EXEMPT and not losses_agree(own.losses, right, self.precision):
+            reason = f"losses differ from {judge}'s by up to {difference:.1e} of their value"
+            return Verdict("wrong", reason, difference)
+        return Verdict("ok", None, None if judge is None else difference)
 
-    def ranked(self) -> dict[str, Verdict]:
-        """Return the verdicts of those that are right, least first."""
-        verdicts = self.verdicts()
-        values = {name: v.ratio or v.value for name, v in verdicts.items()}
-        medians = {name: value.median for name, value in values.items() if value is not None}
-        return {name: verdicts[name] for name in sorted(medians, key=medians.__getitem__)}
+    def right(self) -> dict[str, list[float]]:
+        """Return the values of the contenders that are right."""
+        return {name: own.values for name, own in self.samples.items() if self.verdict(name).status == "ok"}
 
     def ratios_to(self, reference: str) -> dict[str, Spread]:
         """Return the ratios of those that are right, least first; none if the reference is not right."""
-        verdicts = Comparison(reference, self.precision, self.samples).ranked()
-        return {name: verdict.ratio for name, verdict in verdicts.items() if verdict.ratio is not None}
+        right = self.right()
+        found = {name: ratios(values, right.get(reference, [])) for name, values in right.items()}
+        known = {name: ratio for name, ratio in found.items() if ratio is not None}
+        return dict(sorted(known.items(), key=lambda item: item[1].median))
+
+    def ranked(self) -> list[str]:
+        """Return those that are right, least first."""
+        right = self.right()
+        return list(self.ratios_to(self.reference)) or sorted(right, key=lambda name: median(right[name]))
 
     def left_out(self) -> list[str]:
         """Return a line for each contender that is not ranked, and one for what could not be compared."""
@@ -232,20 +222,8 @@ class Comparison:
             lines.append(f"No ratios: {TITLES[self.reference]} has no right answers to compare with.")
         if ranked and self.judge is None:
             lines.append("Losses were not compared: no peer is among the contenders.")
-        for name, verdict in self.verdicts().items():
+        for name in self.samples:
+            verdict = self.verdict(name)
             if name not in ranked:
                 lines.append(f"{TITLES[name]}: {verdict.status}, not ranked: {verdict.reason}")
         return lines
-
-    def _verdict(self, name: str) -> Verdict:
-        own, base, judge = self.samples[name], self.samples.get(self.reference, Samples()), self.judge
-        if own.failure is not None or not own.values:
-            return Verdict("failed", own.failure or "interrupted before its first timed round")
-        right = [] if judge is None else self.samples[judge].losses
-        difference = loss_difference(own.losses, right)
-        if name not in EXEMPT and not losses_agree(own.losses, right, self.precision):
-            reason = f"losses differ from {judge}'s by up to {difference:.1e} of their value"
-            return Verdict("wrong", reason, loss_difference=difference)
-        known = name == self.reference or (base.values and self._verdict(self.reference).status == "ok")
-        ratio = ratios(own.values, base.values) if known else None
-        return Verdict("ok", None, spread(own.values), ratio, None if judge is None else difference)

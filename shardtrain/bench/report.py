@@ -1,12 +1,12 @@
-"""Where results go: the terminal, bench.json, bench.txt and bench.png. Rank 0 alone."""
+"""Where results go: the terminal, bench.json and bench.txt. Rank 0 alone."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.interleave import Samples, Spread
 from shardtrain.bench.settings import Settings
-from shardtrain.job import dist_env, pictures
+from shardtrain.job import dist_env
 from shardtrain.job.dist_env import RankInfo, on_rank_0
 from shardtrain.job.format import aligned
 from shardtrain.job.schema import writing
@@ -24,12 +24,10 @@ Cells = list[tuple[str, str]]  # of a row: the title of a column, and the text i
 
 
 class Results(NamedTuple):
-    """What a program has measured, in three forms."""
+    """What a program has measured."""
 
     lines: list[str]  # the tables
     facts: dict[str, Any]  # for bench.json, dataclasses included
-    label: str  # of the chart: what is divided by what
-    panels: Mapping[str, Mapping[str, Spread | None]]  # of the chart: title → contender or label → ratio
 
 
 class Program:
@@ -45,24 +43,28 @@ class Program:
         raise NotImplementedError
 
 
-class Row(NamedTuple):
-    """One row of a table with the bars that it adds to panels of the chart, and what bench.json says."""
+class Points:
+    """Tables that grow point by point: what has been measured at one setting, and what failed there."""
 
-    cells: Cells
-    bars: dict[str, Spread | None]
-    facts: dict[str, Any]
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Cells]] = {}
+        self._notes: dict[str, list[str]] = {}
+        self._facts: list[dict[str, Any]] = []
 
+    def add(self, title: str, cells: Cells, facts: dict[str, Any], samples: Mapping[str, Samples]) -> None:
+        """Add a row to the table ``title``; the first cell says what the setting is."""
+        self._rows.setdefault(title, []).append(cells)
+        self._facts.append(facts)
+        notes = self._notes.setdefault(title, [])
+        for name, own in samples.items():
+            if own.failure is not None:
+                notes.append(f"{cells[0][1]}, {TITLES.get(name, name)}: not timed: {own.failure}")
 
-@dataclass
-class Point:
-    """What has been measured at one setting: a row of a table."""
-
-    table: str
-    label: str
-    samples: dict[str, Samples]
-
-    def row(self) -> Row:
-        raise NotImplementedError
+    def results(self, last: str = "") -> Results:
+        """Return all that was added, and a last line."""
+        tables = [table(title, rows, self._notes[title]) for title, rows in self._rows.items()]
+        failures = [f"{title}, {note}" for title, notes in self._notes.items() for note in notes]
+        return Results([*chain.from_iterable(tables), last], {"points": self._facts, "failures": failures})
 
 
 class Report:
@@ -70,52 +72,30 @@ class Report:
 
     def __init__(self, settings: Settings, program: str, rank_info: RankInfo, device: torch.device) -> None:
         measured = ("memory-" if settings.memory else "") + ("suite" if settings.suite else settings.model)
-        self.hardware = dist_env.hardware(device, rank_info.world_size, rank_info.local_world_size)
-        self.versions = dist_env.versions()
-        self.facts = {"program": program, "settings": settings}
+        hardware = dist_env.hardware(device, rank_info.world_size, rank_info.local_world_size)
+        versions = dist_env.versions()
+        self.where = dist_env.in_words(hardware, versions)
+        self.facts = {"program": program, "settings": settings, "hardware": hardware, "versions": versions}
         started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         title = measured if program == "steps" else program
         default = f"{title}-{rank_info.world_size}ranks-{started}"
-        self.folder = Path(settings.out or Path("outputs") / "bench" / (settings.name or default))
+        self.folder = Path(settings.out or Path("outputs") / "bench" / default)
         on_rank_0(self._make_folder)
 
     def write(self, results: Results, interrupted: bool) -> None:
-        where = dist_env.in_words(self.hardware, self.versions)
         note = ["interrupted: what was measured until then"] if interrupted else []
-        text = "\n".join([where, *note, "", *results.lines]).rstrip()
-        where_and_when = {"interrupted": interrupted, "hardware": self.hardware, "versions": self.versions}
-        facts = {**self.facts, **where_and_when, **results.facts}
+        text = "\n".join([self.where, *note, "", *results.lines]).rstrip()
+        facts = {**self.facts, "interrupted": interrupted, **results.facts}
         encoded = json.dumps(facts, indent=2, default=asdict)
         (self.folder / "bench.json").write_text(encoded + "\n")
         (self.folder / "bench.txt").write_text(text + "\n")
-        missing = draw(self.folder / "bench.png", where, results)
-        print(f"\n{text}\n", *filter(None, [missing]), f"written to {self.folder}", sep="\n", flush=True)
+        print(f"\n{text}\n\nwritten to {self.folder}", flush=True)
 
     def _make_folder(self) -> None:
-        """Make the folder and write into it: it is better to fail now than after the measurement."""
+        """Make the folder and a file in it: it is better to fail now than after the measurement."""
         with writing("out", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):
-                pass
-
-
-def of_points(points: Sequence[Point], label: str) -> Results:
-    """Return a table for each group of points, with a row per point and notes on what failed."""
-    lines: list[str] = []
-    failures: list[str] = []
-    panels: dict[str, dict[str, Spread | None]] = {}
-    for title in dict.fromkeys(point.table for point in points):
-        group, notes = [point for point in points if point.table == title], []
-        for point in group:
-            for panel, ratio in point.row().bars.items():
-                panels.setdefault(panel, {})[point.label] = ratio
-            for name, samples in point.samples.items():
-                if samples.failure is not None:
-                    notes.append(f"{point.label}, {TITLES.get(name, name)}: not timed: {samples.failure}")
-        lines += table(title, [point.row().cells for point in group], notes)
-        failures += [f"{title}, {note}" for note in notes]
-    facts = {"points": [point.row().facts for point in points], "failures": failures}
-    return Results(lines, facts, label, panels)
+            (self.folder / "bench.json").touch()
 
 
 def table(title: str, rows: Sequence[Cells], notes: Sequence[str] = ()) -> list[str]:
@@ -132,40 +112,3 @@ def median(spread: Spread | None, digits: int = 2, scale: float = 1.0) -> str:
 
 def quartiles(spread: Spread | None) -> str:
     return "-" if spread is None else f"{spread.low:.2f}–{spread.high:.2f}"
-
-
-def draw(path: Path, title: str, results: Results) -> str | None:
-    """Draw a panel below the other, with a bar for each ratio; return why there is no picture, if so."""
-    known = {name: {bar: r for bar, r in ratios.items() if r} for name, ratios in results.panels.items()}
-    panels = {name: ratios for name, ratios in known.items() if ratios}
-    if not panels:
-        return "no picture: there is nothing to compare"
-    heights = [0.6 + 0.32 * len(ratios) for ratios in panels.values()]
-
-    def onto(figure: Any) -> None:
-        grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
-        for axes, (name, ratios) in zip(grid[:, 0], panels.items(), strict=True):
-            _panel(axes, name, ratios)
-        grid[-1, 0].set_xlabel(results.label)
-        figure.suptitle(title, fontsize=9)
-
-    picture = pictures.plot(onto, (8, 1.2 + sum(heights)), dpi=150)
-    if isinstance(picture, str):
-        return picture
-    pictures.save(path, picture)
-    return None
-
-
-def _panel(axes: Any, title: str, ratios: Mapping[str, Spread]) -> None:
-    """Draw bars with quartiles as whiskers."""
-    names = [TITLES.get(name, name) for name in ratios]
-    medians = [ratio.median for ratio in ratios.values()]
-    whiskers = [[r.median - r.low for r in ratios.values()], [r.high - r.median for r in ratios.values()]]
-    colors = ["tab:orange" if name.startswith("shardtrain") else "tab:blue" for name in names]
-    drawn = axes.barh(names, medians, xerr=whiskers, color=colors, ecolor="0.3", capsize=2)
-    axes.bar_label(drawn, labels=[f"{value:.2f}" for value in medians], padding=6, fontsize=8)
-    axes.axvline(1.0, color="0.5", linewidth=0.8, linestyle=":")
-    axes.margins(x=0.15)
-    axes.invert_yaxis()  # the first at the top
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.tick_params(labelsize=8)

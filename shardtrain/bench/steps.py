@@ -9,7 +9,7 @@ from typing import Any
 from shardtrain import comm
 from shardtrain.bench import contenders
 from shardtrain.bench.contenders import POOL, SUITE, TITLES, Case, Contender
-from shardtrain.bench.interleave import EXEMPT, Comparison, Runner, Samples, attempt, interleave
+from shardtrain.bench.interleave import EXEMPT, Comparison, Runner, Samples, attempt, interleave, spread
 from shardtrain.bench.report import Program, Results, median, quartiles, table
 from shardtrain.job.format import counted
 
@@ -25,7 +25,7 @@ class StepBench(Program):
     def _measure(self, case: Case) -> None:
         gc.collect()  # wrappers refer to one another: the case before is freed only now
         settings, device = self.settings, self.device
-        samples = {name: Samples() for name in settings.to_run()}
+        samples = {name: Samples() for name in contenders.to_run(settings.contenders)}
         self.comparisons[case] = Comparison(settings.reference, settings.precision, samples)
         data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
         runners: dict[str, Runner] = {}
@@ -33,7 +33,7 @@ class StepBench(Program):
 
             def build(name: str = name) -> Contender:
                 model = case.build_model(settings.seed, device)
-                return contenders.build(name, model, settings.setup(device))
+                return contenders.build(name, model, settings.precision, device)
 
             contender = attempt(build, samples[name], device)
             if contender is not None:
@@ -51,8 +51,7 @@ class StepBench(Program):
         if self.settings.suite:
             means = facts["geometric_means"] = suite_means(list(found.values()))
             lines += _suite_table(means, len(found))
-        panels = {case.shape: comparison.ratios_to(reference) for case, comparison in found.items()}
-        return Results(lines, facts, f"time of a step over {TITLES[reference]}'s (less is better)", panels)
+        return Results(lines, facts)
 
 
 def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
@@ -71,16 +70,17 @@ def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
 
 def step_table(case: Case, comparison: Comparison) -> list[str]:
     """Return a line per contender, best first: time per step, ratio to the reference, loss difference."""
-    rows = []
-    for name, verdict in comparison.ranked().items():
-        difference = f"{'differ by' if name in EXEMPT else 'equal to'} {verdict.loss_difference or 0:.0e}"
+    rows, ratios = [], comparison.ratios_to(comparison.reference)
+    for name in comparison.ranked():
+        difference, ratio = comparison.verdict(name).loss_difference, ratios.get(name)
+        losses = f"{'differ by' if name in EXEMPT else 'equal to'} {difference or 0:.0e}"
         rows.append(
             [
                 ("", TITLES[name]),
-                ("ms per step", median(verdict.value, 1, 1e3)),
-                (f"of {TITLES[comparison.reference]}", median(verdict.ratio)),
-                ("quartiles", quartiles(verdict.ratio)),
-                ("losses", "not compared" if verdict.loss_difference is None else difference),
+                ("ms per step", median(spread(comparison.samples[name].values), 1, 1e3)),
+                (f"of {TITLES[comparison.reference]}", median(ratio)),
+                ("quartiles", quartiles(ratio)),
+                ("losses", "not compared" if difference is None else losses),
             ]
         )
     precision = "" if comparison.precision == "fp32" else f" in {comparison.precision}"
@@ -91,15 +91,16 @@ def step_table(case: Case, comparison: Comparison) -> list[str]:
 def _suite_table(means: dict[str, dict[str, float]], cases: int) -> list[str]:
     rows = []
     for name in TITLES:
-        cells = [
-            (f"of {TITLES[to]}", f"{row[name]:.2f}" if name in row else "-") for to, row in means.items()
-        ]
-        if any(cell != "-" for _, cell in cells):
+        if any(name in row for row in means.values()):
+            cells = [
+                (f"of {TITLES[to]}", f"{row[name]:.2f}" if name in row else "-") for to, row in means.items()
+            ]
             rows.append([("", TITLES[name]), *cells])
     return table(f"geometric means over {cases} cases", rows)
 
 
 def _facts(case: Case, comparison: Comparison) -> dict[str, Any]:
+    ratios, right = comparison.ratios_to(comparison.reference), comparison.right()
     return {
         "image_size": case.image_size,
         "batch_size_per_rank": case.batch_size,
@@ -107,14 +108,12 @@ def _facts(case: Case, comparison: Comparison) -> dict[str, Any]:
         "judge": comparison.judge,
         "contenders": {
             name: {
-                "status": verdict.status,
-                "reason": verdict.reason,
-                "step_seconds": verdict.value,
-                "ratio": verdict.ratio,
-                "loss_difference": verdict.loss_difference,
-                "losses": comparison.samples[name].losses,
-                "seconds": comparison.samples[name].values,
+                **comparison.verdict(name)._asdict(),
+                "step_seconds": spread(right[name]) if name in right else None,
+                "ratio": ratios.get(name),
+                "losses": samples.losses,
+                "seconds": samples.values,
             }
-            for name, verdict in comparison.verdicts().items()
+            for name, samples in comparison.samples.items()
         },
     }
