@@ -39,7 +39,6 @@ PLAIN: dict[str, Any] = {
     "repeats": 1,
     "limit": None,
     "workers": 0,
-    "read": "each",
 }
 DIGITS = Digits(name="digits", image_size=8, **PLAIN)
 
@@ -298,7 +297,7 @@ def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None
     )
     assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
     if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
-        assert [images.shape[-1] for images, _ in feed.reader] == [6, 7, 7, 8, 8]
+        assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]
         assert found.val[[0]][0].shape[-1] == 9
     prepare = data.Prepare(found, config.side_in_eval, CPU)
     held_out = data.EvalFeed(found, Share(2, 1, 0, 1), prepare, batch_size=2, workers=0)

@@ -7,20 +7,17 @@ import logging
 import tarfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from PIL import Image
 
-from shardtrain import comm
 from shardtrain.job import data
-from shardtrain.job.config import Grow, HuggingFace, ImageFolder, WebDataset
-from shardtrain.job.data.photos import MOST_IN_A_ROW, Files, Pictures
+from shardtrain.job.config import HuggingFace, ImageFolder, WebDataset
+from shardtrain.job.data.photos import MOST_IN_A_ROW, Pictures
 from shardtrain.job.schema import UserError
 
 from test_data import PLAIN as EVERY
-from test_hosts import hosts
 
 CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {
@@ -65,52 +62,6 @@ def write_tar(path: Path, members: dict[str, bytes]) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-
-
-def read_by(of_ranks: list[int], root: str) -> tuple[bool, set[str], int]:
-    """Whether one reader a host gives this rank what it reads itself; files it opens; its host's ranks."""
-    config = folder(Path(root), grow=Grow(from_=5, epochs=1, multiple=1))
-    rank, world = comm.rank(), comm.world_size()
-    share = data.Share(2 * world, 2, rank, world)
-    opened: set[str] = set()
-
-    def batches(scatter: comm.HostScatter | None) -> list[data.Batch]:
-        found = data.load(config)
-        prepare, side = data.Prepare(found, 8, CPU), config.side_in
-        options: dict[str, Any] = {"augment": None, "seed": 0, "workers": 0, "first_step": 0, "last_step": 3}
-        train = data.TrainFeed(found, share, prepare, **options, side=side, scatter=scatter)
-        val = data.EvalFeed(found, share, prepare, batch_size=3, workers=0, scatter=scatter)
-        return [*train, *val]
-
-    alone = batches(None)
-    with hosts(of_ranks):
-        scatter = comm.host_scatter()
-    assert scatter is not None
-    read = Files.__getitem__
-    with patch.object(
-        Files, "__getitem__", lambda self, index: opened.add(self.name(index)) or read(self, index)
-    ):
-        handed = batches(scatter)
-    same = [
-        torch.equal(a.images, b.images) and torch.equal(a.labels, b.labels) and a.valid == b.valid
-        for a, b in zip(alone, handed, strict=True)
-    ]
-    assert {batch.images.shape[-1] for batch in handed} == {5, 8}
-    return all(same), opened, len(scatter.members)
-
-
-@pytest.mark.parametrize("of_ranks", [[0, 0], [0, 1, 0, 0]])
-def test_one_reader_a_host_gives_the_same_batches(on_ranks: Any, tmp_path: Path, of_ranks: list[int]) -> None:
-    write_folders(tmp_path, 26)
-    results = on_ranks(len(of_ranks), read_by, of_ranks, str(tmp_path))
-    assert all(same for same, _, _ in results)
-    reads = [bool(opened) for _, opened, _ in results]
-    assert reads == [rank == of_ranks.index(host) for rank, host in enumerate(of_ranks)]
-    assert [members for *_, members in results] == [of_ranks.count(host) for host in of_ranks]
-
-
-def test_a_single_rank_has_nobody_to_read_for() -> None:
-    assert comm.host_scatter() is None
 
 
 def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:

@@ -87,12 +87,6 @@ def test_ranks_train_one_model_and_rank_0_reports(tmp_path: Path) -> None:
     assert result["comm/reduce_scatter_mib_per_step"] == pytest.approx(whole * (world - 1) / world, rel=0.01)
 
 
-@each_rank(2, transport="auto")
-def test_one_reader_for_all_ranks_of_a_host(tmp_path: Path) -> None:
-    each, one = (run(tmp_path / how, f"data.read={how}") for how in ("each", "one_per_host"))
-    assert [each[tag] for tag in TAGS] == [one[tag] for tag in TAGS]
-
-
 def test_accumulation_gives_the_same_first_loss(tmp_path: Path) -> None:
     model = "model=vit_cifar model.layers=1 model.width=24 model.heads=2 model.mlp_width=16"  # no BatchNorm
     given = f"{model} augment=none train.batch_size=4".split()

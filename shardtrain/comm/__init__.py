@@ -14,7 +14,7 @@ Read in this order; imports point upwards:
 - ``quantised``, ``offload``: around another transport: int8, and shards in host memory
 - ``simulated``: without other ranks
 - ``opening``: which of these it is to be
-- ``texts``: for the code around the engine: texts, and tensors handed out on each host
+- ``texts``: for the code around the engine: texts between ranks
 - ``agreement``, ``public``: collectives for everybody, under torch's names
 
 The functions below serve the code around the engine. They work on the default process group, and without
@@ -50,7 +50,7 @@ from shardtrain.comm.meter import Meter, Wait, count, meter
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST
 from shardtrain.comm.native import set_time_out
 from shardtrain.comm.offload import Offloaded
-from shardtrain.comm.opening import TRANSPORTS, host_key, open_replicated, open_transport
+from shardtrain.comm.opening import TRANSPORTS, open_replicated, open_transport
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.public import (
     all_gather_into_tensor,
@@ -62,7 +62,7 @@ from shardtrain.comm.public import (
 from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
-from shardtrain.comm.texts import HostScatter, broadcast_text, gather_texts, require_same
+from shardtrain.comm.texts import broadcast_text, gather_texts, require_same
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 
 Op = str | ReduceOp.RedOpType
@@ -131,13 +131,6 @@ def plain_transport(group: Group | None = None) -> Ranks:
     """Return movements over ``group`` (default: the world), for use outside the engine: without a guard."""
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     return Alone() if group is None or group.size() == 1 else ProcessGroupTransport(group)
-
-
-def host_scatter() -> HostScatter | None:
-    """Return what hands out tensors between the ranks of each host; None for a single rank. Collective."""
-    if world_size() == 1:
-        return None
-    return HostScatter(gather_texts(host_key(), plain_transport(), control_device()))
 
 
 def control_device(group: Group | None = None) -> torch.device:

@@ -1,4 +1,4 @@
-"""Texts between ranks, as bytes in small collectives and never as pickles; and tensors within a host."""
+"""Texts between ranks, as bytes in small collectives and never as pickles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.comm.transport import Ranks
@@ -70,42 +69,3 @@ def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.de
         theirs, wanted = next(((a, b) for a, b in pairs if a != b), ("", ""))
         odd += [f"rank {rank} has {theirs} where rank 0 has {wanted}"] if theirs != wanted else []
     raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
-
-
-_HEADER = 8  # int64: the number of dimensions, then the dimensions
-
-
-class HostScatter:
-    """Hands tensors from the first rank of this host, ``members[0]``, to the others. Creation is collective.
-
-    A host of ranks 4 and 5: rank 4 has the pieces [a, b]; a stays with it, b goes to rank 5. The pieces are
-    CPU tensors in any case, and move over gloo, on a group that nothing else uses.
-    """
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        """``keys``: one for each rank, equal for ranks of one host."""
-        hosts = [[rank for rank, key in enumerate(keys) if key == host] for host in dict.fromkeys(keys)]
-        groups = [dist.new_group(ranks, backend="gloo") for ranks in hosts]
-        self.rank = dist.get_rank()
-        self.members, group = next(pair for pair in zip(hosts, groups, strict=True) if self.rank in pair[0])
-        assert isinstance(group, dist.ProcessGroup)  # for members; others are given a number
-        self._group = group
-
-    @property
-    def hands_out(self) -> bool:
-        return self.rank == self.members[0]
-
-    def __call__(self, pieces: Sequence[Tensor] | None, dtype: torch.dtype) -> Tensor:
-        """Return this rank's of ``pieces``, which have one shape and are given where ``hands_out``."""
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        if pieces is not None:
-            shape = pieces[0].shape
-            header[: len(shape) + 1] = torch.tensor([len(shape), *shape])
-        header = self._scatter(header, None if pieces is None else [header.clone() for _ in pieces])
-        count, *sizes = header.tolist()
-        return self._scatter(torch.empty(sizes[:count], dtype=dtype), pieces)
-
-    def _scatter(self, mine: Tensor, pieces: Sequence[Tensor] | None) -> Tensor:
-        contiguous = None if pieces is None else [piece.contiguous() for piece in pieces]
-        dist.scatter(mine, contiguous, src=self.members[0], group=self._group)
-        return mine

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardtrain import comm
 from shardtrain.job import data, model
 from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.mixing import Mix
@@ -159,7 +158,6 @@ def _feeds(
     if config.augment.get("_target_") is not None:
         augment = model.build(config.augment, "augment")
     workers = config.data.workers
-    scatter = comm.host_scatter() if config.data.read == "one_per_host" else None
     mix, mixup, cutmix = None, config.train.mixup, config.train.cutmix
     if mixup or cutmix:
         classes = config.model.get("num_classes", images.classes)
@@ -176,10 +174,9 @@ def _feeds(
         last_step=steps.stop,
         repeats=config.data.repeats,
         side=config.data.side_in,
-        scatter=scatter,
     )
     prepare = data.Prepare(images, config.data.side_in_eval, device)
-    val = data.EvalFeed(images, share, prepare, workers=workers, scatter=scatter)
+    val = data.EvalFeed(images, share, prepare, workers=workers)
     return train, val
 
 

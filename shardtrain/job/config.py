@@ -92,7 +92,6 @@ class Images:
     grow: Grow | None
     repeats: int = at_least(1)
     limit: int | None = at_least(1)
-    read: str = one_of("each", "one_per_host")
     workers: int = at_least(0)
 
     def __post_init__(self) -> None:

@@ -1,17 +1,11 @@
 """From indices to float32 batches on the device.
 
 Images travel as uint8. Resizing, normalisation and augmentation are done on the device, a batch at a time.
-
-`data.read` says who reads images from storage. With `each`, every rank reads its own, which spreads the work
-of decoding. Where storage is slow to open files, or is one machine's for all (NFS), `one_per_host` opens as
-many streams as there are hosts: one rank's workers decode for all ranks of its host (give it that many more
-`data.workers`), and each batch is copied once more, inside the host. The batches are the same, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardtrain.comm import HostScatter
 from shardtrain.device import is_accelerator
 from shardtrain.job.data.batches import Batches, DataSet
 from shardtrain.job.data.mixing import Draws, Mix
@@ -86,8 +79,7 @@ class TrainFeed:
 
     `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]; it may have a method
     `image` as well, which changes one image, in the loader's workers. `side`: from an epoch to its images'
-    pixels per side; None: always as `prepare` says. `repeats`: see `epoch_order`. `scatter`: how one rank of
-    each host hands out what it reads; None: every rank reads.
+    pixels per side; None: always as `prepare` says. `repeats`: see `epoch_order`.
     """
 
     def __init__(
@@ -104,24 +96,17 @@ class TrainFeed:
         last_step: int,
         repeats: int = 1,
         side: Callable[[int], int] | None = None,
-        scatter: HostScatter | None = None,
     ) -> None:
         self.share, self.prepare, self.augment, self.mix, self.seed = share, prepare, augment, mix, seed
         side = side or (lambda epoch: prepare.side)
-        samplers = [
-            TrainSampler(
-                len(data.train), share._replace(rank=rank), seed, first_step, last_step, repeats, side
-            )
-            for rank in range(share.world_size)
-        ]
-        self.sampler = samplers[share.rank]
+        self.sampler = TrainSampler(len(data.train), share, seed, first_step, last_step, repeats, side)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
-        self.reader = Reader(images, samplers, scatter, share.rank, workers, prepare.device, seed)
+        self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         share, sampler, device = self.share, self.sampler, self.prepare.device
         uniform, mixing = torch.empty(0), None
-        for index, (pixels, labels) in enumerate(self.reader):
+        for index, (pixels, labels) in enumerate(self.loader):
             done, micro = divmod(index, share.accumulate)
             step = sampler.steps[done]
             if micro == 0:
@@ -148,65 +133,29 @@ class EvalFeed:
         *,
         workers: int,
         batch_size: int = EVAL_BATCH,
-        scatter: HostScatter | None = None,
     ) -> None:
         self.images, self.prepare = data.val, prepare
-        ranks = range(share.world_size)
-        samplers = [EvalSampler(len(data.val), batch_size, rank, len(ranks)) for rank in ranks]
-        self.sampler = samplers[share.rank]
-        self.reader = Reader(data.val, samplers, scatter, share.rank, workers, prepare.device, seed=0)
+        self.sampler = EvalSampler(len(data.val), batch_size, share.rank, share.world_size)
+        self.loader = _loader(data.val, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:
-        for index, (images, labels) in enumerate(self.reader):
+        for index, (images, labels) in enumerate(self.loader):
             labels = labels.to(self.prepare.device, non_blocking=True)
             yield Batch(self.prepare(images), labels, self.sampler.valid(index))
 
 
-class InTurn:
-    """The first entry of each list, then the second of each, …; all are of one length."""
+def _loader(
+    batches: Any, sampler: Any, rank: int, workers: int, device: torch.device, seed: int
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return what loads uint8 images and labels as ``sampler`` asks.
 
-    def __init__(self, lists: Sequence[Any]) -> None:
-        self.lists = lists
-
-    def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(zip(*self.lists, strict=True))
-
-
-class Reader:
-    """Loads uint8 images and labels as this rank's sampler asks; ``samplers`` has an entry for every rank.
-
-    The loader's samples are whole index lists, so that a data set sees a batch at once. With ``scatter`` the
-    first rank of each host loads for all ranks of the host, and hands out the batches.
+    The loader's samples are whole index lists, so that a data set sees a batch at once.
     """
-
-    def __init__(
-        self,
-        batches: Any,
-        samplers: Sequence[Any],
-        scatter: HostScatter | None,
-        rank: int,
-        workers: int,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self.count, self.scatter = len(samplers[rank]), scatter
-        self.members = [rank] if scatter is None else scatter.members if scatter.hands_out else []
-        self.loader = DataLoader(
-            batches,
-            sampler=InTurn([samplers[member] for member in self.members]),
-            batch_size=None,
-            num_workers=workers if self.members else 0,
-            pin_memory=is_accelerator(device),
-            generator=generator("workers", seed, rank),
-        )
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        loaded = iter(self.loader)
-        if self.scatter is None:
-            yield from loaded
-            return
-        for _ in range(self.count):
-            images, labels = (
-                zip(*islice(loaded, len(self.members)), strict=True) if self.members else (None,) * 2
-            )
-            yield self.scatter(images, torch.uint8), self.scatter(labels, torch.int64)
+    return DataLoader(
+        batches,
+        sampler=sampler,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=is_accelerator(device),
+        generator=generator("workers", seed, rank),
+    )
