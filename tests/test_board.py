@@ -20,7 +20,7 @@ from shardtrain.job import pictures
 from shardtrain.job.build import build
 from shardtrain.job.data import Batch, Prepare
 from shardtrain.job.data.batches import Arrays, DataSet
-from shardtrain.job.evaluate import Evaluation, Mistake, Scores
+from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.monitor.summary_figure import SummaryFigure
@@ -35,7 +35,7 @@ TAGS = {  # of the public interface; perf/mfu is known on some GPUs alone
     *("memory/grads_mib", "memory/optimizer_mib", "memory/gathered_peak_mib", "memory/peak_mib"),
 }
 SUMMARY = ["at_a_glance/1_is_it_learning", "at_a_glance/2_is_it_fast", "at_a_glance/3_does_it_fit"]
-EVALUATED = ["val/confusion", "val/worst_mistakes"]
+EVALUATED = ["val/confusion"]
 FACTS = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 
@@ -141,7 +141,7 @@ def test_mixed_images_are_captioned_with_the_larger_class(tmp_path: Path) -> Non
 
 
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
-    config = configure(*TINY, "data.grow={from:4,epochs:3}")
+    config = configure(*TINY)
     first = TensorBoard(tmp_path, config, FACTS)
     for step in (1, 2, 3):
         first.log(step, {"train/loss": float(step)})
@@ -153,16 +153,13 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "    from: 4" in text  # the key, not the field's name
+    assert "  image_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     resumed, _, _ = summary_of(tmp_path, first_step=2)
     assert resumed.curves["train/loss"] == {1: 1.0, 2: 2.0}
 
 
 def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:
-    evaluation = Evaluation(
-        Scores(1.0, 80.0, 100.0), torch.eye(5, dtype=torch.int64), (Mistake(3, 1, 2, 4.0),)
-    )
+    evaluation = Evaluation(Scores(1.0, 80.0, 100.0), torch.eye(5, dtype=torch.int64))
     summary, monitor, seen = summary_of(tmp_path)
     monitor.evaluated(5, evaluation)
     assert seen == []

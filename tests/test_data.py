@@ -19,7 +19,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
-from shardtrain.job.config import Cifar, Digits, Fake, Grow, ImageFolder
+from shardtrain.job.config import Cifar, Digits, Fake, ImageFolder
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.data.sampler import (
     EvalSampler,
@@ -35,7 +35,7 @@ from shardtrain.job.schema import UserError
 CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {
     "eval_size": None,
-    "grow": None,
+    "grow": (),
     "repeats": 1,
     "limit": None,
     "workers": 0,
@@ -49,7 +49,7 @@ def fake(images: int, held_out: int, classes: int, channels: int, side: int) -> 
 
 
 def folders(root: Path | str, **options: Any) -> ImageFolder:
-    sizes = {"image_size": 12, "resize": 16, "crop_area": 0.5, "corrupt": "fatal"}
+    sizes = {"image_size": 12, "resize": 16, "crop_area": 0.5}
     return ImageFolder(**{**PLAIN, **sizes, "name": "imagefolder", "root": str(root), **options})
 
 
@@ -134,8 +134,6 @@ def test_images_in_folders(tmp_path: Path) -> None:
 
 
 def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no folder .*train; expected train/<class>/<image>"):
-        data.load(folders(tmp_path / "none"))
     differing = _folders(tmp_path / "differing", {"train": ["cat", "dog"], "val": ["cat", "cow"]})
     with pytest.raises(UserError, match="train and val differ in the classes cow, dog"):
         data.load(differing)
@@ -247,33 +245,9 @@ def _one_image(root: Path) -> Path:
     return root / "train/only/a.png"
 
 
-def test_training_images_grow() -> None:
-    def sides(grow: Grow | None, full: int, epochs: int) -> list[int]:
-        config = replace(DIGITS, grow=grow, image_size=full)
-        return [config.side_in(epoch) for epoch in range(epochs)]
-
-    grow = Grow(from_=128, epochs=6, after=2)
-    assert sides(grow, 224, 8) == [128, 128, 128, 160, 192, 192, 224, 224]
-    assert sides(Grow(from_=6, epochs=2, multiple=1), 8, 3) == [6, 7, 8]
-    assert sides(Grow(from_=150, epochs=2), 170, 3) == [150, 160, 170]
-    assert sides(None, 8, 1) == [8]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((9, 2), "data.grow.from=9: expected at most data.image_size=8"),
-        ((4, 2, 2), "data.grow.epochs=2: expected more than data.grow.after=2"),
-    ],
-)
-def test_growth_that_is_none_is_refused(options: tuple[int, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        replace(DIGITS, grow=Grow(*options))
-
-
 @pytest.mark.parametrize("kind", ["digits", "folders"])
 def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None:
-    grow = Grow(from_=6, epochs=2, multiple=1)
+    grow = (6, 7)
     if kind == "digits":
         config: Digits | ImageFolder = replace(DIGITS, grow=grow, eval_size=9, limit=4)
     else:

@@ -1,10 +1,9 @@
-"""Recipes of one's own, the table of recipes, and completion."""
+"""Recipes of one's own, and the table of recipes."""
 
 from __future__ import annotations
 
 import io
 import re
-import subprocess
 import textwrap
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -82,35 +81,3 @@ def test_help_lists_the_recipes(own: Path) -> None:
     (own / "recipe/mine.yaml").write_text("# @package _global_\nreference: {accuracy: 76.13}\n")
     said = printed("--help", "--config-dir", str(own))
     assert re.search(r"^  mine +76\.13 %$", said, re.MULTILINE)
-
-
-def test_bash_completes_commands(tmp_path: Path) -> None:
-    """With a Python that says what it is asked."""
-    script = printed("-sc", "install=bash")
-    assert compose(["-sc", "install=bash"], speak=False) is None
-    asked = tmp_path / "python"
-    asked.write_text(
-        '#!/bin/sh\necho "$COMP_LINE" "$@" > "$0.asked"; echo "train.epochs= train.eval_every= seed="\n'
-    )
-    asked.chmod(0o755)
-    line = "torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet train.e"
-    words = f'COMP_LINE="{line}"; COMP_WORDS=($COMP_LINE); COMP_CWORD=6'
-    use = f'{words}; _shardtrain torchrun; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(
-        ["bash", "-c", f'PATH="{tmp_path}:$PATH"\n{script}\n{use}'],
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    assert (done.stdout, done.stderr) == ("train.epochs= train.eval_every=\n", "")
-    query = (tmp_path / "python.asked").read_text()
-    assert query == "shardtrain recipe=resnet train.e -m shardtrain.train -sc query=bash\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "choices"),
-    [("recipe=resnet train.e", "train.epochs= train.eval_every="), ("+recipe=re", "+recipe=resnet")],
-)
-def test_hydra_says_what_may_follow(monkeypatch: pytest.MonkeyPatch, line: str, choices: str) -> None:
-    monkeypatch.setenv("COMP_LINE", f"shardtrain {line}")
-    assert set(choices.split()) <= set(printed("-sc", "query=bash").split())

@@ -235,7 +235,7 @@ def test_the_peak_is_that_of_the_run(tmp_path: Path) -> None:
 def test_utilisation_counts_the_pixels_shown_and_the_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, job = opened(tmp_path, "data.grow={from:4,epochs:1,multiple:4}")
+    _, _, job = opened(tmp_path, "data.grow=[4]")
     assert job.forward_flops[4] < job.forward_flops[8]
     metrics = StepMetrics(job)
     metrics.peak = 1e9

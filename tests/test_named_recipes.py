@@ -74,7 +74,7 @@ CARDS = {
     "resnet50_imagenet_16ep": (
         73.8,
         f"{STOCK} data.image_size=192 data.eval_size=256 data.resize=293 "
-        "data.grow={from:160,epochs:13,after:11,multiple:32} train.epochs=16 train.batch_size=4096 "
+        f"data.grow=[{','.join(['160'] * 12)}] train.epochs=16 train.batch_size=4096 "
         "train.label_smoothing=0.1 train.channels_last=true train.eval_flip=true optim.lr=1.7 "
         "optim.weight_decay=1e-4 optim.decay_all=false sched.name=linear sched.warmup_epochs=2 "
         "sched.final_lr=0 augment.policy=none",
@@ -143,7 +143,7 @@ def tiny_run(folder: str, name: str, photos: str) -> dict[str, Any]:
     sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
     source = (f"data.root={photos}",) if "imagenet" in name else ()
     if "16ep" in name:
-        source += ("data.grow={from: 16, after: 0, epochs: 1, multiple: 1}",)
+        source += ("data.grow=[16]",)
     if "cifar" in name:  # whose augmentation goes with the data set
         source = (f"augment={composed(f'+recipe={name}').data.name}",)
     config = composed(f"+recipe={name}", *sizes, *TINY, *source)

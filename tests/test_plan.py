@@ -194,7 +194,7 @@ def test_the_largest_batch_is_found_in_few_questions(memory: int, images: int) -
 def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     arguments = [*TINY, "world_size=4", "bandwidth=10", "flops=2", "memory=0.03"]
-    arguments.append("data.grow={from:16,epochs:2}")
+    arguments.append("data.grow=[16,24]")
     plan(settings(*arguments, f"out={tmp_path}/here"), RankInfo(0, 1, 0, 1), CPU)
     said = capsys.readouterr().out
     for expected in (
@@ -210,7 +210,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     written = json.loads((tmp_path / "here/plan.json").read_text())
     assert [plan["world_size"] for plan in written["curve"]] == [1, 2, 4, 8, 16, 64, 256, 1024]
     assert written["plan"] == written["curve"][2]
-    assert written["config"]["data"]["grow"]["from"] == 16
+    assert written["config"]["data"]["grow"] == [16, 24]
     assert sum(written["plan"]["peak"]["bytes"].values()) == written["plan"]["bytes"]["all at once, at most"]
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {"plan.json", "plan.txt", "plan.png", "memory.png"}

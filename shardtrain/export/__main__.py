@@ -38,6 +38,7 @@ from shardtrain.optim import Ema
 from shardtrain.train.resume import CHECKPOINTS
 
 _RANDOM_IMAGES = 32
+FORMER_KEYS = ("read", "corrupt")  # of data sets, in runs of earlier versions
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
         raise UserError("export is one process: start it with python -m shardtrain.export")
     opened = _find_checkpoint(Path(settings.run).expanduser(), device)
     saved = opened.manifest.facts["config"]
-    config = checked(OmegaConf.create({key: saved[key] for key in ("model", "data")}), SavedConfig)
+    images = {key: value for key, value in saved["data"].items() if key not in FORMER_KEYS} | {"grow": []}
+    config = checked(OmegaConf.create({"model": saved["model"], "data": images}), SavedConfig)
     model = shardtrain.shard(plain_model(config.model).to(device))
     with _loaded(opened, model, settings):
         _write(opened, config, model, Path(settings.out).expanduser(), device)

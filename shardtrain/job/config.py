@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -63,25 +63,6 @@ class Reference:
     conditions: str
 
 
-@dataclass(frozen=True)
-class Grow:
-    """Training images that grow linearly to `data.image_size`, which they have in epoch ``epochs``.
-
-    They have ``from`` pixels per side for ``after`` epochs, and multiples of ``multiple`` pixels on the way.
-    From 128 to 224 in epoch 6, after 2 epochs: 128 128 128 160 192 192 224 …, of 152, 176 and 200 rounded.
-    """
-
-    from_: int = at_least(1)
-    epochs: int = at_least(1)
-    after: int = field(default=0, metadata={"at_least": 0})
-    multiple: int = field(default=32, metadata={"at_least": 1})
-
-    def __post_init__(self) -> None:
-        if self.epochs <= self.after:
-            given = f"data.grow.epochs={self.epochs}"
-            raise UserError(f"{given}: expected more than data.grow.after={self.after}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """What all data sets have."""
@@ -89,25 +70,14 @@ class Images:
     name: str
     image_size: int = at_least(1)
     eval_size: int | None = at_least(1)
-    grow: Grow | None
+    grow: tuple[int, ...] = at_least(1)
     repeats: int = at_least(1)
     limit: int | None = at_least(1)
     workers: int = at_least(0)
 
-    def __post_init__(self) -> None:
-        if self.grow and self.grow.from_ > self.image_size:
-            found = f"data.grow.from={self.grow.from_}"
-            raise UserError(f"{found}: expected at most data.image_size={self.image_size}")
-
     def side_in(self, epoch: int) -> int:
         """Return the pixels per side of training images in ``epoch``, counted from 0."""
-        grow, full = self.grow, self.image_size
-        if grow is None or epoch >= grow.epochs:
-            return full
-        if epoch <= grow.after:
-            return grow.from_
-        side = grow.from_ + (full - grow.from_) * (epoch - grow.after) / (grow.epochs - grow.after)
-        return max(grow.from_, min(full, round(side / grow.multiple) * grow.multiple))
+        return self.grow[epoch] if epoch < len(self.grow) else self.image_size
 
     @property
     def side_in_eval(self) -> int:
@@ -117,8 +87,7 @@ class Images:
     @property
     def sides(self) -> set[int]:
         """Every size of images that a model is given."""
-        epochs = self.grow.epochs if self.grow else 0
-        return {self.side_in_eval, *map(self.side_in, range(epochs + 1))}
+        return {self.side_in_eval, self.image_size, *self.grow}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +109,8 @@ class Photos(Images):
     root: str
     resize: int = at_least(1)
     crop_area: float = above(0, at_most=1)
-    corrupt: str = one_of("fatal", "skip")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.resize < self.side_in_eval:
             key = "image_size" if self.eval_size is None else "eval_size"
             raise UserError(f"data.resize={self.resize}: expected at least data.{key}={self.side_in_eval}")
@@ -187,6 +154,7 @@ class Optimizer:
     """What all optimizers have."""
 
     torch_class: ClassVar[Callable[..., torch.optim.Optimizer]]
+    layout: ClassVar[Policy] = "even"
     lr: float = above(0)
     weight_decay: float = at_least(0)
     decay_all: bool
@@ -217,6 +185,7 @@ class AdamWConfig(Optimizer):
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(Optimizer):
     torch_class = optim.Muon
+    layout = "whole"  # it orthogonalises whole matrices
     name: str = one_of("muon")
     momentum: float = fraction()
     nesterov: bool
@@ -277,7 +246,6 @@ Sched = Cosine | Linear | Steps | Constant
 class Parallel:
     replicate: int = at_least(1)
     shard: int | None = at_least(1)
-    layout: str = one_of("auto", "even", "whole")
     reshard_after_forward: bool
     transport: str = one_of(*TRANSPORTS)
     precision: str = one_of("fp32", "bf16", "fp16")
@@ -288,15 +256,10 @@ class Parallel:
     offload: bool
 
     def __post_init__(self) -> None:
-        if self.traffic is not None and self.replicate > 1:
+        if self.traffic is not None and (self.replicate > 1 or self.transport == "shared_memory"):
             raise UserError(
-                f"parallel.traffic={self.traffic} is for one shard group; choose parallel.replicate=1, or "
-                "parallel.traffic=null"
-            )
-        if self.traffic is not None and self.transport == "shared_memory":
-            raise UserError(
-                f"parallel.traffic={self.traffic}: ranks that share memory send nothing that could be made "
-                "smaller; choose parallel.transport=process_group, or parallel.traffic=null"
+                f"parallel.traffic={self.traffic} is for messages in one shard group: choose "
+                "parallel.replicate=1 and parallel.transport=process_group, or parallel.traffic=null"
             )
 
 
@@ -349,20 +312,7 @@ class Config:
     checkpoint: Checkpoint
     monitor: MonitorConfig
 
-    def __post_init__(self) -> None:
-        if isinstance(self.optim, MuonConfig) and self.parallel.layout == "even":
-            raise UserError(
-                "optim=muon needs whole matrices, and parallel.layout=even cuts them: leave parallel.layout "
-                "at auto, or set it to whole"
-            )
-
 
 def from_hydra(raw: DictConfig) -> Config:
     """Return the frozen configuration; refuse names, types, ranges, and what does not go together."""
     return checked(raw, Config)
-
-
-def layout_of(config: Config) -> Policy:
-    """Return the layout for `shard`: whole parameters where the optimizer needs them, else even intervals."""
-    needs_whole = config.parallel.layout == "auto" and isinstance(config.optim, MuonConfig)
-    return "whole" if needs_whole or config.parallel.layout == "whole" else "even"

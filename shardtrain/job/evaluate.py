@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from shardtrain.job.data import Batch
 from shardtrain.optim.ema import Ema
 
 MOST_CLASSES = 200  # of which pairs of label and prediction are counted
-MISTAKES = 16  # shown of an evaluation, at most
 
 
 class Scores(NamedTuple):
@@ -25,18 +23,10 @@ class Scores(NamedTuple):
     acc5: float  # percent; of fewer than five classes, all are right
 
 
-class Mistake(NamedTuple):
-    image: int  # its place among the held-out ones
-    label: int
-    predicted: int
-    loss: float
-
-
 class Evaluation(NamedTuple):
     scores: Scores
     # int64 [classes, classes] on the CPU: images of class i taken for j; None of many classes
     confusion: Tensor | None
-    mistakes: tuple[Mistake, ...]  # the images with the largest loss that were taken for another class
     ema: Scores | None = None  # of the weights' moving average
 
     @property
@@ -79,8 +69,7 @@ def _evaluate(model: nn.Module, feed: Iterable[Batch], flip: bool) -> Evaluation
     if classes <= MOST_CLASSES:
         counts = torch.bincount(labels * classes + guesses[:, 0], minlength=classes * classes)
         confusion = comm.all_reduce(counts).view(classes, classes).cpu()
-    mistakes = _mistakes(losses, labels, guesses[:, 0])
-    return Evaluation(_scores(losses, labels, guesses), confusion, mistakes)
+    return Evaluation(_scores(losses, labels, guesses), confusion)
 
 
 def _answers(model: nn.Module, batch: Batch, flip: bool) -> tuple[int, Tensor, Tensor, Tensor]:
@@ -100,16 +89,3 @@ def _scores(losses: Tensor, labels: Tensor, guesses: Tensor) -> Scores:
     sums = torch.stack([part.to(losses.device, torch.float64) for part in parts])
     loss, first, fifth, count = comm.all_reduce(sums).tolist()
     return Scores(loss / count, 100 * first / count, 100 * fifth / count)
-
-
-def _mistakes(losses: Tensor, labels: Tensor, predicted: Tensor) -> tuple[Mistake, ...]:
-    """Gather every rank's worst mistakes by one small all-reduce, and return the worst of them."""
-    wrong = torch.where(predicted == labels, -math.inf, losses.double())
-    worst = wrong.topk(min(MISTAKES, len(wrong))).indices
-    world, rank = comm.world_size(), comm.rank()
-    rows = torch.full((world, MISTAKES, 4), -math.inf, dtype=torch.float64, device=losses.device)
-    mine = (wrong[worst], rank + world * worst, labels[worst], predicted[worst])
-    rows[rank, : len(worst)] = torch.stack([each.double() for each in mine], 1)
-    gathered = comm.all_reduce(rows, "max").flatten(0, 1).tolist()
-    shown = sorted((row for row in gathered if row[0] > -math.inf), key=lambda row: (-row[0], row[1]))
-    return tuple(Mistake(int(i), int(y), int(guess), loss) for loss, i, y, guess in shown[:MISTAKES])

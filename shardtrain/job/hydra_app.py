@@ -13,12 +13,12 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -30,22 +30,6 @@ from shardtrain.job.schema import Frozen, UserError, checked, not_valid
 
 FOLDER_FLAGS = ("--config-dir", "-cd")
 VALUED_FLAGS = (*FOLDER_FLAGS, "--cfg", "-c", "--package", "-p")
-
-# Hydra says what may follow, but its own script for bash knows programs that are files or commands, not `-m`.
-# Words that are complete have recipe=… for +recipe=…, as the defaults list does.
-COMPLETION = r"""
-_shardtrain() {
-  [[ $COMP_LINE == *"-m shardtrain.train "* ]] || return
-  local python=$1 before="${COMP_LINE% *} " choices
-  [[ $python == *python* ]] || python=python
-  before=${before#*-m shardtrain.train }
-  choices=$(COMP_LINE="shardtrain ${before//+recipe=/recipe=}${COMP_LINE##* }" \
-    "$python" -m shardtrain.train -sc query=bash 2>/dev/null)
-  COMPREPLY=($(compgen -W "$choices" -- "${COMP_WORDS[COMP_CWORD]}"))
-}
-COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
-complete -o nospace -o default -F _shardtrain python python3 torchrun
-"""
 
 
 def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
@@ -60,13 +44,13 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     flags, overrides = split(arguments)
     if "--experimental-rerun" in flags:
         raise UserError("--experimental-rerun is not supported: the same command with run.name goes on")
-    if overrides == ["install=bash"] and {"-sc", "--shell-completion"} & set(flags):
-        print(COMPLETION if speak else "")
-        return None
-    # The defaults list has a place for the recipe, so that debug=… comes after it and has the last word.
-    arguments = [*flags, *(re.sub(r"^\+recipe=", "recipe=", text) for text in overrides)]
     folders = [folder, *(Path(text) for flag, text in pairwise(flags) if flag in FOLDER_FLAGS)]
     _register_resolvers(folders)
+    groups = {
+        *ConfigStore.instance().repo,
+        *(path.parent.name for each in folders for path in each.glob("*/*.yaml")),
+    }
+    arguments = [*flags, *(_as_hydra_takes_it(text, groups) for text in overrides)]
     composed: list[DictConfig] = []
     errors = io.StringIO()
     main = hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(composed.append)
@@ -78,8 +62,17 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         if leaving.code:
             raise UserError(errors.getvalue().strip().rpartition("error: ")[2]) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _explain(error, arguments, folder) from None
+        raise _explain(error) from None
     return composed[0] if composed else None
+
+
+def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
+    """Return ``override`` so that it sets any key; the schema refuses unknown ones, with the nearest name."""
+    key = override.partition("=")[0]
+    if key == "+recipe":  # the defaults list has a place for it, so that debug=… comes after it
+        return override[1:]
+    as_it_is = key in groups or key[:1] in ("+", "~") or "/" in key or "@" in key
+    return override if as_it_is else f"++{override}"
 
 
 def _register_resolvers(folders: Sequence[Path]) -> None:
@@ -150,23 +143,15 @@ def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
         os.environ.update(environment)
 
 
-def _explain(error: Exception, arguments: Sequence[str], folder: Path) -> UserError:
+def _explain(error: Exception) -> UserError:
     """Return one line in place of Hydra's message, with the nearest valid name."""
     if isinstance(error, OverrideParseException):
-        return unreadable(str(error.override))
+        return unreadable(str(error.override).removeprefix("++"))
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
         return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
-    bad_key = re.search(r"(?:Could not override|Error merging override) '?([^'\n]+)'?", str(error))
-    if bad_key is None:
-        return UserError(str(error).split("\n", 1)[0])
-    key = bad_key[1].split("=")[0].lstrip("+~")
-    keys = _known_keys(arguments, folder)
-    if key in keys:
-        return UserError(f"{key}: {str(error.__cause__ or error).split(chr(10), 1)[0]}")
-    section = key.rpartition(".")[0]
-    siblings = [name for name in keys if name.rpartition(".")[0] == section]
-    return not_valid(f"unknown key {key}", key, siblings or keys)
+    causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]
+    return UserError(re.sub(r"(^|[ '])\+\+", r"\1", ": ".join(causes)))
 
 
 def unreadable(override: str) -> UserError:
@@ -174,29 +159,6 @@ def unreadable(override: str) -> UserError:
     return UserError(
         f"cannot read {override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
     )
-
-
-def _known_keys(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return dotted names of all keys and groups, where ``arguments`` choose valid options of the groups."""
-    groups = [entry.name for entry in sorted(folder.iterdir()) if any(entry.glob("*.yaml"))]
-    choices = [text for text in arguments if text.lstrip("+").split("=")[0] in [*groups, "model"]]
-    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-        try:
-            config = hydra.compose("config", overrides=choices)
-        except HydraException:
-            config = hydra.compose("config")
-    return [
-        *(group for group in groups if group not in config),
-        *_keys_below("", OmegaConf.to_container(config)),
-    ]
-
-
-def _keys_below(prefix: str, node: Any) -> Iterator[str]:
-    """Yield the dotted names of a section's keys, this level's first."""
-    yield from (f"{prefix}{key}" for key in node)
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _keys_below(f"{prefix}{key}.", value)
 
 
 def recipe_table(folders: Iterable[Path]) -> str:

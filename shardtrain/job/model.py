@@ -31,7 +31,7 @@ from shardtrain.checkpoint.files import sync_directory, write_tensors
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
-from shardtrain.job.config import Config, MuonConfig, Optim, layout_of
+from shardtrain.job.config import Config, MuonConfig, Optim
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import UserError, nearest, not_valid, typed
 from shardtrain.optim import Ema
@@ -45,12 +45,6 @@ PRECISIONS = {
 }
 
 ALLOWED = "shardtrain.recipes."  # where a ``_target_`` may lie
-
-# Annotations that are checked, also as the texts that they are in a module which postpones them. Other
-# arguments the callable has to check itself.
-SIMPLE: dict[object, type] = {
-    annotation: kind for kind in (bool, int, float, str) for annotation in (kind, kind.__name__)
-}
 
 SUFFIXES = (".safetensors", ".pth", ".pt")
 
@@ -80,16 +74,16 @@ def plain_model(model: Mapping[str, Any]) -> nn.Module:
 def build(node: Mapping[str, Any], section: str) -> Any:
     """Call ``node["_target_"]`` with the other keys; ``section`` names the config group in messages.
 
-    The callable's annotations say which values are right, as the fields of a dataclass do elsewhere.
+    Annotations with bool, int, float or str are checked; other arguments the callable has to check itself.
     """
     target = _find_target(str(node.get("_target_")), section)
-    valid = inspect.signature(target).parameters
+    valid = inspect.signature(target, eval_str=True).parameters
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     for key, value in arguments.items():
         if key not in valid:
             raise not_valid(f"unknown key {section}.{key}", key, valid)
-        if valid[key].annotation in SIMPLE:
-            arguments[key] = typed(SIMPLE[valid[key].annotation], value, f"{section}.{key}")
+        if valid[key].annotation in (bool, int, float, str):
+            arguments[key] = typed(valid[key].annotation, value, f"{section}.{key}")
     try:
         return target(**arguments)
     except (ValueError, TypeError) as error:
@@ -147,7 +141,7 @@ def shard_with_optimizer(
     )
     shardtrain.shard(
         model,
-        layout=layout_of(config),
+        layout=config.optim.layout,
         precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,
         transport=transport or parallel.transport,

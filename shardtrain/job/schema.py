@@ -89,7 +89,7 @@ def one_of(*choices: str) -> Any:
 def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
     """Return ``raw`` as the frozen dataclass ``cls``, its names, types and ranges checked."""
     try:
-        values = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     config: Frozen = typed(cls, values, "")
@@ -98,7 +98,7 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
 
 def plain(config: Any) -> dict[str, Any]:
     """Return ``config`` as nested dicts, with the keys that users write."""
-    return asdict(config, dict_factory=lambda pairs: {_key(name): value for name, value in pairs})
+    return asdict(config)
 
 
 def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingProxyType({})) -> Any:
@@ -137,23 +137,18 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
 
 def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     """Make one dataclass from one mapping. ``path`` is `""` for the whole configuration."""
-    prefix, entries = path and f"{path}.", {_key(entry.name): entry for entry in fields(cls)}
+    prefix, entries = path and f"{path}.", {entry.name: entry for entry in fields(cls)}
     for key in raw:
         if key not in entries:
-            valid = [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]
-            raise not_valid(f"unknown key {prefix}{key}", key, valid)
+            valid = [prefix + each for each in [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]]
+            raise not_valid(f"unknown key {prefix}{key}", prefix + key, valid)
     hints, values = typing.get_type_hints(cls), {}
     for key, entry in entries.items():
-        if key not in raw and entry.default is MISSING:
-            raise UserError(f"{prefix}{key} is missing")
         value = raw.get(key, entry.default)
+        if value is MISSING or value == "???":
+            raise UserError(f"{prefix}{key} is missing: add {prefix}{key}=VALUE")
         values[entry.name] = typed(hints[entry.name], value, prefix + key, entry.metadata)
     return cls(**values)
-
-
-def _key(name: str) -> str:
-    """Return a field's key: where Python has taken the word (`from`), the field is `from_`."""
-    return name.rstrip("_")
 
 
 def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:

@@ -33,7 +33,6 @@ SLOWEST_EXCESS_PCT = "ranks/slowest_excess_pct"
 # Pictures and texts.
 SAMPLES = "samples/augmented"
 CONFUSION = "val/confusion"
-WORST_MISTAKES = "val/worst_mistakes"
 SUMMARY = ("at_a_glance/1_is_it_learning", "at_a_glance/2_is_it_fast", "at_a_glance/3_does_it_fit")
 TIMELINE_STEP = "timeline/step"
 TIMELINE_MEMORY = "timeline/memory"

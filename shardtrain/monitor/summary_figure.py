@@ -1,8 +1,7 @@
 """The curves of a run on TensorBoard: the custom-scalars page and the summary.
 
 The summary is one figure per question: does the run learn, is it fast, does it fit. Its figures come first on
-TensorBoard's first page, whose tags are in alphabetical order. With them come the confusion matrix and the
-images that were misclassified.
+TensorBoard's first page, whose tags are in alphabetical order. With them comes the confusion matrix.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from shardtrain.job import pictures, tags
 from shardtrain.job.data import Batch, EvalFeed
@@ -65,10 +61,11 @@ class SummaryFigure:
         """Return the first images of a training batch, as the model sees them."""
         labels = batch.labels[:SAMPLES]
         classes = labels.argmax(1) if labels.ndim == 2 else labels  # of a mixed image, what it has most of
-        return self._grid(batch.images[:SAMPLES], [str(number) for number in classes.tolist()])
+        prepare, captions = self.validation.prepare, [str(number) for number in classes.tolist()]
+        return pictures.grid(batch.images[:SAMPLES], captions, prepare.mean, prepare.std)
 
     def draw(self) -> dict[str, Picture | str]:
-        """Return pictures by tag: the figures first, then those of the latest evaluation."""
+        """Return pictures by tag: the figures, and the confusion matrix of the latest evaluation."""
         self.due_at = time.perf_counter() + REDRAW_S
         drawn = {
             tag: pictures.plot(partial(self._draw_page, page), (5.5, 3.2))
@@ -76,15 +73,7 @@ class SummaryFigure:
         }
         if self.evaluation is not None and self.evaluation.confusion is not None:
             drawn[tags.CONFUSION] = pictures.confusion(self.evaluation.confusion)
-        if self.evaluation is not None and (mistakes := self.evaluation.mistakes):
-            prepare, data = self.validation.prepare, self.validation.images
-            images = torch.cat([prepare(data[[mistake.image]][0]) for mistake in mistakes])
-            captions = [f"{mistake.label} as {mistake.predicted}" for mistake in mistakes]
-            drawn[tags.WORST_MISTAKES] = self._grid(images, captions)
         return drawn
-
-    def _grid(self, images: Tensor, captions: list[str]) -> Picture:
-        return pictures.grid(images, captions, self.validation.prepare.mean, self.validation.prepare.std)
 
     def _draw_page(self, page: str, figure: Any) -> None:
         """Draw the first two charts; beside each stand its tags with their latest values."""

@@ -156,7 +156,7 @@ METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.P
 COMPARED = (
     *("data.image_size", "optim.lr", "optim.weight_decay", "train.batch_size", "train.accumulate"),
     *("train.label_smoothing", "train.loss", "train.mixup", "train.cutmix", "train.clip_grad_norm"),
-    *("ema.decay", "parallel.precision", "parallel.transport", "parallel.replicate", "parallel.layout"),
+    *("ema.decay", "parallel.precision", "parallel.transport", "parallel.replicate"),
     *("parallel.offload", "parallel.activation_checkpoint", "parallel.compile", "parallel.traffic"),
     *("parallel.reshard_after_forward", "seed"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from shardtrain.job.config import Config, layout_of
+from shardtrain.job.config import Config
 from shardtrain.job.format import MIB, aligned, counted
 from shardtrain.job.pictures import Picture, plot
 from shardtrain.plan.memory import MEMORY_KINDS
@@ -28,7 +28,7 @@ def headline(config: Config, plan: Plan) -> str:
     options = {
         f" ({parallel.traffic})": parallel.traffic,
         ", kept whole after forward": not parallel.reshard_after_forward,
-        ", whole parameters": layout_of(config) == "whole",
+        ", whole parameters": config.optim.layout == "whole",
         ", activations computed again in backward": parallel.activation_checkpoint,
         "; planned as if it were not compiled": parallel.compile,
     }
