@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardtrain import comm
@@ -16,7 +16,7 @@ from shardtrain.engine.hooks import engine_of
 
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-) -> torch.Tensor:
+) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
 
     Gives what ``torch.nn.utils.clip_grad_norm_`` gives on the unsharded model. One all-reduce of one
@@ -50,7 +50,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _power(grads: list[torch.Tensor | None], norm_type: float, device: torch.device) -> torch.Tensor:
+def _power(grads: list[Tensor | None], norm_type: float, device: torch.device) -> Tensor:
     """Add up ``|g| ** norm_type`` over all elements (for infinity: take the largest); 0-dim fp32."""
     present = [grad for grad in grads if grad is not None and grad.numel()]
     if not present:
@@ -74,12 +74,8 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         """Unscale this rank's gradients; fused optimizers, too, come through here."""
         by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         flag = found_inf.clone()  # a rank without gradients has looked at nothing

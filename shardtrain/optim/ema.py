@@ -29,17 +29,16 @@ class Ema:
             after: until this step an update copies the weights.
         """
         if not (0 <= decay < 1 and every >= 1 and after >= 0):
-            raise ValueError(
-                f"decay={decay}, every={every}, after={after}: expected [0, 1), at least 1 and 0"
-            )
+            given = f"decay={decay}, every={every}, after={after}"
+            raise ValueError(f"{given}: expected [0, 1), at least 1 and 0")
         self.decay, self.every, self.after = decay, every, after
         self._engine = engine_of(module)
         self._all_ranks = self._engine.transport.all_ranks
         self._engine.require_rest("Ema() cannot be called")
-        self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-        self._buffer_averages = [buffer.detach().clone() for buffer in self._buffers]
         self.averages = {param: param.detach().clone() for param in module.parameters()}
         """The average of each parameter, cut as the parameter is."""
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        self._buffer_averages = {buffer: buffer.detach().clone() for buffer in buffers}
 
     def update(self, step: int) -> None:
         """Average the weights that step number ``step``, counted from 1, has left."""
@@ -71,16 +70,16 @@ class Ema:
 
         The parameters' `averages` are saved beside the parameters, cut as they are.
         """
-        means = [average.clone() for average in self._buffer_averages]
+        means = [average.clone() for average in self._buffer_averages.values()]
         for mean in means:
             self._all_ranks.all_reduce(mean)
             mean.div_(self._all_ranks.world)
-        return {"own": list(self._buffer_averages), "mean": means}
+        return {"own": list(self._buffer_averages.values()), "mean": means}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
         """Take the buffers' averages from the ``state`` that each of ``ranks`` ranks saved."""
         values = state["own" if ranks == self._all_ranks.world else "mean"]
-        for average, value in zip(self._buffer_averages, values, strict=True):
+        for average, value in zip(self._buffer_averages.values(), values, strict=True):
             average.copy_(value)
 
     def held(self) -> list[Tensor]:
@@ -89,5 +88,5 @@ class Ema:
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each average with the tensor that it follows."""
-        parameters = [(average, param.data) for param, average in self.averages.items()]
-        return [*parameters, *zip(self._buffer_averages, self._buffers, strict=True)]
+        pairs = [*self.averages.items(), *self._buffer_averages.items()]
+        return [(average, now.data) for now, average in pairs]

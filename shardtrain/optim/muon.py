@@ -7,12 +7,12 @@ is the matrix (out, in · height · width). One matrix ``W``, gradient ``G``::
 
     M = momentum · M + (1 - momentum) · G
     O = orthogonalised(momentum · M + (1 - momentum) · G)       Nesterov; otherwise of M alone
-    W = W - lr · weight_decay · W - lr · scale · O
+    W = W - lr · weight_decay · W - lr · 0.2 · √max(rows, columns) · O
 
 Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks",
 https://kellerjordan.github.io/posts/muon/. The scale is that of Liu et al., 2025,
-https://arxiv.org/abs/2502.16982: 0.2 · √max(rows, columns) makes an update as large as AdamW's usually are,
-so one learning rate and one weight decay serve both.
+https://arxiv.org/abs/2502.16982: it makes an update as large as AdamW's usually are, so one learning rate and
+one weight decay serve both.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ from torch.optim.adamw import adamw
 
 # Repeating a·x + b·x³ + c·x⁵ (Jordan et al.) drives singular values towards 1, small ones fast.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-
-_SCALES: dict[str, Callable[[int, int], float]] = {
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
-}
+AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class Muon(torch.optim.Optimizer):
     """Muon on groups with ``use_muon``, which is the default, and AdamW on the others.
 
-    `muon_groups` makes both from a model. On matrices it is ``torch.optim.Muon``.
+    `muon_groups` makes both from a model. On matrices it is ``torch.optim.Muon`` with
+    ``adjust_lr_fn="match_rms_adamw"``.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        adjust_lr_fn: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
@@ -60,24 +56,18 @@ class Muon(torch.optim.Optimizer):
             lr, weight_decay: of all groups; decay is decoupled.
             momentum, nesterov: Muon's.
             ns_steps: steps of the Newton-Schulz iteration.
-            adjust_lr_fn: Muon's scale, as torch names it: ``"match_rms_adamw"``, or ``"original"``, which is
-                √max(1, rows / columns) by Jordan et al. and needs learning rates of its own.
             betas, eps: AdamW's.
 
         Raises:
             ValueError: a number out of range, or a group with ``use_muon`` holds what is no matrix or filter.
         """
         if not (lr >= 0 and weight_decay >= 0 and eps >= 0 and ns_steps >= 1):
-            raise ValueError(
-                f"lr={lr}, weight_decay={weight_decay}, eps={eps}, ns_steps={ns_steps}: expected at least "
-                "0, 0, 0 and 1"
-            )
+            given = f"lr={lr}, weight_decay={weight_decay}, eps={eps}, ns_steps={ns_steps}"
+            raise ValueError(f"{given}: expected at least 0, 0, 0 and 1")
         if not all(0 <= fraction < 1 for fraction in (momentum, *betas)):
             raise ValueError(f"momentum={momentum}, betas={betas}: expected numbers in [0, 1)")
-        if adjust_lr_fn not in _SCALES:
-            raise ValueError(f"adjust_lr_fn must be one of {', '.join(_SCALES)}, got {adjust_lr_fn!r}")
         shared = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         super().__init__(params, {**shared, **own, "use_muon": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -115,19 +105,16 @@ class Muon(torch.optim.Optimizer):
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         direction = orthogonalised(update.flatten(1), group["ns_steps"])
-        lr, scale = float(group["lr"]), _SCALES[group["adjust_lr_fn"]](*direction.shape)
+        lr = float(group["lr"])
         param.mul_(1 - lr * group["weight_decay"])
-        param.add_(direction.reshape(param.shape), alpha=-lr * scale)
+        param.add_(direction.reshape(param.shape), alpha=-lr * 0.2 * math.sqrt(max(direction.shape)))
 
     def _step_rest(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for param in params:
             if not self.state[param]:
                 step = torch.zeros((), dtype=torch.float32, device=param.device)
-                zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[param] = {"step": step, **zeros}
-        averages, squares, steps = (
-            [self.state[param][key] for param in params] for key in ("exp_avg", "exp_avg_sq", "step")
-        )
+                self.state[param].update({key: torch.zeros_like(param) for key in AVERAGES}, step=step)
+        averages, squares, steps = ([self.state[p][key] for p in params] for key in (*AVERAGES, "step"))
         grads = [param.grad for param in params if param.grad is not None]
         options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
@@ -153,10 +140,10 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 
 def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
     """Make groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
-    matrices = set(hidden_matrices(module))
-    rest = [param for param in module.parameters() if param not in matrices]
-    matrix_params = [param for param in module.parameters() if param in matrices]
-    groups = [{"params": matrix_params, "use_muon": True}, {"params": rest, "use_muon": False}]
+    matrices, params = set(hidden_matrices(module)), list(module.parameters())
+    groups = [
+        {"params": [p for p in params if (p in matrices) == use], "use_muon": use} for use in (True, False)
+    ]
     return [group for group in groups if group["params"]]
 
 
