@@ -35,9 +35,6 @@ ELSEWHERE = {
     "sbatch --nodes 4 configs/slurm/train.sbatch +recipe=resnet50_imagenet_v1 data.root=/data/imagenet": (
         "tests/test_slurm.py"
     ),
-    'python -m shardtrain.train -m +recipe=resnet "optim.lr=tag(log,interval(0.005,0.1))" sweep.trials=20': (
-        "tests/test_sweep.py"
-    ),
     "python -m shardtrain.export run=outputs/digits out=digits.safetensors": "tests/test_export.py",
 }
 

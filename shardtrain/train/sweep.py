@@ -1,12 +1,10 @@
-"""Several runs by one command: every combination of the values given, or what Optuna suggests.
+"""Several runs by one command: every combination of the values given.
 
     python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 seed=range(3)
-    python -m shardtrain.train -m +recipe=resnet sweep.trials=20 'optim.lr=tag(log,interval(0.005,0.1))'
 
 The ranks and their process group live through all jobs; each job has a numbered folder in one directory.
 The objective of a job is its best accuracy on the held-out images. When a job fails alike on every rank, the
-next one follows; when the ranks leave it for different reasons, nothing can follow. Optuna is an extra: pip
-install 'shardtrain[sweep]'.
+next one follows; when the ranks leave it for different reasons, nothing can follow.
 """
 
 from __future__ import annotations
@@ -21,16 +19,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import hydra
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
-from shardtrain import comm
 from shardtrain.job import launch
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.dist_env import RankInfo, meet
@@ -42,7 +39,7 @@ Program = Callable[[Config, Context], float | None]
 
 FLAGS = ("-m", "--multirun")
 # One process group, on one device, in one directory: of all jobs together.
-SHARED = ("device", "threads", "run.name", "run.dir", "sweep.trials")
+SHARED = ("device", "threads", "run.name", "run.dir")
 
 
 class Outcome(NamedTuple):
@@ -58,7 +55,7 @@ class Sweep:
     """What a command line with `--multirun` asks for."""
 
     fixed: list[str]  # overrides and flags of every job
-    search: Combinations | Suggestions
+    jobs: list[list[str]]  # the overrides in which they differ
     first: Config
     device: str
     threads: int | None
@@ -74,18 +71,15 @@ def run(program: Program) -> float | None:
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     """Return the sweep that ``arguments`` ask for; None if they ask for something to be printed."""
     fixed, swept = split_sweep([text for text in arguments if text not in FLAGS])
-    raw = compose([*fixed, *(_sample(override) for override in swept)], speak=speak)
+    jobs = combinations(swept)
+    raw = compose([*fixed, *jobs[0]], speak=speak)
     if raw is None:
         return None
     first = from_hydra(raw)
     for override in swept:
         if override.key_or_group in SHARED:
             raise UserError(f"{override.input_line}: all jobs of a sweep have one {override.key_or_group}")
-    trials = first.sweep.trials
-    search: Combinations | Suggestions = (
-        Combinations(swept) if trials is None else Suggestions(swept, trials, first.seed)
-    )
-    return Sweep(fixed, search, first, first.device, first.threads)
+    return Sweep(fixed, jobs, first, first.device, first.threads)
 
 
 def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
@@ -97,7 +91,7 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
     """
     gather_problems, directory = _text_exchange(rank_info), launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
-    while (overrides := sweep.search.next(done)) is not None:
+    for overrides in sweep.jobs:
         context = Context(rank_info, device, directory / str(len(done)))
         if rank_info.rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
@@ -153,17 +147,17 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
     return fixed, swept
 
 
-def written(override: Override, value: object) -> str:
-    """Return one value of a swept key, as on the command line."""
-    return f"{override.get_key_element()}={value}"
-
-
-def _sample(override: Override) -> str:
-    """Return one of the values, for a look at what all jobs have in common."""
-    value = override.value()
-    if not isinstance(value, IntervalSweep):
-        return written(override, next(override.sweep_string_iterator()))
-    return written(override, int(value.start or 0) if "int" in value.tags else value.start)
+def combinations(swept: Sequence[Override]) -> list[list[str]]:
+    """Return every value with every other, as on the command line; the last key's change fastest."""
+    random.seed(0)  # what shuffle(…) draws from: alike on all ranks
+    for override in swept:
+        if override.is_interval_sweep():
+            raise UserError(f"{override.input_line}: an interval has no end of values; list some instead")
+    values = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        for override in swept
+    ]
+    return [list(job) for job in itertools.product(*values)]
 
 
 def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
@@ -196,71 +190,3 @@ def _text_exchange(rank_info: RankInfo) -> Callable[[str], list[str]]:
         return [store.get(key(rank)).decode() for rank in range(rank_info.world_size)]
 
     return gather
-
-
-class Combinations:
-    """Every value with every other, the last key's fastest."""
-
-    def __init__(self, swept: Sequence[Override]) -> None:
-        random.seed(0)  # what shuffle(…) draws from: alike on all ranks
-        try:
-            choices = [[(o, value) for value in o.sweep_string_iterator()] for o in swept]
-        except HydraException:
-            intervals = ", ".join(o.input_line or "" for o in swept if o.is_interval_sweep())
-            raise UserError(f"{intervals}: an interval is searched; say how long: sweep.trials=20") from None
-        self.jobs = [[written(o, value) for o, value in job] for job in itertools.product(*choices)]
-
-    def next(self, done: Sequence[Outcome]) -> list[str] | None:
-        return self.jobs[len(done)] if len(done) < len(self.jobs) else None
-
-
-class Suggestions:
-    """As many jobs as there are `trials`. Rank 0 asks Optuna and broadcasts the answer.
-
-    A study lives as long as its process, but it depends on the seed and on what its jobs gave alone: a sweep
-    that is started again in its directory gets the same suggestions, and finds those jobs done.
-    """
-
-    def __init__(self, swept: Sequence[Override], trials: int, seed: int) -> None:
-        try:
-            import optuna
-        except ImportError:
-            raise UserError(
-                f"sweep.trials={trials} needs Optuna: pip install 'shardtrain[sweep]'; without sweep.trials, "
-                "every combination of the values is run"
-            ) from None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(seed=seed)
-        self.study = optuna.create_study(direction="maximize", sampler=sampler)
-        self.swept, self.trials = swept, trials
-        self.space = {o.get_key_element(): _distribution(o, optuna.distributions) for o in swept}
-        self.failed = optuna.trial.TrialState.FAIL
-        self.asked: Any = None  # the trial under way
-
-    def next(self, done: Sequence[Outcome]) -> list[str] | None:
-        if len(done) == self.trials:
-            return None
-        text = json.dumps(self._ask(done)) if comm.rank() == 0 else ""
-        text = comm.broadcast_text(text, comm.plain_transport(), comm.control_device())
-        overrides: list[str] = json.loads(text)
-        return overrides
-
-    def _ask(self, done: Sequence[Outcome]) -> list[str]:
-        if self.asked is not None:
-            objective = done[-1].objective
-            self.study.tell(self.asked, objective, state=self.failed if objective is None else None)
-        self.asked = self.study.ask(self.space)
-        return [written(override, self.asked.params[override.get_key_element()]) for override in self.swept]
-
-
-def _distribution(override: Override, kinds: Any) -> Any:
-    """Return Optuna's distribution: an interval (tagged `int` or `log` or not), or the values given."""
-    value = override.value()
-    if not isinstance(value, IntervalSweep):
-        return kinds.CategoricalDistribution(list(override.sweep_string_iterator()))
-    assert value.start is not None
-    assert value.end is not None
-    log = "log" in value.tags
-    if "int" in value.tags:
-        return kinds.IntDistribution(int(value.start), int(value.end), log=log)
-    return kinds.FloatDistribution(value.start, value.end, log=log)
