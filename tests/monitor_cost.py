@@ -38,7 +38,7 @@ from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor
 
 WARMUP = 2
-DEFAULTS = ("+recipe=resnet", "monitor.progress=lines", "monitor.plan=false")
+DEFAULTS = ("+recipe=resnet", "monitor.progress=lines")
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

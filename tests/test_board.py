@@ -77,7 +77,7 @@ def test_a_run_is_one_file_with_hyperparameters_layout_configuration_and_samples
         for tag in ("config", "verdict")
     )
     assert "batch_size: 12" in text
-    assert verdict.startswith("10 steps are too few to judge by; from 20 on there is advice")
+    assert verdict.startswith("none of fewer than 20 steps")
     assert {"samples/augmented", *SUMMARY, *EVALUATED} <= set(events.Tags()["images"])
     with Image.open(finished / "at_a_glance.png") as summary:
         assert summary.height > 100

@@ -25,7 +25,6 @@ PROGRAM = ["-m", "shardtrain.train"]
 TINY = [
     *("+recipe=resnet", "data=fake", "data.train_images=24", "data.val_images=7", "data.channels=1"),
     *("data.image_size=8", "train.batch_size=12", "train.log_every=1", "checkpoint.keep=0"),
-    "monitor.plan=false",
 ]
 
 

@@ -6,9 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,14 +21,13 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
-from shardtrain.job.schema import UserError
-from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, tables
+from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table
 from shardtrain.monitor.metrics import _peak_flops
 from shardtrain.monitor.writers import Console, LogFile, ResultFile
 
 from tiny import CPU, configure
 
-QUIET = ("monitor.tensorboard=false", "monitor.plan=false")
+QUIET = ("monitor.tensorboard=false",)
 SCALARS = {
     "train/loss": 0.5,
     "train/acc1": 80.0,
@@ -103,13 +100,6 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     written = capsys.readouterr()
     assert "finished  step 0" in written.out
     assert written.err.count("warning: LogFile: [Errno 28] No space left on device") == 1
-
-
-def test_a_run_that_cannot_be_planned_ends_well() -> None:
-    job: Any = SimpleNamespace(device=CPU, scaler=torch.amp.GradScaler("cpu"))
-    with patch.object(tables, "plan_of", side_effect=UserError("it takes no such images\nat all")):
-        text = tables.compare_with_plan(configure(), job, {"memory/params_mib": 1.0})
-    assert text == "no plan to compare with: UserError: it takes no such images"
 
 
 def test_results_are_valid_json(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_the_learning_rate_of_the_first_weights() -> None:
 # Tiny in everything but what the recipe is about.
 TINY = (
     *("train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),
-    *("monitor.tensorboard=false", "monitor.progress=none", "monitor.plan=false"),
+    *("monitor.tensorboard=false", "monitor.progress=none"),
 )
 FAKE = ("data=fake", "data.classes=7", "data.val_images=9", "data.train_images=16", "train.batch_size=8")
 SMALL = {

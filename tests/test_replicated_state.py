@@ -185,7 +185,7 @@ def test_a_run_compares_its_averages_with_the_plan(on_ranks: Ranks, tmp_path: Pa
     assert "4 ranks in 2 replicas" in log
 
 
-QUIET = ("monitor.tensorboard=false", "monitor.plan=false", "ema.decay=null")
+QUIET = ("monitor.tensorboard=false", "ema.decay=null")
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ from tiny import context, events_of, result_of
 SMALL = (
     *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=4"),
-    *("monitor.progress=none", "monitor.plan=false"),
+    "monitor.progress=none",
 )
 QUIET = "monitor.tensorboard=false"
 STEPS = 10

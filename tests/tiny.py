@@ -18,7 +18,7 @@ from shardtrain.train.loop import train
 CPU = torch.device("cpu")
 TINY = (
     *("data=fake", "data.train_images=60", "data.val_images=11", "data.channels=1", "data.image_size=8"),
-    *("train.batch_size=12", "train.epochs=2", "train.log_every=5", "monitor.plan=false"),
+    *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
     "monitor.progress=none",
 )
 

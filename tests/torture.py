@@ -362,7 +362,6 @@ RUN = (
     "train.log_every=3",
     "checkpoint.every_steps=5",
     "monitor.progress=lines",
-    "monitor.plan=false",
 )
 
 

@@ -274,17 +274,8 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
     tensorboard: bool
-    norms: bool
-    plan: bool
     profile_at: int | None = at_least(2)
     progress: str = one_of("auto", "bar", "lines", "none")
-
-
-@dataclass(frozen=True)
-class SweepConfig:
-    """Read with `--multirun` only."""
-
-    trials: int | None = at_least(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +293,6 @@ class Config:
     run: RunConfig
     train: Train
     ema: EmaConfig
-    sweep: SweepConfig
     model: dict[str, Any]
     data: Data
     augment: dict[str, Any]

@@ -27,19 +27,13 @@ OPTIMIZER_MIB = "memory/optimizer_mib"
 GATHERED_PEAK_MIB = "memory/gathered_peak_mib"
 PEAK_MIB = "memory/peak_mib"
 
-SLOWEST_RANK = "ranks/slowest"
-SLOWEST_EXCESS_PCT = "ranks/slowest_excess_pct"
-
 # Pictures and texts.
 SAMPLES = "samples/augmented"
 CONFUSION = "val/confusion"
 SUMMARY = ("at_a_glance/1_is_it_learning", "at_a_glance/2_is_it_fast", "at_a_glance/3_does_it_fit")
 TIMELINE_STEP = "timeline/step"
-TIMELINE_MEMORY = "timeline/memory"
 
 # Tags with a part to fill in: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # of an optimizer's group
 phase_pct = "time/{}_pct".format  # a phase's share of the time: data, forward, …
 sent_mib = "comm/{}_mib_per_step".format  # by a rank, in collectives of one kind: all_gather, …
-busy_s = "ranks/busy_s_{}".format  # a rank's seconds per step without waiting for others
-norm = "norms/{}/{}".format  # of a parameter's gradient, weight or update: kind, parameter

@@ -27,7 +27,6 @@ from shardtrain.plan.memory import optimizer_tensors
 
 PHASES = ("data", "forward", "backward", "optimizer", "checkpoint")
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
-MOST_RANKS = 16  # whose own times become curves; the slowest is named among all of them
 
 # Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity): what
 # convolutions of fp32 tensors use by default. In bf16 and fp16 each of these GPUs has twice that.
@@ -37,39 +36,37 @@ TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
 
 # Step times do not show which rank is slow: ranks wait for one another, so all steps take as long as the
 # slowest rank's. What a rank does itself, without waiting for others, shows it: busy 135 ms where the others'
-# median is 94, 40 ms of the difference in data.
+# median is 94, 40 ms of the difference in data. A rank is slow if it is busy longer than the median by more
+# than both of these.
 
 MARGIN = 0.20  # of the others' time
 LEAST_S = 0.005  # per step
 
 
-class SlowestRank(NamedTuple):
-    """The slowest of several ranks, the phase in which it is slowest, and both in words."""
+class SlowRank(NamedTuple):
+    """A rank that is slower than the others, the phase in which it is slowest, and both in words."""
 
     rank: int
     phase: str
-    excess_pct: float  # of its own time over the median of the others
-    beyond_margin: bool
     text: str
 
 
-def slowest(busy: Sequence[Mapping[str, float]]) -> SlowestRank | None:
-    """Return the rank that is busy longest, of ``busy[rank][phase]`` in seconds per step; None if alone."""
-    if len(busy) < 2:
-        return None
+def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
+    """Return the slow rank, if there is one, of ``busy[rank][phase]`` in seconds per step."""
     totals = [sum(row.values()) for row in busy]
     own = max(totals)
     rank = totals.index(own)
     others = [row for other, row in enumerate(busy) if other != rank]
+    usual = median(sum(row.values()) for row in others or busy)
+    if own - usual <= max(MARGIN * usual, LEAST_S):
+        return None
     excess = {phase: value - median(row[phase] for row in others) for phase, value in busy[rank].items()}
     phase = max(excess, key=excess.__getitem__)
-    usual = median(sum(row.values()) for row in others)
-    excess_pct = 100 * (own / usual - 1) if usual else 0.0
     text = (
-        f"rank {rank} is slow: busy {1e3 * own:.1f} ms per step, the others {1e3 * usual:.1f} ms "
-        f"({excess_pct:+.0f} %), most of it in {phase} ({1e3 * excess[phase]:+.1f} ms)"
+        f"rank {rank} is slow: busy {1e3 * own:.1f} ms per step, the others {1e3 * usual:.1f} ms, "
+        f"most of it in {phase} ({1e3 * excess[phase]:+.1f} ms)"
     )
-    return SlowestRank(rank, phase, excess_pct, own - usual > max(MARGIN * usual, LEAST_S), text)
+    return SlowRank(rank, phase, text)
 
 
 @dataclass
@@ -77,34 +74,24 @@ class Spent:
     """Seconds that this process's training spent, by what they were spent on; the mean over ranks.
 
     ``seconds``: keys are the phases of a step, without waiting; ``waiting`` for other ranks; and what
-    interrupted the steps. ``slow``: in how many of the ``reports`` a rank was slow, by rank and phase.
+    interrupted the steps.
     """
 
     since: float = field(default_factory=time.perf_counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    slow: Counter[tuple[int, str]] = field(default_factory=Counter)
-    reports: int = 0
     steps: int = 0
     images: int = 0
-
-    def add(self, steps: int, images: int, seconds: Mapping[str, float], slow: SlowestRank | None) -> None:
-        self.reports += 1
-        self.steps += steps
-        self.images += images
-        for what, value in seconds.items():
-            self.seconds[what] += value
-        self.slow.update([slow[:2]] if slow else [])
 
 
 class Report(NamedTuple):
     """What all ranks know of the steps since the last report.
 
-    ``scalars``: by tag. ``slow``: the slowest rank, if it is beyond the margin. ``profile_requested``:
-    whether a rank asks for a profile.
+    ``scalars``: by tag. ``slow``: the slow rank, if there is one. ``profile_requested``: whether a rank asks
+    for a profile.
     """
 
     scalars: dict[str, float]
-    slow: SlowestRank | None = None
+    slow: SlowRank | None = None
     profile_requested: bool = False
 
 
@@ -248,16 +235,12 @@ class StepMetrics:
             forward = sum(count * costs.get(side, math.nan) for side, count in self.images.items())
             scalars[tags.MFU] = 3 * forward / elapsed / self.peak  # backward takes twice a forward's
         per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 4:] / steps).tolist()]
-        slow = slowest(per_step)
-        if slow is not None:
-            scalars |= {
-                tags.busy_s(rank): sum(row.values()) for rank, row in enumerate(per_step[:MOST_RANKS])
-            }
-            scalars |= {tags.SLOWEST_RANK: float(slow.rank), tags.SLOWEST_EXCESS_PCT: slow.excess_pct}
-            slow = slow if slow.beyond_margin else None
-        self.spent.add(steps, images, {what: mean[what] for what in (*PHASES, "waiting")}, slow)
+        self.spent.steps += steps
+        self.spent.images += images
+        for what in (*PHASES, "waiting"):
+            self.spent.seconds[what] += mean[what]
         self._restart()
-        return Report(scalars, slow, bool(rows[:, 3].any()))
+        return Report(scalars, slow_rank(per_step), bool(rows[:, 3].any()))
 
     def _own(self) -> tuple[dict[str, float], float, Counter[str]]:
         """Return this rank's seconds of work by phase, its seconds of waiting, and bytes sent by kind."""

@@ -23,10 +23,10 @@ from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
-from shardtrain.job.schema import UserError, plain, writing
+from shardtrain.job.schema import plain, writing
 from shardtrain.monitor.metrics import StepMetrics
 from shardtrain.monitor.summary_figure import SummaryFigure
-from shardtrain.monitor.tables import compare_with_plan, end_table, judge
+from shardtrain.monitor.tables import end_table, judge
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
 
@@ -50,9 +50,6 @@ class Monitor:
         self._each(lambda writer: writer.log(step, scalars))
         if self.summary is not None:
             self.summary.log(step, scalars)
-
-    def details(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._each(lambda writer: writer.details(step, scalars))
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         self._each(lambda writer: writer.facts(facts))
@@ -130,8 +127,6 @@ def open_monitor(
 
     ``best_acc1``: that of the run which continues here, if it has been evaluated.
     """
-    if config.monitor.norms and not config.monitor.tensorboard:
-        raise UserError("monitor.norms=true: norms are for plots alone, so monitor.tensorboard must be true")
     console_only = config.dry_run or config.eval_only
     if not console_only:
         on_rank_0(lambda: _make_run_dir(context.run_dir, config))
@@ -148,11 +143,8 @@ def open_monitor(
         status = "interrupted"
         raise
     finally:
-        spent = metrics.spent
-        verdict = judge(spent, config, job.share.world_size, job.device.type) if spent.steps else {}
+        verdict = judge(metrics.spent) if metrics.spent.steps else {}
         monitor.facts({"status": status, **verdict})
-        if status == "finished" and config.monitor.plan and tags.PARAMS_MIB in result:
-            monitor.say(compare_with_plan(config, job, result))
         if status != "failed":  # what follows a failure is its report
             monitor.draw_summary()
             monitor.say(end_table(result))

@@ -32,7 +32,7 @@ PAGES = {
     "Is it fast?": {
         "images per second": [tags.IMG_PER_S, tags.IMG_PER_S_PER_RANK],
         "where the time goes, %": [*(tags.phase_pct(phase) for phase in PHASES), tags.EXPOSED_COMM_PCT],
-        "seconds per step, by rank without waiting": [tags.STEP_S, tags.busy_s(".*")],
+        "seconds per step": [tags.STEP_S],
         "traffic, MiB per step": [tags.sent_mib(".*")],
     },
     "Does it fit?": {

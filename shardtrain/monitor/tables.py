@@ -1,25 +1,22 @@
-"""Texts at the start and at the end of a run: tables, plan beside measurement, where the time went."""
+"""Texts at the start and at the end of a run: tables, scores, where the time went."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardtrain import introspect
-from shardtrain.device import ACCELERATOR, is_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, Reference
-from shardtrain.job.dist_env import cores
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, aligned, counted
 from shardtrain.job.launch import Context
 from shardtrain.monitor.metrics import Spent
-from shardtrain.plan.simulate import Plan, plan_of
 
 MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
 
@@ -102,63 +99,28 @@ def _labelled(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-# The plan of a run beside what the run measured, in bytes of rank 0.
-
-STATE = {"parameters": tags.PARAMS_MIB, "gradients": tags.GRADS_MIB, "optimizer": tags.OPTIMIZER_MIB}
-TRAFFIC = {"gathers send": "all_gather", "reductions send": "reduce_scatter", "averages send": "all_reduce"}
-
-
-def compare(plan: Plan, scalars: Mapping[str, float], on_accelerator: bool) -> list[list[str]]:
-    """Return a row of texts for each figure: its name, planned and measured MiB, and how far they are apart.
-
-    Of the CPU's memory nothing knows the peak.
-    """
-    peak = {"peak": tags.PEAK_MIB} if on_accelerator else {}
-    held = STATE | {"gathered": tags.GATHERED_PEAK_MIB} | peak
-    figures = [(name, getattr(plan, name), scalars[tag]) for name, tag in held.items()]
-    for name, kind in TRAFFIC.items():
-        if kind != "all_reduce" or plan.question.replicate > 1:
-            figures.append((name, plan.sent.get(kind, 0), scalars[tags.sent_mib(kind)]))
-    rows = []
-    for name, planned, measured in figures:
-        difference = f"{100 * (measured * MIB - planned) / max(planned, 1):+.1f} %"
-        apart = "exact" if measured * MIB == planned else difference
-        rows.append([name, f"{planned / MIB:,.2f}", f"{measured:,.2f}", apart])
-    return rows
-
-
-def compare_with_plan(config: Config, job: Job, scalars: Mapping[str, Any]) -> str:
-    """Describe how far plan and measurement are apart, or why there is no plan. It takes a second or two."""
-    try:
-        plan = plan_of(config, job, rank=0)
-    except Exception as error:  # the model needs values, say; the run has done well all the same
-        return f"no plan to compare with: {type(error).__name__}: {error}".split("\n", 1)[0]
-    rows = compare(plan, scalars, is_accelerator(job.device))
-    return "\n".join(aligned([["MiB, rank 0", "planned", "measured", ""], *rows]))
-
-
-# Where a run's time went, in words, and the one change most likely to help.
-#
-# The advice is for what takes most more of the time than its percentage in `USUAL`: with 68 % for data, it is
-# "68 % of the time is waiting for images: raise data.workers (now 2)". If nothing does, the run computes, and
-# the advice is about computing faster.
+# Where a run's time went, and what helps most: the hint is for what takes most more of it than is usual.
 
 FEW_STEPS = 20  # of fewer, the first is most of what there is to see
-OFTEN = 0.5  # of the reports, that name one rank slow
-USUAL = {"data": 10, "waiting": 15, "checkpoint": 5, "evaluation": 20, "optimizer": 15, "the rest": 15}
 ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
 
-
-TAKES = {
-    "data": "waiting for images",
-    "waiting": "waiting for other ranks and their shards",
-    "checkpoint": "saving checkpoints",
-    "the rest": "neither steps nor evaluation",
+# Part of the time → the percentage that is usual, what it is, and what makes it less.
+HINTS = {
+    "data": (10, "waiting for images: raise data.workers"),
+    "waiting": (
+        15,
+        "waiting for other ranks and their shards: a larger train.batch_size gives each rank more to do, "
+        "parallel.precision=bf16 moves half the bytes",
+    ),
+    "checkpoint": (5, "saving checkpoints: raise checkpoint.every_steps"),
+    "evaluation": (20, "evaluation: raise train.eval_every"),
+    "optimizer": (15, "optimizer: a larger train.batch_size takes fewer updates"),
+    "the rest": (15, "neither steps nor evaluation: raise train.log_every"),
 }
 
 
-def judge(spent: Spent, config: Config, ranks: int, device: str) -> dict[str, Any]:
-    """Return entries of result.json: seconds by what they went to, and the verdict."""
+def judge(spent: Spent) -> dict[str, Any]:
+    """Return entries of result.json: seconds by what they went to, and the verdict in one sentence."""
     seconds = time.perf_counter() - spent.since
     parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
     parts["the rest"] = max(0.0, seconds - sum(parts.values()))
@@ -168,57 +130,15 @@ def judge(spent: Spent, config: Config, ranks: int, device: str) -> dict[str, An
         "spent_s": {what: round(value, 3) for what, value in parts.items()},
         "run_img_per_s": spent.images / seconds,
         "time": text.replace("waiting", "exposed communication"),
-        "verdict": verdict(shares, spent, config, ranks, device, cores()),
+        "verdict": verdict(shares) if spent.steps >= FEW_STEPS else f"none of fewer than {FEW_STEPS} steps",
     }
 
 
-def verdict(
-    shares: Mapping[str, float], spent: Spent, config: Config, ranks: int, device: str, cores: int
-) -> str:
-    """Return one sentence: what takes more time than it should, and what to change.
-
-    ``shares``: where the time went, in percent. ``cores``: of this host.
-    """
-    if spent.steps < FEW_STEPS:
-        return f"{spent.steps} steps are too few to judge by; from {FEW_STEPS} on there is advice"
-    over = {what: shares.get(what, 0.0) - usual for what, usual in USUAL.items()}
+def verdict(shares: Mapping[str, float]) -> str:
+    """Say what takes more of the time than it should, and what to change. ``shares``: in percent."""
+    over = {what: shares.get(what, 0.0) - usual for what, (usual, _) in HINTS.items()}
     worst = max(over, key=over.__getitem__)
-    shares = {**shares, "computing": shares.get("forward", 0.0) + shares.get("backward", 0.0)}
-    worst = worst if over[worst] > 0 else "computing"
-    rules = _rules(spent, config, ranks, device, device == "cpu" and ranks >= cores)
-    advice = next(text for what, applies, text in rules if what == worst and applies)
-    return f"{shares[worst]:.0f} % of the time is {TAKES.get(worst, worst)}: {advice}"
-
-
-def _rules(
-    spent: Spent, config: Config, ranks: int, device: str, full: bool
-) -> Iterator[tuple[str, bool, str]]:
-    """Yield what takes the time, whether the advice applies, and the advice, the most specific first.
-
-    ``full``: every core has a rank already.
-    """
-    train, saves, parallel, workers = config.train, config.checkpoint, config.parallel, config.data.workers
-    on_cpu, fp32 = device == "cpu", device == ACCELERATOR and parallel.precision == "fp32"
-    yield "data", workers > 0, f"raise data.workers (now {workers})"
-    yield "data", True, "let processes of their own load them, data.workers=2 (now 0)"
-    for (rank, phase), times in spent.slow.most_common(1):
-        slow = f"rank {rank} is slower than the others in {phase}, look there first"
-        yield "waiting", times >= OFTEN * spent.reports, slow
-    shared = "parallel.transport=auto lets the ranks of one host share memory"
-    yield "waiting", on_cpu and parallel.traffic is not None, f"parallel.traffic=null {shared}"
-    yield "waiting", on_cpu and parallel.transport == "process_group", shared
-    yield "waiting", fp32, "parallel.precision=bf16 moves half the bytes"
-    reshard = "parallel.reshard_after_forward=false spares backward's gathers, if the memory is there"
-    yield "waiting", parallel.reshard_after_forward, reshard
-    images = f"train.batch_size (now {train.batch_size // ranks} images per rank)"
-    yield "waiting", True, f"give each rank more to compute, {images}"
-    beside = "checkpoint.asynchronous=true writes them while training goes on"
-    yield "checkpoint", not saves.asynchronous, beside
-    yield "checkpoint", True, f"raise checkpoint.every_steps (now {saves.every_steps or 'once per epoch'})"
-    yield "evaluation", True, f"raise train.eval_every (now {train.eval_every} epochs)"
-    update = f"one update could serve more images, train.batch_size (now {train.batch_size})"
-    yield "optimizer", True, update
-    yield "the rest", True, f"reports, train.log_every (now {train.log_every})"
-    yield "computing", fp32, "parallel.precision=bf16 computes faster"
-    yield "computing", full, "every core has a rank already; nothing else stands out"
-    yield "computing", True, "more ranks would share it; nothing else stands out"
+    if over[worst] > 0:
+        return f"{shares[worst]:.0f} % of the time is {HINTS[worst][1]}"
+    computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
+    return f"{computing:.0f} % of the time is computing: nothing stands out"

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from shardtrain import comm
 from shardtrain.comm.trace import Span
 from shardtrain.job.pictures import Picture, plot
 
-MOST_TRACED = 64  # ranks whose spans are collected
-MOST_DRAWN = 16  # ranks in a picture
+MOST_RANKS = 16  # whose spans are collected, and have room in a picture
+READINGS = 10  # of the clocks
 LEAST_NAMED = 0.012  # of a picture's width, which a name turned upright takes
 
 TRACKS = {  # kind of span → its rows in a trace, from top to bottom
@@ -45,7 +43,7 @@ STYLES = {
 
 
 class Lanes(NamedTuple):
-    """``spans[rank]`` by rank 0's clock, the earliest first, of the steps from ``first_step`` on."""
+    """``spans[rank]`` by the wall clock, the earliest first, of the steps from ``first_step`` on."""
 
     spans: list[list[Span]]
     first_step: int
@@ -56,31 +54,23 @@ class Lanes(NamedTuple):
         return range(self.first_step, self.first_step + traced)
 
     def of_step(self, step: int) -> tuple[float, float, list[list[Span]]]:
-        """Return when the first rank began ``step``, when the last one ended it, and what happened between.
-
-        Of many ranks these are the spans of the first few, which have room in a picture.
-        """
-        each = [
-            [span for span in spans if span.kind == "step"][step - self.first_step]
-            for spans in self.spans
-            if spans
-        ]
+        """Return when the first rank began ``step``, when the last ended it, and what happened between."""
+        index = step - self.first_step
+        each = [[span for span in lane if span.kind == "step"][index] for lane in self.spans]
         start, end = min(span.start for span in each), max(span.end for span in each)
-        lanes = self.spans[:MOST_DRAWN]
-        return (
-            start,
-            end,
-            [[span for span in lane if span.end > start and span.start < end] for lane in lanes],
-        )
+        lanes = [[span for span in lane if span.end > start and span.start < end] for lane in self.spans]
+        return start, end, lanes
 
 
 def collect(spans: Sequence[Span], first_step: int) -> Lanes:
-    """Return every rank's spans, on every rank. Collective."""
-    offset = offsets()[comm.rank()]
-    mine = spans if comm.rank() < MOST_TRACED else ()
+    """Return the spans of the first `MOST_RANKS` ranks, on every rank. Collective."""
+    # Hosts share no other clock than the wall clock. The largest of several readings is one that was not
+    # interrupted between the two clocks.
+    offset = max(time.time() - time.perf_counter() for _ in range(READINGS))
+    mine = spans if comm.rank() < MOST_RANKS else ()
     rows = [(span.kind, span.name, span.start + offset, span.end + offset) for span in mine]
     texts = comm.gather_texts(json.dumps(rows), comm.plain_transport(), comm.control_device())
-    return Lanes([[Span(*row) for row in json.loads(text)] for text in texts[:MOST_TRACED]], first_step)
+    return Lanes([[Span(*row) for row in json.loads(text)] for text in texts[:MOST_RANKS]], first_step)
 
 
 def chrome(lanes: Lanes) -> dict[str, Any]:
@@ -144,24 +134,3 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
         figure.legend(handles=handles, ncols=len(handles), fontsize=8, loc="outside lower center")
 
     return plot(draw, (13, 1.4 + 1.1 * len(spans)))
-
-
-# How far the ranks' clocks are apart. No rank leaves an all-reduce before all have entered it, which bounds
-# the difference to rank 0's clock from both sides. Several rounds leave the narrowest bounds. Ranks of one
-# host share a clock: where the difference may be 0, it is.
-
-ROUNDS = 10
-
-
-def offsets(clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Return the seconds to add to every rank's ``clock`` to have rank 0's. Collective."""
-    device = comm.control_device()
-    met = torch.zeros(comm.world_size(), ROUNDS, 2, dtype=torch.float64, device=device)
-    for number in range(ROUNDS):
-        entered = clock()
-        comm.all_reduce(torch.zeros(1, device=device)).item()
-        met[comm.rank(), number] = torch.tensor([entered, clock()], dtype=torch.float64)
-    entered_at, left_at = comm.all_reduce(met).cpu().unbind(2)  # each [ranks, rounds]
-    least = (entered_at[0] - left_at).amax(1)
-    most = (left_at[0] - entered_at).amin(1)
-    return torch.where((least <= 0) & (most >= 0), 0.0, (least + most) / 2).tolist()

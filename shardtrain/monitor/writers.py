@@ -29,15 +29,14 @@ REDRAW_S = 0.1
 class Writer:
     """Ignores every event; a writer overrides those that concern it.
 
-    ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag; ``details``: so
-    many that only plots can hold them. ``picture``: of the latest step. ``facts``: entries of result.json
-    that no curve has. ``close``: the run has ``finished``, was ``interrupted`` or has ``failed``.
+    ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag. ``picture``: of
+    the latest step. ``facts``: entries of result.json that no curve has. ``close``: the run has ``finished``,
+    was ``interrupted`` or has ``failed``.
     """
 
     def say(self, text: str) -> None: ...
     def step(self, step: int) -> None: ...
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
-    def details(self, step: int, scalars: Mapping[str, float]) -> None: ...
     def picture(self, tag: str, picture: Picture) -> None: ...
     def facts(self, facts: Mapping[str, Any]) -> None: ...
     def close(self, status: str) -> None: ...
@@ -192,9 +191,6 @@ class TensorBoard(Writer):
         self.latest = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.details(step, scalars)
-
-    def details(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
