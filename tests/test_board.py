@@ -72,12 +72,8 @@ def test_a_run_is_one_file_with_hyperparameters_layout_configuration_and_samples
 
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     assert [page.title for page in layout.category] == ["Is it learning?", "Is it fast?", "Does it fit?"]
-    text, verdict = (
-        events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
-        for tag in ("config", "verdict")
-    )
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
-    assert verdict.startswith("none of fewer than 20 steps")
     assert {"samples/augmented", *SUMMARY, *EVALUATED} <= set(events.Tags()["images"])
     with Image.open(finished / "at_a_glance.png") as summary:
         assert summary.height > 100

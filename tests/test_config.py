@@ -120,7 +120,7 @@ def test_overfitting_has_the_last_word_over_the_recipe() -> None:
         ("checkpoint.keep=-1", r"checkpoint.keep=-1: expected at least 0"),
         ("checkpoint.every_steps=0", r"checkpoint.every_steps=0: expected at least 1"),
         ("checkpoint.on_failure=ask", r"checkpoint.on_failure=ask \(valid: continue, stop\)"),
-        ("train.nonfinite=ignore", r"train.nonfinite=ignore \(valid: stop, skip\)"),
+        ("checkpoint.on_failure=go", r"checkpoint.on_failure=go \(valid: continue, stop\)"),
         ("resume=null", r"resume=null: expected a text"),
         ("run.name=[]", r"run.name=\[\]: expected a text"),
         ("train=3", r"train=3: expected a group of keys"),

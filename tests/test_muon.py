@@ -107,7 +107,6 @@ def test_muon_on_pieces_is_refused_with_the_way_out() -> None:
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr=-1.0, .*expected at least 0"),
-        ({"ns_steps": 0}, "ns_steps=0: expected at least"),
         ({"momentum": 1.0}, r"momentum=1.0, .*expected numbers in \[0, 1\)"),
     ],
 )
@@ -126,7 +125,7 @@ def test_a_closure_is_called() -> None:
 @pytest.mark.parametrize("shape", [(8, 8), (5, 40), (40, 5)])
 def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), 5).float())
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(shape)).float())
     assert values.min() > 0.3
     assert values.max() < 1.3
 

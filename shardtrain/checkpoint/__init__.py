@@ -17,7 +17,7 @@ from torch import nn
 from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
-from shardtrain.checkpoint.store import SaveFailed, begin
+from shardtrain.checkpoint.store import SaveFailed, Saving
 from shardtrain.engine.hooks import engine_of
 
 __all__ = ["Damaged", "SaveFailed", "load", "save"]
@@ -48,7 +48,7 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    saving = begin(Path(path), module, optimizer, extra, {}, averages)
+    saving = Saving(Path(path), module, optimizer, extra, {}, averages)
     saving.work()
     while not saving.advance():
         saving.work()

@@ -88,25 +88,26 @@ def local_shards(engine: Engine) -> list[LocalShard]:
 class Content(NamedTuple):
     """``tensors`` and ``extra`` of this rank's file, and the ``manifest`` without files and optimizer state.
 
-    ``state`` describes the optimizer state that this rank knows of, by the names of parameters;
-    ``first_state`` that of the parameters which it is the first to hold a piece of.
+    ``state`` describes the optimizer state of the parameters that this rank holds elements of, by name.
     """
 
     tensors: dict[str, torch.Tensor]
     extra: str
     manifest: Manifest
     state: dict[str, dict[str, Any]]
-    first_state: dict[str, dict[str, Any]]
 
-    def take_state(self, state: Mapping[str, Any]) -> str:
-        """Put the optimizer ``state`` of all parameters into the manifest; return how this rank's differs."""
+    def take_state(self, by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Put the optimizer state of all ranks' parameters into the manifest; return where they differ."""
+        state: dict[str, Any] = {}
+        for rank, each in enumerate(by_rank):
+            for name, found in each.items():
+                if found != state.setdefault(name, found):
+                    text = f"the optimizer's state of {name} is {found}, expected {state[name]}"
+                    return [f"rank {rank}: {text}"]
         if self.manifest.optimizer is not None:
-            ordered = {name: state[name] for name in self.manifest.parameters if name in state}
+            ordered = {name: state[name] for name in self.manifest.parameters if state.get(name)}
             self.manifest.optimizer["state"].update(ordered)
-        for name, ours in self.state.items():
-            if ours != state.get(name, {}):
-                return f"the optimizer's state of {name} is {ours}, expected {state.get(name, {})}"
-        return ""
+        return []
 
 
 def collect(
@@ -158,9 +159,7 @@ def collect(
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}, which a safetensors file does not hold")
-    state = json.loads(json.dumps(state))  # as others read it: tuples are lists
-    first_state = {name: s for name, s in state.items() if s and manifest.parameters[name].first_file == file}
-    return Content(tensors, encoded, manifest, state, first_state)
+    return Content(tensors, encoded, manifest, state)
 
 
 def _describe_state(shard: LocalShard, key: str, value: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from threading import Event, Thread
@@ -42,13 +42,13 @@ import torch
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.checkpoint.content import Averages, Content, collect, exchange
+from shardtrain.checkpoint.content import Averages, collect, exchange
 from shardtrain.checkpoint.files import Record, sync_directory, write_tensors, write_text
 from shardtrain.checkpoint.loading import Opened, open_checkpoint
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, Damaged, digest_line, dump, file_name
 from shardtrain.comm.transport import Ranks
 from shardtrain.device import current_stream, on_accelerator
-from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.hooks import engine_of
 
 TEMPORARY, ASIDE = ".tmp-", "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -89,19 +89,69 @@ class Saving:
     """
 
     def __init__(
-        self, path: Path, temporary: Path, content: Content, engine: Engine, snapshot: Snapshot | None
+        self,
+        path: Path,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Any,
+        facts: Mapping[str, Any],
+        averages: Averages | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
+        """Collect what to save and make the temporary directory. Collective.
+
+        Raises:
+            SaveFailed: on every rank: ``path`` exists, the directory cannot be made, something cannot be
+                saved, or the ranks hold different models or optimizers.
+        """
+        engine = engine_of(module)
+        engine.require_rest("checkpoint.save() cannot be called")
         self.path, self.problem = path, ""
         self.copied = Event()  # set once the live tensors are not needed any more
         self.committing = False  # every rank has written its file; rank 0 writes the manifest and renames
-        self._temporary, self._content, self._snapshot = temporary, content, snapshot
+        self._snapshot = snapshot
         self._all_ranks, self._device = engine.transport.all_ranks, engine.device
         self._file = file_name(self._all_ranks.rank)
+        self._temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # rank 0's is used
         self._record: Record | None = None
         self._records: dict[str, Record] = {}
+        mine: dict[str, Any] = {"temporary": self._temporary.name}
+        try:
+            self._content = content = collect(engine, optimizer, extra, facts, averages)
+            mine |= {"manifest": digest_line(dump(content.manifest)), "state": content.state}
+            if self._all_ranks.rank == 0:
+                self._make_directory()
+        except ValueError as error:
+            self.problem = str(error)
+        except OSError as error:
+            self.problem = f"{error.filename}: {error.strerror}"
+        told = self._exchange(mine)
+        self._temporary = path.parent / told[0]["temporary"]
+        odd = [rank for rank, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]
+        self._require([f"rank {rank} holds another model, optimizer or facts than rank 0" for rank in odd])
+        self._require(content.take_state([each["state"] for each in told]))
         if snapshot is not None:
             changing = {k: t.detach().clone() for k, t in content.tensors.items() if not k.startswith(_CUT)}
             content.tensors.update(changing)
+
+    def _make_directory(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            raise FileExistsError(17, "exists already, and a checkpoint is never overwritten", str(self.path))
+        self._temporary.mkdir()
+
+    def _exchange(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank gives, unless a rank has a problem."""
+        told, problems = exchange(self.problem, self._all_ranks, self._device, **mine)
+        self._require(problems)
+        return told
+
+    def _require(self, problems: Sequence[str]) -> None:
+        """Fail on every rank if there are ``problems``, which all ranks know."""
+        if problems:
+            if self._all_ranks.rank == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise SaveFailed(f"{self.path} was not saved: {'; '.join(problems)}")
 
     def work(self) -> None:
         """Do this rank's part of the stage, unless it has a problem. Communicates nothing, raises nothing."""
@@ -139,62 +189,10 @@ class Saving:
         Raises:
             SaveFailed: on every rank, naming ranks, files and reasons.
         """
-        told, problems = exchange(self.problem, self._all_ranks, self._device, record=self._record)
-        if problems:
-            if self._all_ranks.rank == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)
-            raise SaveFailed(f"{self.path} was not saved: {'; '.join(problems)}")
+        told = self._exchange({"record": self._record})
         committed, self.committing = self.committing, True
         self._records = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(told)}
         return committed
-
-
-def begin(
-    path: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Any,
-    facts: Mapping[str, Any],
-    averages: Averages | None = None,
-    snapshot: Snapshot | None = None,
-) -> Saving:
-    """Collect what to save and make the temporary directory. Collective.
-
-    Raises:
-        SaveFailed: on every rank: ``path`` exists, the directory cannot be made, something cannot be
-            saved, or the ranks hold different models or optimizers.
-    """
-    engine = engine_of(module)
-    engine.require_rest("checkpoint.save() cannot be called")
-    content, problem, temporary = None, "", ""
-    try:
-        content = collect(engine, optimizer, extra, facts, averages)
-        if engine.transport.all_ranks.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                raise FileExistsError(17, "exists already, and a checkpoint is never overwritten", str(path))
-            name = f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"
-            (path.parent / name).mkdir()
-            temporary = name
-    except ValueError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
-    facts = {"temporary": temporary}
-    if content is not None:
-        facts |= {"manifest": digest_line(dump(content.manifest)), "state": content.first_state}
-    told, problems = exchange(problem, engine.transport.all_ranks, engine.device, **facts)
-    if not problems:
-        odd = [rank for rank, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]
-        problems = [f"rank {rank} holds another model, optimizer or facts than rank 0" for rank in odd]
-    if problems:
-        if temporary:
-            (path.parent / temporary).rmdir()
-        raise SaveFailed(f"{path} was not saved: {'; '.join(problems)}")
-    assert content is not None, "a rank without content has a problem"
-    saving = Saving(path, path.parent / told[0]["temporary"], content, engine, snapshot)
-    saving.problem = content.take_state({k: v for each in told for k, v in each["state"].items()})
-    return saving
 
 
 class Newest(NamedTuple):
@@ -301,7 +299,7 @@ class Store:
         with self._exposed():
             self.finish()
             path, facts = self.directory / step_name(step), {"step": step, **facts}
-            self._saving = begin(path, module, optimizer, extra, facts, averages, self._snapshot)
+            self._saving = Saving(path, module, optimizer, extra, facts, averages, self._snapshot)
             self._step, self._best = step, best
             self._start(self._saving)
             if self._snapshot is None:

@@ -43,8 +43,6 @@ class Train:
     log_every: int = at_least(1)
     eval_every: int = at_least(1)
     eval_flip: bool
-    nonfinite: str = one_of("stop", "skip")
-    skip_at_most: int = at_least(1)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class StepMetrics:
         # Summed on the device, so that no step waits for it: loss times images, right first guesses.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.scored = 0  # images in these sums
-        self._before_step = self.sums.clone(), self.scored
+        self._before_step = self.sums
         # A run that resumes measures the following anew.
         self.images: Counter[int] = Counter()  # by their side in pixels
         self._phase = ""
@@ -141,7 +141,7 @@ class StepMetrics:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one step and count its traffic. Whatever lies outside a `phase` is the optimizer's."""
-        self._before_step = self.sums.clone(), self.scored
+        self._before_step = self.sums.clone()
         with comm.meter() as meter:
             self._meters.append(meter)
             trace.begin("step", "step")
@@ -191,12 +191,7 @@ class StepMetrics:
 
     def loss_of_step(self) -> Tensor:
         """Return this rank's loss of the step under way, summed over images; 0-dim."""
-        return self.sums[0] - self._before_step[0][0]
-
-    def drop_step(self) -> None:
-        """Leave the step under way out of loss and accuracy."""
-        self.sums.copy_(self._before_step[0])
-        self.scored = self._before_step[1]
+        return self.sums[0] - self._before_step[0]
 
     def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
         """Report the steps since the last call; gradients have to be still there. Collective.
@@ -215,7 +210,7 @@ class StepMetrics:
             raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
         images = self.images.total() * ranks  # every rank has equally many
-        scored = self.scored * ranks or math.nan
+        scored = self.scored * ranks
         mean = dict(zip(("waiting", "", *PHASES), rows[:, 2:].mean(0).tolist(), strict=True))
         scalars = {
             tags.TRAIN_LOSS: loss / scored,

@@ -198,10 +198,6 @@ class TensorBoard(Writer):
     def picture(self, tag: str, picture: Picture) -> None:
         self.writer.add_image(tag, picture, self.latest, dataformats="HWC")
 
-    def facts(self, facts: Mapping[str, Any]) -> None:
-        if "verdict" in facts:
-            self.writer.add_text("verdict", f"{facts['verdict']}\n\n{facts['time']}", self.latest)
-
     def close(self, status: str) -> None:
         if status == "finished":  # without it, TensorBoard shows the run as running
             self.writer.file_writer.add_summary(self._end)

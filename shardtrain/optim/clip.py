@@ -53,8 +53,6 @@ def clip_grad_norm_(
 def _power(grads: list[Tensor | None], norm_type: float, device: torch.device) -> Tensor:
     """Add up ``|g| ** norm_type`` over all elements (for infinity: take the largest); 0-dim fp32."""
     present = [grad for grad in grads if grad is not None and grad.numel()]
-    if not present:
-        return torch.zeros((), device=device)
     norm = get_total_norm(present, norm_type).to(device, torch.float32)
     return norm if norm_type == math.inf else norm**norm_type
 

@@ -29,8 +29,7 @@ class Ema:
             after: until this step an update copies the weights.
         """
         if not (0 <= decay < 1 and every >= 1 and after >= 0):
-            given = f"decay={decay}, every={every}, after={after}"
-            raise ValueError(f"{given}: expected [0, 1), at least 1 and 0")
+            raise ValueError(f"decay={decay}, every={every}, after={after}: expected [0, 1), at least 1 and 0")
         self.decay, self.every, self.after = decay, every, after
         self._engine = engine_of(module)
         self._all_ranks = self._engine.transport.all_ranks
@@ -88,5 +87,4 @@ class Ema:
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each average with the tensor that it follows."""
-        pairs = [*self.averages.items(), *self._buffer_averages.items()]
-        return [(average, now.data) for now, average in pairs]
+        return [(average, now.data) for now, average in {**self.averages, **self._buffer_averages}.items()]

@@ -27,7 +27,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim.adamw import adamw
 
 # Repeating a·x + b·x³ + c·x⁵ (Jordan et al.) drives singular values towards 1, small ones fast.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
 AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
@@ -46,7 +46,6 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_steps: int = 5,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
@@ -55,20 +54,17 @@ class Muon(torch.optim.Optimizer):
             params: parameters, or groups of them, each with ``use_muon`` True or False.
             lr, weight_decay: of all groups; decay is decoupled.
             momentum, nesterov: Muon's.
-            ns_steps: steps of the Newton-Schulz iteration.
             betas, eps: AdamW's.
 
         Raises:
             ValueError: a number out of range, or a group with ``use_muon`` holds what is no matrix or filter.
         """
-        if not (lr >= 0 and weight_decay >= 0 and eps >= 0 and ns_steps >= 1):
-            given = f"lr={lr}, weight_decay={weight_decay}, eps={eps}, ns_steps={ns_steps}"
-            raise ValueError(f"{given}: expected at least 0, 0, 0 and 1")
+        if not (lr >= 0 and weight_decay >= 0 and eps >= 0):
+            raise ValueError(f"lr={lr}, weight_decay={weight_decay}, eps={eps}: expected at least 0")
         if not all(0 <= fraction < 1 for fraction in (momentum, *betas)):
             raise ValueError(f"momentum={momentum}, betas={betas}: expected numbers in [0, 1)")
         shared = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        super().__init__(params, {**shared, **own, "use_muon": True})
+        super().__init__(params, {**shared, "momentum": momentum, "nesterov": nesterov, "use_muon": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -104,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         assert grad is not None
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        direction = orthogonalised(update.flatten(1), group["ns_steps"])
+        direction = orthogonalised(update.flatten(1))
         lr = float(group["lr"])
         param.mul_(1 - lr * group["weight_decay"])
         param.add_(direction.reshape(param.shape), alpha=-lr * 0.2 * math.sqrt(max(direction.shape)))
@@ -122,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         adamw(params, grads, averages, squares, [], steps, amsgrad=False, maximize=False, **options)
 
 
-def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalised(matrix: Tensor) -> Tensor:
     """Return nearly ``U Vᵀ`` of ``matrix`` = ``U S Vᵀ``, in bf16: singular values of about 0.7 to 1.2.
 
     Newton-Schulz: an odd polynomial of a matrix is that polynomial of its singular values. bf16 suffices,
@@ -131,7 +127,7 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     tall = matrix.size(0) > matrix.size(1)
     wide = matrix.bfloat16().T if tall else matrix.bfloat16()
     wide = wide / wide.norm().clamp(min=1e-7)  # no singular value above 1
-    for _ in range(steps):
+    for _ in range(_STEPS):
         gram = wide @ wide.T
         even = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
         wide = torch.addmm(wide, even, wide, beta=_A)

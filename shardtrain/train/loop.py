@@ -32,16 +32,15 @@ from shardtrain.train.saving import Saver, Training
 def fit(training: Training, saver: Saver, watch: Watch) -> None:
     """Train up to step ``job.steps``; evaluate every ``train.eval_every`` epochs and at the end."""
     config, job, metrics, monitor = training
-    train, one_step, bad_steps = config.train, Step.of(job, config.train.clip_grad_norm), BadSteps(training)
+    train, one_step = config.train, Step.of(job, config.train.clip_grad_norm)
     if saver.pending_evaluation:
         saver.evaluate_pending(job.first_step)
     batches = monitor.showing(job.train)
     metrics.start()
     for step in range(job.first_step + 1, job.steps + 1):
-        bad_steps.begin_step()
         with metrics.step():
             norm = one_step.gradients(batches, train.accumulate, metrics.phase, metrics.add)
-            if not bad_steps.accepts(step, norm):
+            if not is_finite(training, step, norm):
                 job.optimizer.zero_grad()  # which leaves the update nothing to do
             saver.before_update()
             one_step.update(step)
@@ -60,59 +59,27 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     saver.finish()
 
 
-class BadSteps:
-    """Keeps steps whose gradient is not finite from the parameters: by stopping, or by skipping them.
+def is_finite(training: Training, step: int, norm: Tensor) -> bool:
+    """Return whether the gradient of ``step`` is finite; otherwise its scale in fp16 was too high.
 
-    The gradient's norm over all ranks is the same number on every rank, and it is not finite as soon as one
-    element of one rank's gradient is not. So every rank decides alike without communication; only then do
-    the ranks exchange where it came from. A step whose scaled gradient overflows in fp16 is none of these: it
-    is left out, and the scale goes down.
+    The gradient's ``norm`` over all ranks is the same number on every rank, and it is not finite as soon as
+    one element of one rank's gradient is not. So every rank decides alike without communication; only then do
+    the ranks exchange where it came from.
+
+    Raises:
+        RuntimeError: on every rank: a loss is not finite, or a gradient that no scale has made so.
     """
-
-    def __init__(self, training: Training) -> None:
-        self._training, self._skipped_in_a_row = training, 0
-        skips = training.config.train.nonfinite == "skip"
-        self._buffers = list(training.job.model.buffers()) if skips else []
-        self._before = [buffer.clone() for buffer in self._buffers]
-
-    def begin_step(self) -> None:
-        """Remember BatchNorm's running statistics, which a bad forward spoils for good."""
-        if self._buffers:  # torch refuses to copy none
-            torch._foreach_copy_(self._before, self._buffers)
-
-    def accepts(self, step: int, norm: Tensor) -> bool:
-        """Return whether this step may be taken. Collective if ``norm`` is not finite.
-
-        Raises:
-            RuntimeError: on every rank: it may not, and the run is to stop.
-        """
-        if math.isfinite(float(norm)):
-            self._skipped_in_a_row = 0
-            return True
-        train, scaler = self._training.config.train, self._training.job.scaler
-        bad = self._bad_losses()
-        if not bad and scaler.is_enabled() and scaler.get_scale() >= 1:
-            return False
-        self._skipped_in_a_row += 1
-        cause = f"step {step}: {', '.join(bad) or 'all losses finite'}, gradient norm {float(norm)}"
-        if train.nonfinite == "stop":
-            raise RuntimeError(f"{cause}; a lower optim.lr may help, or train.nonfinite=skip")
-        if self._skipped_in_a_row > train.skip_at_most:
-            raise RuntimeError(
-                f"{cause}; {train.skip_at_most} steps in a row were skipped (train.skip_at_most)"
-            )
-        self._training.monitor.say(f"skipped {cause}")
-        self._training.metrics.drop_step()
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._before)
+    if math.isfinite(float(norm)):
+        return True
+    metrics, scaler = training.metrics, training.job.scaler
+    losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=metrics.sums.device)
+    losses[comm.rank()] = metrics.loss_of_step()
+    by_rank = enumerate(comm.all_reduce(losses).tolist())
+    bad = [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
+    if not bad and scaler.is_enabled() and scaler.get_scale() >= 1:
         return False
-
-    def _bad_losses(self) -> list[str]:
-        metrics = self._training.metrics
-        losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=metrics.sums.device)
-        losses[comm.rank()] = metrics.loss_of_step()
-        by_rank = enumerate(comm.all_reduce(losses).tolist())
-        return [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
+    cause = ", ".join(bad) or "all losses finite"
+    raise RuntimeError(f"step {step}: {cause}, gradient norm {float(norm)}; a lower optim.lr may help")
 
 
 def train(config: Config, context: Context) -> float | None:
