@@ -241,12 +241,6 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _replace_by_link(path: Path) -> None:
-    elsewhere = path.parent.parent / path.name
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-
-
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Forge the manifest, digest and all."""
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -290,18 +284,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (_flip(f / DATA), _flip(f / OTHER)),
         f"rank 0: {OTHER} does not match its digest; rank 1: {DATA} does not match its digest",
     ),
-    "a link": (lambda f: _replace_by_link(f / DATA), f"{DATA} is a symbolic link"),
     "a pipe": (lambda f: ((f / DATA).unlink(), os.mkfifo(f / DATA)), f"{DATA} is no plain file"),
-    "no digest": (lambda f: (f / "manifest.sha256").unlink(), "manifest.sha256 is missing"),
-    "a manifest of bytes": (
-        lambda f: (f / "manifest.json").write_bytes(b"\xff"),
-        "manifest.json is not UTF-8",
-    ),
     "an endless manifest": (
         lambda f: os.truncate(f / "manifest.json", 1 << 40),
         "manifest.json has 1099511627776 bytes, expected at most 268435456",
     ),
-    "nothing": (shutil.rmtree, "manifest.json is missing"),
     "a path upwards": (
         forged(_rename_file("../rank-00001.safetensors")),
         "names the file '../rank-00001.safetensors', expected only",

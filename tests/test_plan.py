@@ -302,4 +302,5 @@ def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
     assert "The peak of " in said
+    assert "none: dry_run" in said
     assert not (tmp_path / "none").exists()

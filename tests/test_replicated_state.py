@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from pool import each_rank
 from small import Block, OddNet, assert_at_rest, mesh, raised_soon, sgd, shard, train
 from test_hosts import hosts
 from test_plan import assert_kept, measured, planned
-from test_plan import run as run_planned
 from test_replicated import HYBRID, assert_replicas_are_equal
 from test_resume import crash, run
 from tiny import configure
@@ -177,12 +175,6 @@ def test_a_plan_with_replicas_is_kept(on_ranks: Ranks, world: int, replicate: in
     plan = planned(*arguments, f"world_size={world}")
     assert plan.sent["all_reduce"] > 0
     assert_kept(plan, found)
-
-
-def test_a_run_compares_its_averages_with_the_plan(on_ranks: Ranks, tmp_path: Path) -> None:
-    log = on_ranks(4, run_planned, str(tmp_path), "parallel.replicate=2")[0]
-    assert re.search(r"averages send +([\d.]+) +\1 +exact", log)
-    assert "4 ranks in 2 replicas" in log
 
 
 QUIET = ("monitor.tensorboard=false", "ema.decay=null")

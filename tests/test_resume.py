@@ -45,7 +45,7 @@ SMALL = (
 )
 QUIET = "monitor.tensorboard=false"
 STEPS = 10
-MEASURED = ("perf", "time", "ranks", "memory")  # groups of tags that no run repeats
+MEASURED = ("perf", "time", "memory")  # groups of tags that no run repeats
 
 
 class Crash(Exception):

@@ -17,15 +17,11 @@ import torture
         pytest.param(torture.points, (), len(torture.POINTS), marks=pytest.mark.long),
         (torture.flips, (40,), 1),
         (torture.files, (), 11),
-        (torture.disks, (), 3),
         pytest.param(torture.kills, (4,), 4, marks=pytest.mark.long),
     ],
 )
 def test_checkpoints_under_torture(tmp_path: Path, part: Any, arguments: Any, lines: int) -> None:
-    told = list(part(tmp_path, *arguments))
-    if "skipped" in told[0]:
-        pytest.skip(told[0])
-    assert len(told) == lines
+    assert len(list(part(tmp_path, *arguments))) == lines
 
 
 @pytest.fixture(scope="module")

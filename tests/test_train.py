@@ -21,11 +21,10 @@ from shardtrain.job.data.batches import Arrays, DataSet
 from shardtrain.job.evaluate import Evaluation, Scores, evaluate
 from shardtrain.job.model import parameter_groups
 from shardtrain.job.schema import UserError
-from shardtrain.train.loop import train
 
 import tiny
 from pool import each_rank
-from tiny import CPU, context
+from tiny import CPU
 
 TINY = (
     *tiny.TINY,
@@ -60,16 +59,6 @@ def test_repetitions_are_exact_and_settings_count(tmp_path: Path) -> None:
     assert bf16[0] != first[0]
 
 
-def test_one_rank_trains_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(tmp_path / "run", "monitor.progress=lines")
-    assert (result["status"], result["step"], result["world_size"]) == ("finished", 2, 1)
-    assert result["train/loss"] > 0
-    assert 0 <= result["val/acc1"] <= result["val/acc5"] <= 100
-    output = capsys.readouterr().out
-    for expected in ("resnet18", "layer4.1", "step 2/2", "val loss", "finished  step 2"):
-        assert expected in output
-
-
 def test_compiling_without_a_compiler_is_a_mistake() -> None:
     # Not a monkeypatch, whose end these settings do not survive.
     missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
@@ -92,12 +81,6 @@ def test_accumulation_gives_the_same_first_loss(tmp_path: Path) -> None:
     given = f"{model} augment=none train.batch_size=4".split()
     once, twice = (run(tmp_path / n, *given, f"train.accumulate={n}") for n in "12")
     assert [twice[tag] for tag in TAGS] == pytest.approx([once[tag] for tag in TAGS], rel=1e-4)
-
-
-def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(configure("dry_run=true"), context(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
-    assert "none: dry_run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

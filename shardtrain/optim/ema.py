@@ -29,13 +29,14 @@ class Ema:
             after: until this step an update copies the weights.
         """
         if not (0 <= decay < 1 and every >= 1 and after >= 0):
-            raise ValueError(f"decay={decay}, every={every}, after={after}: expected [0, 1), at least 1 and 0")
+            given = f"decay={decay}, every={every}, after={after}"
+            raise ValueError(f"{given}: expected [0, 1), at least 1 and 0")
         self.decay, self.every, self.after = decay, every, after
         self._engine = engine_of(module)
         self._all_ranks = self._engine.transport.all_ranks
         self._engine.require_rest("Ema() cannot be called")
+        # The average of each parameter, cut as the parameter is.
         self.averages = {param: param.detach().clone() for param in module.parameters()}
-        """The average of each parameter, cut as the parameter is."""
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self._buffer_averages = {buffer: buffer.detach().clone() for buffer in buffers}
 
