@@ -74,17 +74,11 @@ def test_the_stock_model_loads_an_export(
 ) -> None:
     out = tmp_path / f"new/weights.{suffix}"
     assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0
-    tag = {"raw": "val/acc1", "ema": "val/ema_acc1"}[weights]
-    acc1 = result_of(trained)[tag]
     said = capsys.readouterr().out
-    assert (
-        f"the plain model answers as the checkpoint does to 13 validation images, acc1 {acc1:.2f} %" in said
-    )
+    assert "the plain model answers as the checkpoint does to 13 validation images" in said
     assert "step-00000005" in said
     state = load_file(out) if suffix == "safetensors" else torch.load(out, weights_only=True)
-    stock = mobilenet_v3_small(num_classes=10)
-    assert list(torch.load(out, weights_only=True) if suffix == "pth" else stock.state_dict())
-    stock.load_state_dict(state)
+    mobilenet_v3_small(num_classes=10).load_state_dict(state)
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
@@ -123,12 +117,13 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     assert f"val      loss {result['val/loss']:.4f}, {said}" in output
     assert f"average  loss {result['val/ema_loss']:.4f}" in output
     assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    out = tmp_path / "weights.pth"
-    assert export(f"run={trained}", f"out={out}") == 0
-    capsys.readouterr()
-    plain = ("eval_only=true", "ema.decay=null", "train.eval_flip=true", f"model.weights={out}")
-    assert run(tmp_path / "none", *plain) == "finished"
-    assert "val   loss" in capsys.readouterr().out
+    for weights, tag in (("raw", "val/loss"), ("ema", "val/ema_loss")):
+        out = tmp_path / f"{weights}.pth"
+        assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0
+        capsys.readouterr()
+        plain = ("eval_only=true", "ema.decay=null", f"model.weights={out}")
+        assert run(tmp_path / "none", *plain) == "finished"
+        assert f"val   loss {result[tag]:.4f}" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
     ending = run(tmp_path / "none", "eval_only=true")
     assert "eval_only=true: there is no checkpoint in" in ending

@@ -14,18 +14,15 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import shardtrain
-from shardtrain import comm
 from shardtrain.checkpoint import Damaged
-from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
-from shardtrain.checkpoint.manifest import NAME
-from shardtrain.checkpoint.store import newest
+from shardtrain.checkpoint.loading import Opened, load_into
 from shardtrain.device import ACCELERATOR
 from shardtrain.job import data, launch
 from shardtrain.job.config import Data
@@ -35,7 +32,7 @@ from shardtrain.job.hydra_app import compose, config_folder
 from shardtrain.job.model import load_weights, plain_model, write_weights
 from shardtrain.job.schema import UserError, at_least, checked, one_of
 from shardtrain.optim import Ema
-from shardtrain.train.resume import CHECKPOINTS
+from shardtrain.train.resume import open_named
 
 _RANDOM_IMAGES = 32
 FORMER_KEYS = ("read", "corrupt")  # of data sets, in runs of earlier versions
@@ -58,12 +55,6 @@ class SavedConfig:
     data: Data
 
 
-class Comparison(NamedTuple):
-    images: int
-    acc1: float | None  # percent; None of random images
-    largest: float  # difference between two logits
-
-
 def main() -> None:
     launch.start(_read, _export)
 
@@ -79,11 +70,21 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
         raise UserError("export is one process: start it with python -m shardtrain.export")
     opened = _find_checkpoint(Path(settings.run).expanduser(), device)
     saved = opened.manifest.facts["config"]
-    images = {key: value for key, value in saved["data"].items() if key not in FORMER_KEYS} | {"grow": []}
-    config = checked(OmegaConf.create({"model": saved["model"], "data": images}), SavedConfig)
-    model = shardtrain.shard(plain_model(config.model).to(device))
+    data_config = {k: v for k, v in saved["data"].items() if k not in FORMER_KEYS} | {"grow": []}
+    config = checked(OmegaConf.create({"model": saved["model"], "data": data_config}), SavedConfig)
+    model, plain = shardtrain.shard(plain_model(config.model).to(device)), plain_model(config.model)
+    out = Path(settings.out).expanduser()
     with _loaded(opened, model, settings):
-        _write(opened, config, model, Path(settings.out).expanduser(), device)
+        state = shardtrain.full_state_dict(model)
+        write_weights(out, state)
+        load_weights(plain, out)
+        images, what, largest = _compare(config, model.eval(), plain.to(device).eval(), device)
+    if not largest < 1e-3:
+        out.unlink()
+        raise UserError(f"{out} answers otherwise than the checkpoint: logits differ by {largest:.3g}")
+    mib = sum(value.nbytes for value in state.values()) / MIB
+    print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
+    print(f"checked: the plain model answers as the checkpoint does to {images} {what} images")
 
 
 @contextlib.contextmanager
@@ -102,29 +103,10 @@ def _loaded(opened: Opened, model: nn.Module, settings: ExportSettings) -> Itera
         yield
 
 
-def _write(opened: Opened, config: SavedConfig, model: nn.Module, out: Path, device: torch.device) -> None:
-    state = shardtrain.full_state_dict(model)
-    write_weights(out, state)
-    plain = plain_model(config.model)
-    load_weights(plain, out)
-    check = _compare(config, model.eval(), plain.to(device).eval(), device)
-    if not check.largest < 1e-3:
-        out.unlink()
-        raise UserError(f"{out} answers otherwise than the checkpoint: logits differ by {check.largest:.3g}")
-    mib = sum(value.nbytes for value in state.values()) / MIB
-    answers = "random images" if check.acc1 is None else f"validation images, acc1 {check.acc1:.2f} %"
-    print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
-    print(f"checked: the plain model answers as the checkpoint does to {check.images} {answers}")
-
-
 def _find_checkpoint(run: Path, device: torch.device) -> Opened:
     """Open the checkpoint ``run``, or the newest complete one of the run ``run``."""
-    alone = comm.Alone()
     try:
-        if (run / NAME).exists():
-            opened: Opened | None = open_checkpoint(run, alone, device)
-        else:
-            opened = newest(run / CHECKPOINTS, alone, device).opened
+        opened = open_named(run, device).opened
     except Damaged as error:
         raise UserError(f"run={run}: {error}") from None
     if opened is None or "config" not in opened.manifest.facts:
@@ -133,30 +115,32 @@ def _find_checkpoint(run: Path, device: torch.device) -> Opened:
 
 
 @torch.no_grad()
-def _compare(config: SavedConfig, model: nn.Module, plain: nn.Module, device: torch.device) -> Comparison:
-    """Compare both models' answers to the validation images, or to random ones if the data set is missing."""
-    right, count, largest, labelled = 0, 0, 0.0, True
-    for images, labels in _images(config, device):
-        ours, theirs = model(images), plain(images)
-        largest = max(largest, float((ours - theirs).abs().max()))
-        labelled = labels is not None
-        count += len(images)
-        right += 0 if labels is None else int((theirs.argmax(1) == labels).sum())
-    return Comparison(count, 100 * right / count if labelled else None, largest)
+def _compare(
+    config: SavedConfig, model: nn.Module, plain: nn.Module, device: torch.device
+) -> tuple[int, str, float]:
+    """Show both models the validation images, or random ones if the data set is missing.
 
-
-def _images(config: SavedConfig, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+    Returns:
+        How many images, of which kind, and the largest difference between two logits.
+    """
     try:
-        validation = data.load(config.data)
+        batches, what = _validation(config, device), "validation"
     except UserError:
-        side = config.data.image_size
-        shape = (_RANDOM_IMAGES, config.model["in_channels"], side, side)
-        yield torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device), None
-        return
+        shape = (_RANDOM_IMAGES, config.model["in_channels"], *[config.data.image_size] * 2)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+        batches, what = iter([images]), "random"
+    count, largest = 0, 0.0
+    for images in batches:
+        count += len(images)
+        largest = max(largest, float((model(images) - plain(images)).abs().max()))
+    return count, what, largest
+
+
+def _validation(config: SavedConfig, device: torch.device) -> Iterator[Tensor]:
+    validation = data.load(config.data)
     prepare = data.Prepare(validation, config.data.side_in_eval, device)
-    share = data.Share(1, 1, 0, 1)
-    for batch in data.EvalFeed(validation, share, prepare, workers=config.data.workers):
-        yield batch.images[: batch.valid], batch.labels[: batch.valid]
+    feed = data.EvalFeed(validation, data.Share(1, 1, 0, 1), prepare, workers=config.data.workers)
+    return (batch.images[: batch.valid] for batch in feed)
 
 
 if __name__ == "__main__":

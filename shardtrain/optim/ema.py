@@ -88,4 +88,5 @@ class Ema:
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each average with the tensor that it follows."""
-        return [(average, now.data) for now, average in {**self.averages, **self._buffer_averages}.items()]
+        pairs = [*self.averages.items(), *self._buffer_averages.items()]
+        return [(average, now.data) for now, average in pairs]

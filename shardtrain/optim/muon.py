@@ -34,8 +34,7 @@ AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's
 class Muon(torch.optim.Optimizer):
     """Muon on groups with ``use_muon``, which is the default, and AdamW on the others.
 
-    `muon_groups` makes both from a model. On matrices it is ``torch.optim.Muon`` with
-    ``adjust_lr_fn="match_rms_adamw"``.
+    `muon_groups` makes both from a model. On matrices it is torch's, ``match_rms_adamw``.
     """
 
     def __init__(

@@ -70,7 +70,12 @@ def find_start(config: Config, context: Context) -> Start:
     try:
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
-            found = _open_elsewhere(Path(config.resume).expanduser(), context.device)
+            found = open_named(Path(config.resume).expanduser(), context.device)
+            if found.opened is None:
+                raise UserError(
+                    f"resume={config.resume}: neither a checkpoint nor a run with checkpoints; "
+                    "resume=none starts anew"
+                )
     except Damaged as error:
         raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
     return Start(found.step, found.opened, store, found.damaged)
@@ -88,18 +93,13 @@ def _restarted(context: Context) -> bool:
     return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
 
 
-def _open_elsewhere(path: Path, device: torch.device) -> Newest:
-    """Open the checkpoint ``path``, or the newest of the run ``path``."""
+def open_named(path: Path, device: torch.device) -> Newest:
+    """Open the checkpoint ``path``, or the newest complete one of the run ``path``. Collective."""
     all_ranks = comm.plain_transport()
     if (path / NAME).exists():
         opened = open_checkpoint(path, all_ranks, device)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
-    found = newest(path / CHECKPOINTS, all_ranks, device)
-    if found.opened is None:
-        raise UserError(
-            f"resume={path}: neither a checkpoint nor a run with checkpoints; resume=none starts anew"
-        )
-    return found
+    return newest(path / CHECKPOINTS, all_ranks, device)
 
 
 @contextlib.contextmanager
