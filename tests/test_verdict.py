@@ -17,7 +17,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.launch import Context
 from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, slow_rank
 from shardtrain.monitor.tables import end_table, judge, verdict
-from shardtrain.monitor.watch import Watch
+from shardtrain.monitor.timeline import Watch
 
 from tiny import CPU, configure, run
 

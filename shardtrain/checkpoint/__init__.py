@@ -17,7 +17,7 @@ from torch import nn
 from shardtrain.checkpoint.content import Averages
 from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import Damaged
-from shardtrain.checkpoint.store import SaveFailed, Saving
+from shardtrain.checkpoint.store import SaveFailed, save_in_stages
 from shardtrain.engine.hooks import engine_of
 
 __all__ = ["Damaged", "SaveFailed", "load", "save"]
@@ -48,10 +48,8 @@ def save(
         SaveFailed: on every rank, naming ranks, files and reasons.
         ValueError: called inside forward, backward or `unsharded`.
     """
-    saving = Saving(Path(path), module, optimizer, extra, {}, averages)
-    saving.work()
-    while not saving.advance():
-        saving.work()
+    for work in save_in_stages(Path(path), module, optimizer, extra, {}, averages):
+        work()
 
 
 def load(

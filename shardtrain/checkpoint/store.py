@@ -1,15 +1,6 @@
 """The checkpoints of one run: a directory with one `step-NNNNNNNN` each.
 
-    store = Store(run_dir / "checkpoints", all_ranks, device, keep=2, asynchronous=True)
-    start = store.newest()             the newest complete one, and the damaged ones after it
-    store.clear(start.damaged)         set these aside, and remove what killed saves left
-    store.save(step, model, …)         at most one save is under way; a thread copies, then writes
-    store.settle()                     before the next update: wait for the copy, not for the disk
-    store.busy, store.advance()        once no rank is busy, all advance; the second time it is committed
-    store.finish()                     wait for what is under way
-
-Everything but ``clear``, ``busy`` and ``settle`` is collective. In a save, every rank writes its file, rank 0
-the manifest, and one rename commits:
+In a save, every rank writes its file, rank 0 the manifest, and one rename commits:
 
     begin    all     what to save is collected and compared; rank 0 makes `.tmp-step-00000120-3f2a90c1/`
     write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced
@@ -18,9 +9,8 @@ the manifest, and one rename commits:
 
 A kill at any moment leaves either the state before and a `.tmp-` directory that no one reads, or the new
 checkpoint, complete. `write` and `commit` communicate nothing, so a thread may do them while the ranks
-train. Between them, `advance` brings the ranks together: they exchange what each has done. A save that fails
-on one rank raises the same `SaveFailed` on all, from whichever call learns of it: `save`, `advance` or
-`finish`. The checkpoints before it stay.
+train. Between them the ranks exchange what each has done. A save that fails on one rank raises the same
+`SaveFailed` on all, from whichever call learns of it. The checkpoints before it stay.
 """
 
 from __future__ import annotations
@@ -32,7 +22,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from threading import Event, Thread
@@ -81,85 +71,20 @@ class Snapshot:
         return copies
 
 
-class Saving:
-    """One save under way on all ranks; each does its `work` between two calls of `advance`.
+class Work:
+    """What this rank does in one stage of a save. It communicates nothing and raises nothing.
 
-    With a ``snapshot``, `work` first copies everything into it. Parameters and optimizer state change only in
-    the next update, which must wait for `copied`. Buffers, which a forward changes, are copied at once.
+    ``copied`` is set once it does not need the live tensors any more.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Any,
-        facts: Mapping[str, Any],
-        averages: Averages | None = None,
-        snapshot: Snapshot | None = None,
-    ) -> None:
-        """Collect what to save and make the temporary directory. Collective.
+    def __init__(self, action: Callable[[], Record | None], file: str, copied: Event) -> None:
+        self._action, self._file, self.copied = action, file, copied
+        self.problem = ""
+        self.record: Record | None = None
 
-        Raises:
-            SaveFailed: on every rank: ``path`` exists, the directory cannot be made, something cannot be
-                saved, or the ranks hold different models or optimizers.
-        """
-        engine = engine_of(module)
-        engine.require_rest("checkpoint.save() cannot be called")
-        self.path, self.problem = path, ""
-        self.copied = Event()  # set once the live tensors are not needed any more
-        self.committing = False  # every rank has written its file; rank 0 writes the manifest and renames
-        self._snapshot = snapshot
-        self._all_ranks, self._device = engine.transport.all_ranks, engine.device
-        self._file = file_name(self._all_ranks.rank)
-        self._temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # rank 0's is used
-        self._record: Record | None = None
-        self._records: dict[str, Record] = {}
-        mine: dict[str, Any] = {"temporary": self._temporary.name}
+    def __call__(self) -> None:
         try:
-            self._content = content = collect(engine, optimizer, extra, facts, averages)
-            mine |= {"manifest": digest_line(dump(content.manifest)), "state": content.state}
-            if self._all_ranks.rank == 0:
-                self._make_directory()
-        except ValueError as error:
-            self.problem = str(error)
-        except OSError as error:
-            self.problem = f"{error.filename}: {error.strerror}"
-        told = self._exchange(mine)
-        self._temporary = path.parent / told[0]["temporary"]
-        odd = [rank for rank, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]
-        self._require([f"rank {rank} holds another model, optimizer or facts than rank 0" for rank in odd])
-        self._require(content.take_state([each["state"] for each in told]))
-        if snapshot is not None:
-            changing = {k: t.detach().clone() for k, t in content.tensors.items() if not k.startswith(_CUT)}
-            content.tensors.update(changing)
-
-    def _make_directory(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            raise FileExistsError(17, "exists already, and a checkpoint is never overwritten", str(self.path))
-        self._temporary.mkdir()
-
-    def _exchange(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank gives, unless a rank has a problem."""
-        told, problems = exchange(self.problem, self._all_ranks, self._device, **mine)
-        self._require(problems)
-        return told
-
-    def _require(self, problems: Sequence[str]) -> None:
-        """Fail on every rank if there are ``problems``, which all ranks know."""
-        if problems:
-            if self._all_ranks.rank == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)
-            raise SaveFailed(f"{self.path} was not saved: {'; '.join(problems)}")
-
-    def work(self) -> None:
-        """Do this rank's part of the stage, unless it has a problem. Communicates nothing, raises nothing."""
-        try:
-            if not (self.committing or self.problem):
-                self._write()
-            elif self.committing and self._all_ranks.rank == 0:
-                self._commit()
+            self.record = self._action()
         except OSError as error:
             self.problem = f"{Path(error.filename or self._file).name}: {error.strerror}"
         except Exception as error:  # in a thread nobody else would hear of it
@@ -167,32 +92,94 @@ class Saving:
         finally:
             self.copied.set()
 
-    def _write(self) -> None:
-        tensors = self._content.tensors
-        if self._snapshot is not None:
-            tensors = self._snapshot.copy(tensors)
-            self.copied.set()
-        self._record = write_tensors(self._temporary / self._file, tensors, {"extra": self._content.extra})
 
-    def _commit(self) -> None:
-        """Write the manifest, and make the temporary directory the checkpoint."""
-        text = dump(self._content.manifest._replace(files=self._records))
-        write_text(self._temporary / NAME, text)
-        write_text(self._temporary / DIGEST_NAME, digest_line(text))
-        sync_directory(self._temporary)
-        os.rename(self._temporary, self.path)
-        sync_directory(self.path.parent)
+def save_in_stages(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    facts: Mapping[str, Any],
+    averages: Averages | None = None,
+    snapshot: Snapshot | None = None,
+    retain: Callable[[], object] = lambda: None,
+) -> Iterator[Work]:
+    """Begin a save, and yield this rank's work of each stage; when there is no more, the checkpoint is there.
 
-    def advance(self) -> bool:
-        """Enter the next stage, and return whether the checkpoint is there. Collective, after `work`.
+    The caller does each `Work`, in a thread if it likes, before it asks for the next, which is collective.
+    With a ``snapshot``, the first work begins by copying everything into it. Parameters and optimizer state
+    change only in the next update, which must wait for `Work.copied`. Buffers, which a forward changes, are
+    copied at once. ``retain`` is called on rank 0 after the commit, as part of that work.
 
-        Raises:
-            SaveFailed: on every rank, naming ranks, files and reasons.
-        """
-        told = self._exchange({"record": self._record})
-        committed, self.committing = self.committing, True
-        self._records = {file_name(rank): Record(*each["record"]) for rank, each in enumerate(told)}
-        return committed
+    Raises:
+        SaveFailed: on every rank, naming ranks, files and reasons: ``path`` exists, something cannot be saved
+            or written, or the ranks hold different models or optimizers.
+    """
+    engine = engine_of(module)
+    engine.require_rest("checkpoint.save() cannot be called")
+    all_ranks, rank = engine.transport.all_ranks, engine.transport.all_ranks.rank
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # rank 0's is used
+
+    def agree(problem: str, **mine: Any) -> list[dict[str, Any]]:
+        told, problems = exchange(problem, all_ranks, engine.device, **mine)
+        require(problems)
+        return told
+
+    def require(problems: Sequence[str]) -> None:
+        if problems:  # which all ranks know
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise SaveFailed(f"{path} was not saved: {'; '.join(problems)}")
+
+    problem, mine = "", {}
+    try:
+        content = collect(engine, optimizer, extra, facts, averages)
+        mine = {"manifest": digest_line(dump(content.manifest)), "state": content.state}
+        if rank == 0:
+            _make_temporary(temporary, path)
+    except ValueError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    told = agree(problem, temporary=temporary.name, **mine)
+    temporary = path.parent / told[0]["temporary"]
+    odd = [number for number, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]
+    require([f"rank {number} holds another model, optimizer or facts than rank 0" for number in odd])
+    require(content.take_state([each["state"] for each in told]))
+    if snapshot is not None:
+        changing = {k: t.detach().clone() for k, t in content.tensors.items() if not k.startswith(_CUT)}
+        content.tensors.update(changing)
+    file, copied = file_name(rank), Event()
+
+    def write() -> Record:
+        tensors = content.tensors
+        if snapshot is not None:
+            tensors = snapshot.copy(tensors)
+            copied.set()
+        return write_tensors(temporary / file, tensors, {"extra": content.extra})
+
+    yield (writing := Work(write, file, copied))
+    told = agree(writing.problem, record=writing.record)
+    files = {file_name(number): Record(*each["record"]) for number, each in enumerate(told)}
+
+    def commit() -> None:
+        if rank == 0:
+            text = dump(content.manifest._replace(files=files))
+            write_text(temporary / NAME, text)
+            write_text(temporary / DIGEST_NAME, digest_line(text))
+            sync_directory(temporary)
+            os.rename(temporary, path)
+            sync_directory(path.parent)
+            retain()
+
+    yield (committing := Work(commit, file, copied))
+    agree(committing.problem)
+
+
+def _make_temporary(temporary: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        raise FileExistsError(17, "exists already, and a checkpoint is never overwritten", str(path))
+    temporary.mkdir()
 
 
 class Newest(NamedTuple):
@@ -238,7 +225,10 @@ def newest(directory: Path, all_ranks: Ranks, device: torch.device) -> Newest:
 
 
 class Store:
-    """The checkpoints of the run that is under way. ``keep``: how many beside the best one remain."""
+    """The checkpoints of the run that is under way. ``keep``: how many beside the best one remain.
+
+    At most one save is under way. Everything but `clear`, `busy` and `settle` is collective.
+    """
 
     def __init__(
         self, directory: Path, all_ranks: Ranks, device: torch.device, *, keep: int, asynchronous: bool
@@ -251,7 +241,8 @@ class Store:
         self._keep, self._snapshot = keep, Snapshot() if asynchronous else None
         self._step = 0  # of the save that began last
         self._best: int | None = None
-        self._saving: Saving | None = None
+        self._stages: Iterator[Work] | None = None  # of the save under way
+        self._work: Work | None = None  # of its present stage
 
     @property
     def busy(self) -> bool:
@@ -261,7 +252,7 @@ class Store:
     @property
     def under_way(self) -> bool:
         """Whether a save has begun that is not committed."""
-        return self._saving is not None
+        return self._stages is not None
 
     def newest(self) -> Newest:
         """Find where to resume. Changes nothing: another job may be writing here."""
@@ -299,46 +290,41 @@ class Store:
         with self._exposed():
             self.finish()
             path, facts = self.directory / step_name(step), {"step": step, **facts}
-            self._saving = Saving(path, module, optimizer, extra, facts, averages, self._snapshot)
+            self._stages = save_in_stages(
+                path, module, optimizer, extra, facts, averages, self._snapshot, self._retain
+            )
             self._step, self._best = step, best
-            self._start(self._saving)
+            self.advance()
             if self._snapshot is None:
                 self.finish()
 
     def settle(self) -> None:
         """Return when parameters and optimizer state may change."""
-        if self._saving is not None:
+        if self._stages is not None and self._work is not None:
             with self._exposed():
-                self._saving.copied.wait()
+                self._work.copied.wait()
 
     def advance(self) -> bool:
         """Enter the next stage of the save under way; return whether it is committed. No rank may be busy."""
-        assert self._saving is not None, "nothing is under way"
         with self._exposed():
-            saving, self._saving = self._saving, None
-            if saving.advance():
+            stages, self._stages = self._stages, None
+            assert stages is not None, "nothing is under way"
+            self._work = next(stages, None)
+            if self._work is None:
                 self.latest = self._step
                 return True
-            self._saving = saving
-            self._start(saving)
+            self._stages = stages
+            self.writer = Thread(target=self._work, name="shardtrain-save", daemon=True)
+            self.writer.start()
             return False
 
     def finish(self) -> None:
         """Return when nothing is under way."""
         with self._exposed():
-            while self._saving is not None:
+            while self._stages is not None:
                 if self.writer is not None:
                     self.writer.join()
                 self.advance()
-
-    def _start(self, saving: Saving) -> None:
-        self.writer = Thread(target=self._work, args=[saving], name="shardtrain-save", daemon=True)
-        self.writer.start()
-
-    def _work(self, saving: Saving) -> None:
-        saving.work()
-        if saving.committing and not saving.problem and self._all_ranks.rank == 0:
-            self._retain()
 
     def _retain(self) -> None:
         """Delete all but the newest ``keep`` checkpoints and the best one.

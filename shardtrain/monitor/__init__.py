@@ -5,12 +5,12 @@ without writers, so the loop never asks which rank it is on.
 
 Read in this order: ``metrics`` (what is measured between two reports), ``tables`` (what is said of it),
 ``writers`` (where events go), ``summary_figure`` (the first page), ``monitor`` (all of these together),
-``timeline`` and ``watch`` (a step in detail, on request).
+``timeline`` (steps in detail, on request).
 """
 
 from shardtrain.monitor.metrics import StepMetrics
 from shardtrain.monitor.monitor import Monitor, open_monitor
 from shardtrain.monitor.tables import score_table, start_table
-from shardtrain.monitor.watch import Watch
+from shardtrain.monitor.timeline import Watch
 
 __all__ = ["Monitor", "StepMetrics", "Watch", "open_monitor", "score_table", "start_table"]
