@@ -129,7 +129,7 @@ def test_a_run_adds_up_where_units_compute() -> None:
     with elsewhere:
         images, labels = torch.zeros(3, 1, 32, 32), torch.zeros(3, dtype=torch.int64)
         window.add(images, torch.zeros(()), torch.zeros(3, 10), labels)
-    assert window.loss_of_step().device == elsewhere
+    assert window.sums.device == elsewhere
 
 
 @each_rank(2)

@@ -130,7 +130,6 @@ class StepMetrics:
         # Summed on the device, so that no step waits for it: loss times images, right first guesses.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.scored = 0  # images in these sums
-        self._before_step = self.sums
         # A run that resumes measures the following anew.
         self.images: Counter[int] = Counter()  # by their side in pixels
         self._phase = ""
@@ -141,7 +140,6 @@ class StepMetrics:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one step and count its traffic. Whatever lies outside a `phase` is the optimizer's."""
-        self._before_step = self.sums.clone()
         with comm.meter() as meter:
             self._meters.append(meter)
             trace.begin("step", "step")
@@ -188,10 +186,6 @@ class StepMetrics:
             hits.add_((logits.argmax(1) == labels).sum())
         self.images[images.shape[-1]] += len(labels)
         self.scored += len(labels)
-
-    def loss_of_step(self) -> Tensor:
-        """Return this rank's loss of the step under way, summed over images; 0-dim."""
-        return self.sums[0] - self._before_step[0]
 
     def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
         """Report the steps since the last call; gradients have to be still there. Collective.

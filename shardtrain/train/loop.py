@@ -71,9 +71,9 @@ def is_finite(training: Training, step: int, norm: Tensor) -> bool:
     """
     if math.isfinite(float(norm)):
         return True
-    metrics, scaler = training.metrics, training.job.scaler
-    losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=metrics.sums.device)
-    losses[comm.rank()] = metrics.loss_of_step()
+    sums, scaler = training.metrics.sums, training.job.scaler
+    losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=sums.device)
+    losses[comm.rank()] = sums[0]  # which was finite before this step
     by_rank = enumerate(comm.all_reduce(losses).tolist())
     bad = [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
     if not bad and scaler.is_enabled() and scaler.get_scale() >= 1:
