@@ -290,7 +290,6 @@ def test_a_finished_run_has_nothing_left_to_do(on_ranks: Any, tmp_path: Path, un
     assert on_ranks(2, run, str(folder)) == ["finished"] * 2
     assert "continuing after step 10 of 10: nothing is left to do" in (folder / "log.txt").read_text()
     before, after = result_of(undisturbed), result_of(folder)
-    assert 0 < before["time/checkpoint_s"] < 5
     assert before["val/acc1"] == after["val/acc1"]
     assert (after["status"], after["step"]) == ("finished", 10)
 

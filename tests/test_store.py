@@ -124,7 +124,6 @@ def test_training_goes_on_during_a_save_of_a_consistent_snapshot(tmp_path: Path)
         threading.Timer(0.3, there_is_room.set).start()
         store.save(4, model, optimizer, extra={}, facts={}, best=None)
         assert steps_in(tmp_path) == [2]
-        assert store.exposed_s > 0.2
         store.finish()
     assert not store.under_way
     assert steps_in(tmp_path) == [2, 4]

@@ -17,7 +17,7 @@ that rank cannot know whether there was a gradient, so its step count may differ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -96,18 +96,17 @@ class Content(NamedTuple):
     manifest: Manifest
     state: dict[str, dict[str, Any]]
 
-    def take_state(self, by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Put the optimizer state of all ranks' parameters into the manifest; return where they differ."""
+    def take_state(self, by_rank: Sequence[Mapping[str, Any]]) -> str:
+        """Put the optimizer state of all ranks' parameters into the manifest; return where it differs."""
         state: dict[str, Any] = {}
         for rank, each in enumerate(by_rank):
             for name, found in each.items():
                 if found != state.setdefault(name, found):
-                    text = f"the optimizer's state of {name} is {found}, expected {state[name]}"
-                    return [f"rank {rank}: {text}"]
+                    return f"rank {rank}: the optimizer's state of {name} is {found}, expected {state[name]}"
         if self.manifest.optimizer is not None:
             ordered = {name: state[name] for name in self.manifest.parameters if state.get(name)}
             self.manifest.optimizer["state"].update(ordered)
-        return []
+        return ""
 
 
 def collect(
@@ -165,11 +164,7 @@ def collect(
 def _describe_state(shard: LocalShard, key: str, value: Any) -> dict[str, Any]:
     """Describe one entry of a parameter's optimizer state, as the manifest does."""
     if not isinstance(value, torch.Tensor):
-        if not _is_plain(value):
-            raise ValueError(
-                f"the optimizer's {key} of {shard.name} is a {type(value).__name__}, expected a tensor"
-            )
-        return {"value": value}
+        return {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
     if value.shape == shard.param.shape:
         return {"dtype": dtype_name(value.dtype)}
     if value.dim() == 0:
@@ -199,17 +194,18 @@ def _describe_optimizer(shards: Sequence[LocalShard], optimizer: torch.optim.Opt
 def _option(value: Any, key: str) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    if not _is_plain(value):
+    return _plain(value, f"the optimizer's option {key}")
+
+
+def _plain(value: Any, what: str) -> Any:
+    """Return ``value`` if JSON holds it; tuples come back as lists."""
+    if isinstance(value, list | tuple):
+        return [_plain(item, what) for item in value]
+    if value is not None and not isinstance(value, bool | int | float | str):
         raise ValueError(
-            f"the optimizer's option {key} is a {type(value).__name__}, which JSON does not hold"
+            f"{what} is a {type(value).__name__}, expected tensors, numbers, texts, None, lists and dicts"
         )
     return value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -> Any:
@@ -229,11 +225,7 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
         return {key: encode_extra(item, tensors, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [encode_extra(item, tensors, f"{where}[{index}]") for index, item in enumerate(value)]
-    if not _is_plain(value):
-        raise ValueError(
-            f"{where} is a {type(value).__name__}, expected tensors, numbers, texts, None, lists and dicts"
-        )
-    return value
+    return _plain(value, where)
 
 
 def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -242,13 +234,14 @@ def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def exchange(
-    problem: str, all_ranks: Ranks, device: torch.device, **facts: Any
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Tell all ranks this rank's ``problem``, if it has one, and its ``facts``, which are JSON. Collective.
+    failed: Callable[[str], Exception], all_ranks: Ranks, device: torch.device, problem: str, **facts: Any
+) -> list[dict[str, Any]]:
+    """Exchange this rank's ``problem``, if it has one, and its ``facts``, which are JSON. Collective.
 
-    Returns:
-        What each rank said, and the problems, each after its rank; the same on all ranks.
+    Returns what each rank gave. If one has a problem, every rank raises what ``failed`` makes of all of them.
     """
     texts = comm.gather_texts(json.dumps({"problem": problem, **facts}), all_ranks, device)
     told = [json.loads(text) for text in texts]
-    return told, [f"rank {rank}: {each['problem']}" for rank, each in enumerate(told) if each["problem"]]
+    if problems := [f"rank {rank}: {each['problem']}" for rank, each in enumerate(told) if each["problem"]]:
+        raise failed("; ".join(problems))
+    return told

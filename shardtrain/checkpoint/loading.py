@@ -47,6 +47,10 @@ def open_checkpoint(path: Path, all_ranks: Ranks, device: torch.device) -> Opene
     Raises:
         Damaged: on every rank, naming ranks and files.
     """
+
+    def damaged(problems: str) -> Damaged:
+        return Damaged(f"{path} is damaged: {problems}")
+
     text, problem = "", ""
     if all_ranks.rank == 0:
         try:
@@ -54,7 +58,7 @@ def open_checkpoint(path: Path, all_ranks: Ranks, device: torch.device) -> Opene
             parse(text)
         except Damaged as error:
             problem = str(error)
-    _raise_if_damaged(path, problem, all_ranks, device)
+    exchange(damaged, all_ranks, device, problem)
     manifest = parse(comm.broadcast_text(text, all_ranks, device))
     names = [file_name(index) for index in range(all_ranks.rank, manifest.world_size, all_ranks.world)]
     expected = _expected_tensors(manifest, names)
@@ -62,14 +66,8 @@ def open_checkpoint(path: Path, all_ranks: Ranks, device: torch.device) -> Opene
         problem_with(path / name, manifest.files[name]) or _header_problem(path / name, expected[name])
         for name in names
     ]
-    _raise_if_damaged(path, "; ".join(filter(None, found)), all_ranks, device)
+    exchange(damaged, all_ranks, device, "; ".join(filter(None, found)))
     return Opened(path, manifest)
-
-
-def _raise_if_damaged(path: Path, problem: str, all_ranks: Ranks, device: torch.device) -> None:
-    _, problems = exchange(problem, all_ranks, device)
-    if problems:
-        raise Damaged(f"{path} is damaged: {'; '.join(problems)}")
 
 
 def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dict[str, Spec]]:
@@ -131,9 +129,8 @@ def load_into(
         extra = reader.extra()
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError, OSError) as error:
         problems.append(f"{reader.own_file} has no readable extra: {type(error).__name__} {error}")
-    told, _ = exchange("; ".join(problems), all_ranks, device)
-    differing = dict.fromkeys(each["problem"] for each in told if each["problem"])
-    if differing:
+    texts = comm.gather_texts("; ".join(problems), all_ranks, device)
+    if differing := [text for text in dict.fromkeys(texts) if text]:
         raise ValueError(f"{opened.path} does not fit, nothing was loaded: {'; '.join(differing)}")
     problem = ""
     try:
@@ -148,11 +145,8 @@ def load_into(
                 averages[shard.param].copy_(reader.piece("ema", shard))
     except (OSError, SafetensorError) as error:
         problem = str(error)
-    _, problems = exchange(problem, all_ranks, device)
-    if problems:
-        raise RuntimeError(
-            f"{opened.path} became unreadable, the model is half loaded: {'; '.join(problems)}"
-        )
+    half_loaded = f"{opened.path} became unreadable, the model is half loaded"
+    exchange(lambda problems: RuntimeError(f"{half_loaded}: {problems}"), all_ranks, device, problem)
     return extra
 
 

@@ -22,8 +22,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NamedTuple
@@ -39,10 +39,10 @@ from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, Damaged, digest_li
 from shardtrain.comm.transport import Ranks
 from shardtrain.device import current_stream, on_accelerator
 from shardtrain.engine.hooks import engine_of
+from shardtrain.engine.state_dict import Spec
 
 TEMPORARY, ASIDE = ".tmp-", "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
-_ALIGN = 64  # bytes; a cache line
 _CUT = ("parameters/", "optimizer/", "ema/")  # what an update changes, and nothing else does
 
 
@@ -54,21 +54,19 @@ class Snapshot:
     """Host memory that a save copies into; the next one finds it allocated, which halves its time."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._copies: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return copies of all ``tensors``, valid until the next call."""
-        starts = list(accumulate((-(-t.nbytes // _ALIGN) * _ALIGN for t in tensors.values()), initial=0))
-        devices = {tensor.device for tensor in tensors.values() if on_accelerator(tensor)}
-        if self._bytes.numel() < starts[-1]:
-            self._bytes = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=bool(devices))
-        copies = {}
-        for start, (name, tensor) in zip(starts, tensors.items(), strict=False):
-            target = self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = target.copy_(tensor.detach(), non_blocking=True)
-        for device in devices:
+        before, self._copies = self._copies, {}
+        for name, tensor in tensors.items():
+            kept = before.get(name)
+            if kept is None or Spec.of(kept) != Spec.of(tensor):
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator(tensor))
+            self._copies[name] = kept.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for tensor in tensors.values() if on_accelerator(tensor)}:
             current_stream(device).synchronize()  # a thread's own device is the first one
-        return copies
+        return self._copies
 
 
 class Work:
@@ -119,17 +117,12 @@ def save_in_stages(
     all_ranks, rank = engine.transport.all_ranks, engine.transport.all_ranks.rank
     temporary = path.parent / f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"  # rank 0's is used
 
-    def agree(problem: str, **mine: Any) -> list[dict[str, Any]]:
-        told, problems = exchange(problem, all_ranks, engine.device, **mine)
-        require(problems)
-        return told
+    def failed(problems: str) -> SaveFailed:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return SaveFailed(f"{path} was not saved: {problems}")
 
-    def require(problems: Sequence[str]) -> None:
-        if problems:  # which all ranks know
-            if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise SaveFailed(f"{path} was not saved: {'; '.join(problems)}")
-
+    agree = partial(exchange, failed, all_ranks, engine.device)
     problem, mine = "", {}
     try:
         content = collect(engine, optimizer, extra, facts, averages)
@@ -142,9 +135,10 @@ def save_in_stages(
         problem = f"{error.filename}: {error.strerror}"
     told = agree(problem, temporary=temporary.name, **mine)
     temporary = path.parent / told[0]["temporary"]
-    odd = [number for number, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]
-    require([f"rank {number} holds another model, optimizer or facts than rank 0" for number in odd])
-    require(content.take_state([each["state"] for each in told]))
+    if odd := [str(number) for number, each in enumerate(told) if each["manifest"] != told[0]["manifest"]]:
+        raise failed(f"rank {', '.join(odd)} holds another model, optimizer or facts than rank 0")
+    if difference := content.take_state([each["state"] for each in told]):
+        raise failed(difference)
     if snapshot is not None:
         changing = {k: t.detach().clone() for k, t in content.tensors.items() if not k.startswith(_CUT)}
         content.tensors.update(changing)
@@ -235,7 +229,6 @@ class Store:
     ) -> None:
         self.directory = directory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
-        self.exposed_s = 0.0  # seconds that training has waited for saves
         self.writer: Thread | None = None  # works on the present stage; another one for each stage
         self._all_ranks, self._device = all_ranks, device
         self._keep, self._snapshot = keep, Snapshot() if asynchronous else None
@@ -287,44 +280,40 @@ class Store:
             facts: JSON for the manifest, beside the step.
             best: the step whose checkpoint, if there is one, is kept whatever its age.
         """
-        with self._exposed():
+        self.finish()
+        path, facts = self.directory / step_name(step), {"step": step, **facts}
+        self._stages = save_in_stages(
+            path, module, optimizer, extra, facts, averages, self._snapshot, self._retain
+        )
+        self._step, self._best = step, best
+        self.advance()
+        if self._snapshot is None:
             self.finish()
-            path, facts = self.directory / step_name(step), {"step": step, **facts}
-            self._stages = save_in_stages(
-                path, module, optimizer, extra, facts, averages, self._snapshot, self._retain
-            )
-            self._step, self._best = step, best
-            self.advance()
-            if self._snapshot is None:
-                self.finish()
 
     def settle(self) -> None:
         """Return when parameters and optimizer state may change."""
-        if self._stages is not None and self._work is not None:
-            with self._exposed():
-                self._work.copied.wait()
+        if self._work is not None:
+            self._work.copied.wait()
 
     def advance(self) -> bool:
         """Enter the next stage of the save under way; return whether it is committed. No rank may be busy."""
-        with self._exposed():
-            stages, self._stages = self._stages, None
-            assert stages is not None, "nothing is under way"
-            self._work = next(stages, None)
-            if self._work is None:
-                self.latest = self._step
-                return True
-            self._stages = stages
-            self.writer = Thread(target=self._work, name="shardtrain-save", daemon=True)
-            self.writer.start()
-            return False
+        stages, self._stages, self._work = self._stages, None, None
+        assert stages is not None, "nothing is under way"
+        self._work = next(stages, None)
+        if self._work is None:
+            self.latest = self._step
+            return True
+        self._stages = stages
+        self.writer = Thread(target=self._work, name="shardtrain-save", daemon=True)
+        self.writer.start()
+        return False
 
     def finish(self) -> None:
         """Return when nothing is under way."""
-        with self._exposed():
-            while self._stages is not None:
-                if self.writer is not None:
-                    self.writer.join()
-                self.advance()
+        while self._stages is not None:
+            if self.writer is not None:
+                self.writer.join()
+            self.advance()
 
     def _retain(self) -> None:
         """Delete all but the newest ``keep`` checkpoints and the best one.
@@ -338,11 +327,3 @@ class Store:
                 with contextlib.suppress(OSError):  # what cannot be deleted does no harm
                     os.rename(path, deleted)
                     shutil.rmtree(deleted)
-
-    @contextlib.contextmanager
-    def _exposed(self) -> Iterator[None]:
-        before, start = self.exposed_s, time.perf_counter()
-        try:
-            yield
-        finally:
-            self.exposed_s = before + time.perf_counter() - start  # nested calls count once

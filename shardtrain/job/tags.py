@@ -18,7 +18,6 @@ IMG_PER_S = "perf/img_per_s"
 IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"
 MFU = "perf/mfu"
 STEP_S = "time/step_s"
-CHECKPOINT_S = "time/checkpoint_s"
 EXPOSED_COMM_PCT = "time/exposed_comm_pct"
 
 PARAMS_MIB = "memory/params_mib"

@@ -49,7 +49,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         report = None
         if step % train.log_every == 0 or last:
             report = metrics.report(step, norm, watch.requested())
-            monitor.log(step, report.scalars | saver.scalars())
+            monitor.log(step, report.scalars)
         watch.step_done(step, report)
         job.optimizer.zero_grad()
         job.schedule.step()

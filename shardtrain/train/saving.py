@@ -19,7 +19,6 @@ from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store
-from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.evaluate import evaluate
@@ -103,7 +102,6 @@ class Saver:
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
         self._exchanged: tuple[torch.Tensor, Thread | None] | None = None  # and the writer it is about
         self._evaluation_signal = 0  # the signal that ended an evaluation
-        self._reported_s = 0.0
 
     def before_update(self) -> None:
         """Wait for the copy of a save that reads the parameters, before they change."""
@@ -152,11 +150,6 @@ class Saver:
         """
         with self._metrics.paused("checkpoint"):
             self._try(self._store.finish, final=True)
-
-    def scalars(self) -> dict[str, float]:
-        """Return the seconds that training has waited for saves since the last call, by tag."""
-        before, self._reported_s = self._reported_s, self._store.exposed_s
-        return {tags.CHECKPOINT_S: self._reported_s - before} if self._config.checkpoint.keep else {}
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate, and return whether the model is the best so far.
