@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
-import json
 import os
 import shutil
 import sys
@@ -19,12 +18,12 @@ from safetensors.torch import load_file
 from torchvision.models import mobilenet_v3_small
 
 from shardtrain import comm
-from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.export.__main__ import main
 from shardtrain.job.model import load_weights, read_weights, write_weights
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
+from test_checkpoint import rewrite
 from tiny import TINY, configure, context, result_of
 
 STOCK = (
@@ -130,15 +129,6 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     assert "or plain weights (model.weights=FILE)" in ending
 
 
-def rewrite(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Forge the manifests of a run, digest and all."""
-    for path in run_dir.glob("checkpoints/*/manifest.json"):
-        manifest = json.loads(path.read_text())
-        change(manifest)
-        path.write_text(text := json.dumps(manifest))
-        path.with_name("manifest.sha256").write_text(digest_line(text))
-
-
 @pytest.fixture(scope="module")
 def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs by name: a complete one, one whose checkpoints lack a file, one without a moving average."""
@@ -146,7 +136,7 @@ def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     broken, raw = (shutil.copytree(trained, folder / name) for name in ("broken", "raw"))
     for path in (broken / "checkpoints").iterdir():
         (path / "manifest.sha256").unlink()
-    rewrite(raw, lambda manifest: manifest.update(ema=False))
+    rewrite(raw / "checkpoints/step-00000005", lambda manifest: manifest.update(ema=False))
     return {"run": trained, "broken": broken, "raw": raw}
 
 
@@ -184,28 +174,24 @@ def test_mistakes_are_named(
     assert [path.name for path in tmp_path.iterdir()] == ["file.pth"]
 
 
-def test_an_export_where_the_images_are_not(
+def test_a_run_of_another_version_is_exported_where_its_images_are_not(
     tmp_path: Path, trained: Path, export: Any, monkeypatch: Any, capsys: Any
 ) -> None:
-    def missing(config: Any) -> Any:
-        raise UserError("not here")
-
-    monkeypatch.setattr("shardtrain.job.data.load", missing)
-    assert export(f"run={trained}", f"out={tmp_path}/x.safetensors") == 0
-    assert "answers as the checkpoint does to 32 random images" in capsys.readouterr().out
-
-
-def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, export: Any) -> None:
     """Keys that an export has no use for may be missing or unknown."""
 
     def of_another_version(manifest: dict[str, Any]) -> None:
         config = manifest["facts"]["config"]
-        del config["train"], config["monitor"]["plan"]
+        del config["train"], config["monitor"]["progress"]
         config["later"] = {"key": 1}
 
+    def missing(config: Any) -> Any:
+        raise UserError("not here")
+
     run_dir = shutil.copytree(trained, tmp_path / "run")
-    rewrite(run_dir, of_another_version)
+    rewrite(run_dir / "checkpoints/step-00000005", of_another_version)
+    monkeypatch.setattr("shardtrain.job.data.load", missing)
     assert export(f"run={run_dir}", f"out={tmp_path}/x.safetensors") == 0
+    assert "answers as the checkpoint does to 32 random images" in capsys.readouterr().out
 
 
 def test_weights_are_on_the_disk_before_they_have_a_name(

@@ -135,11 +135,9 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
     """Make groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
-    matrices, params = set(hidden_matrices(module)), list(module.parameters())
-    groups = [
-        {"params": [p for p in params if (p in matrices) == use], "use_muon": use} for use in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
+    hidden, params = set(hidden_matrices(module)), list(module.parameters())
+    split = {use: [param for param in params if (param in hidden) == use] for use in (True, False)}
+    return [{"params": group, "use_muon": use} for use, group in split.items() if group]
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
