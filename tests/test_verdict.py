@@ -93,7 +93,7 @@ def with_a_slow_rank(folder: str) -> None:
     prepare = Prepare.__call__
 
     def slowly(self: Prepare, *arguments: Any) -> torch.Tensor:
-        time.sleep(0.25 * comm.rank())
+        time.sleep(0.6 * comm.rank())
         return prepare(self, *arguments)
 
     short = ("data.train_images=48", "train.epochs=1", "train.log_every=2", "checkpoint.keep=0")
