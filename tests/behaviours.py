@@ -48,30 +48,23 @@ class Net(OddNet):
 class Shardtrain:
     """The wrapper of this package, as a probe sees it."""
 
-    def shard(self, model: nn.Module, *units: type[nn.Module], ignored: Any = ()) -> nn.Module:
+    full = staticmethod(shardtrain.full_state_dict)
+    load = staticmethod(shardtrain.load_full_state_dict)
+    no_sync = staticmethod(shardtrain.no_sync)
+    clip = staticmethod(shardtrain.clip_grad_norm_)
+
+    def shard(self, model: nn.Module, *units: type[nn.Module], **options: Any) -> nn.Module:
         transport = os.environ.get("SHARDTRAIN_TEST_TRANSPORT", "auto")
-        return shardtrain.shard(model, units=units, ignored=ignored, transport=transport)
-
-    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return shardtrain.full_state_dict(model)
-
-    def load(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        shardtrain.load_full_state_dict(model, state)
-
-    def no_sync(self, model: nn.Module) -> Any:
-        return shardtrain.no_sync(model)
-
-    def clip(self, model: nn.Module, norm: float) -> torch.Tensor:
-        return shardtrain.clip_grad_norm_(model, norm)
+        return shardtrain.shard(model, units=units, transport=transport, **options)
 
     def half(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
-        return shardtrain.shard(model, units=units, precision=shardtrain.Precision(param=torch.bfloat16))
+        return self.shard(model, *units, precision=shardtrain.Precision(param=torch.bfloat16))
 
     def whole(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
-        return shardtrain.shard(model, units=units, layout="whole")
+        return self.shard(model, *units, layout="whole")
 
     def from_meta(self, build: Callable[[], nn.Module], *units: type[nn.Module]) -> nn.Module:
-        return shardtrain.shard(shardtrain.deferred(build), units=units)
+        return self.shard(shardtrain.deferred(build), *units)
 
 
 class FSDP2:
@@ -165,10 +158,10 @@ def step_both(
             optimizer.step()
 
 
-def pair(api: Api, make: Callable[[], nn.Module] = Net, *units: type[nn.Module]) -> Any:
+def pair(api: Api, make: Callable[[], nn.Module] = Net, *units: type[nn.Module], whole: bool = False) -> Any:
     torch.manual_seed(0)
     replica = make()
-    return api.shard(copy.deepcopy(replica), *(units or (Block,))), replica
+    return (api.whole if whole else api.shard)(copy.deepcopy(replica), *(units or (Block,))), replica
 
 
 class Line(nn.Module):
@@ -189,16 +182,17 @@ def squares(net: nn.Module, step: int) -> torch.Tensor:
     return net(torch.randn(4, 7, generator=generator)).square().mean()
 
 
-def trains(api: Api) -> None:
-    model, replica = pair(api)
-    step_both(model, replica)
-    same(api, model, replica)
+def like_a_replica(
+    make: Callable[[], nn.Module] = Net, *units: type[nn.Module], loss: Loss = classify
+) -> Callable[[Api], None]:
+    """Return the probe that trains the model on both sides, with ``loss``."""
 
+    def probe(api: Api) -> None:
+        model, replica = pair(api, make, *units)
+        step_both(model, replica, loss)
+        same(api, model, replica)
 
-def scalar(api: Api) -> None:
-    model, replica = pair(api, OddNet)
-    step_both(model, replica)
-    same(api, model, replica)
+    return probe
 
 
 def optimizer_before(api: Api) -> None:
@@ -216,12 +210,6 @@ def divergent_weights(api: Api) -> None:
     same(api, model, Net())
 
 
-def channels_last(api: Api) -> None:
-    model, replica = pair(api, lambda: Net().to(memory_format=torch.channels_last))
-    step_both(model, replica)
-    same(api, model, replica)
-
-
 def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 7, bias=False), nn.ReLU(), nn.Linear(7, 6, bias=False))
 
@@ -237,14 +225,10 @@ def from_the_meta_device(api: Api) -> None:
 
 def with_optimizer(name: str, whole: bool = False, **options: Any) -> Callable[[Api], None]:
     def probe(api: Api) -> None:
-        torch.manual_seed(0)
-        model = two_layers()
-        replica = copy.deepcopy(model)
-        model = (api.whole if whole else api.shard)(model, nn.Linear)
-        kind = getattr(torch.optim, name)
+        model, replica = pair(api, two_layers, nn.Linear, whole=whole)
 
         def make(net: nn.Module) -> torch.optim.Optimizer:
-            optimizer = kind(net.parameters(), lr=0.01, **options)
+            optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
             if name == "LBFGS":
                 step = optimizer.step
                 optimizer.step = lambda: step(lambda: torch.zeros(()))  # type: ignore[method-assign]
@@ -258,21 +242,17 @@ def with_optimizer(name: str, whole: bool = False, **options: Any) -> Callable[[
 
 def inference_then_training(api: Api) -> None:
     model, replica = pair(api)
-    with torch.inference_mode():
-        model.eval()(images(0)[0])
-    step_both(model.train(), replica)
+    for without_gradients in (torch.inference_mode, torch.no_grad):
+        with without_gradients():
+            model.eval()(images(0)[0])
+        step_both(model.train(), replica)
     same(api, model, replica)
 
 
-def double_backward(api: Api) -> None:
-    def penalty(net: nn.Module, step: int) -> torch.Tensor:
-        x = torch.ones(4, 7, requires_grad=True)
-        (grad,) = torch.autograd.grad(net(x).tanh().sum(), x, create_graph=True)
-        return grad.square().sum()
-
-    model, replica = pair(api, Line, nn.Linear)
-    step_both(model, replica, penalty)
-    same(api, model, replica)
+def gradient_penalty(net: nn.Module, step: int) -> torch.Tensor:
+    x = torch.ones(4, 7, requires_grad=True)
+    (grad,) = torch.autograd.grad(net(x).tanh().sum(), x, create_graph=True)
+    return grad.square().sum()
 
 
 class Branch(nn.Module):
@@ -284,10 +264,9 @@ class Branch(nn.Module):
         return self.b(self.a(x)) if dist.get_rank() == 0 else self.a(x)
 
 
-def used_on_one_rank(api: Api) -> None:
-    model, replica = pair(api, lambda: nn.Sequential(Branch(), Branch()), Branch)
-    step_both(model, replica, squares)
-    same(api, model, replica)
+class Idle(Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)
 
 
 class Heads(nn.Module):
@@ -300,23 +279,8 @@ class Heads(nn.Module):
         return [self.left(x), self.right(x)]
 
 
-def output_used_on_one_rank(api: Api) -> None:
-    def loss(net: nn.Module, step: int) -> torch.Tensor:
-        return net(torch.ones(2, 7))[dist.get_rank()].square().mean()
-
-    model, replica = pair(api, Heads, nn.Linear)
-    step_both(model, replica, loss)
-    same(api, model, replica)
-
-
-def used_nowhere(api: Api) -> None:
-    class Idle(Branch):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.a(x)
-
-    model, replica = pair(api, lambda: nn.Sequential(Idle(), Idle()), Idle)
-    step_both(model, replica, squares)
-    same(api, model, replica)
+def one_head(net: nn.Module, step: int) -> torch.Tensor:
+    return net(torch.ones(2, 7))[min(dist.get_rank(), 1)].square().mean()
 
 
 def batch_norm_saves(api: Api) -> None:
@@ -406,12 +370,6 @@ class Tied(nn.Module):
         return self.head(self.mid(self.embed(x)))
 
 
-def tied_across_units(api: Api) -> None:
-    model, replica = pair(api, Tied, nn.Linear)
-    step_both(model, replica, squares)
-    same(api, model, replica)
-
-
 def hooks_fire_once(api: Api) -> None:
     model, _ = pair(api)
     seen: list[torch.Size] = []
@@ -475,13 +433,8 @@ def bf16_with_batch_norm(api: Api) -> None:
     assert loss < first, "the loss does not fall"
 
 
-def another_order(api: Api) -> None:
-    def loss(net: nn.Module, step: int) -> torch.Tensor:
-        return net(torch.ones(2, 7), [0, 1, 2] if dist.get_rank() == 0 else [0, 2, 1]).square().mean()
-
-    model, replica = pair(api, Line, nn.Linear)
-    step_both(model, replica, loss)
-    same(api, model, replica)
+def another_order(net: nn.Module, step: int) -> torch.Tensor:
+    return net(torch.ones(2, 7), [0, 1, 2] if dist.get_rank() == 0 else [0, 2, 1]).square().mean()
 
 
 def unequal_steps(api: Api) -> None:
@@ -506,12 +459,6 @@ class Checkpointed(Net):
         return self.fc(x.mean((2, 3)) * self.scale)
 
 
-def reentrant_checkpoint(api: Api) -> None:
-    model, replica = pair(api, Checkpointed)
-    step_both(model, replica)
-    same(api, model, replica)
-
-
 def unfrozen_later(api: Api) -> None:
     def make() -> nn.Module:
         model = Net()
@@ -532,12 +479,12 @@ class Probe(NamedTuple):
 
 
 PROBES: dict[str, Probe] = {
-    "Training equals a replica's": Probe(trains),
-    "A 0-dim parameter": Probe(scalar),
+    "Training equals a replica's": Probe(like_a_replica()),
+    "A 0-dim parameter": Probe(like_a_replica(OddNet)),
     "Optimizer built before wrapping": Probe(optimizer_before),
     "Initial weights that differ between ranks become rank 0's": Probe(divergent_weights),
     "Started on the meta device, with the initial weights of the plain model": Probe(from_the_meta_device),
-    "channels_last convolutions": Probe(channels_last),
+    "channels_last convolutions": Probe(like_a_replica(lambda: Net().to(memory_format=torch.channels_last))),
     "`SGD(fused=True)`": Probe(with_optimizer("SGD", fused=True)),
     "Adafactor": Probe(with_optimizer("Adafactor"), "Adafactor cannot step on a sharded model"),
     "Muon": Probe(with_optimizer("Muon"), "Muon only supports 2D parameters"),
@@ -545,10 +492,17 @@ PROBES: dict[str, Probe] = {
     'Muon, with `layout="whole"`': Probe(with_optimizer("Muon", whole=True)),
     "LBFGS": Probe(with_optimizer("LBFGS"), "LBFGS cannot step on a sharded model"),
     "`inference_mode`, then training": Probe(inference_then_training),
-    "Double backward": Probe(double_backward, "double backward (create_graph=True) is not supported"),
-    "A parameter used on one rank only": Probe(used_on_one_rank),
-    "A unit whose output matters on one rank only": Probe(output_used_on_one_rank),
-    "A parameter used nowhere, in a unit that ran": Probe(used_nowhere),
+    "Double backward": Probe(
+        like_a_replica(Line, nn.Linear, loss=gradient_penalty),
+        "double backward (create_graph=True) is not supported",
+    ),
+    "A parameter used on one rank only": Probe(
+        like_a_replica(lambda: nn.Sequential(Branch(), Branch()), Branch, loss=squares)
+    ),
+    "A unit whose output matters on one rank only": Probe(like_a_replica(Heads, nn.Linear, loss=one_head)),
+    "A parameter used nowhere, in a unit that ran": Probe(
+        like_a_replica(lambda: nn.Sequential(Idle(), Idle()), Idle, loss=squares)
+    ),
     "BatchNorm: a save does not depend on the rank": Probe(batch_norm_saves),
     "A clean step after an exception in forward": Probe(after_an_exception("forward")),
     "A clean step after an exception in backward": Probe(after_an_exception("backward")),
@@ -562,16 +516,16 @@ PROBES: dict[str, Probe] = {
         "nothing was loaded: fc.weight is torch.int64",
     ),
     "`AveragedModel` (EMA)": Probe(ema_copy),
-    "Weights tied across units": Probe(tied_across_units),
+    "Weights tied across units": Probe(like_a_replica(Tied, nn.Linear, loss=squares)),
     "A user's post-accumulate hook fires once": Probe(hooks_fire_once),
     "An optimizer that steps in backward": Probe(optimizer_in_backward),
     "Clipping with ignored parameters": Probe(clips_a_mixture),
     "A unit's parameter used outside of it": Probe(used_outside, ""),
     "bf16 with BatchNorm": Probe(bf16_with_batch_norm),
-    "Ranks that run units in another order": Probe(another_order, ""),
+    "Ranks that run units in another order": Probe(like_a_replica(Line, nn.Linear, loss=another_order), ""),
     "Unequal numbers of steps": Probe(unequal_steps, ""),
     "Models that differ between ranks": Probe(different_models, "the model to shard differs between ranks"),
-    "Reentrant activation checkpointing": Probe(reentrant_checkpoint),
+    "Reentrant activation checkpointing": Probe(like_a_replica(Checkpointed)),
     "Unfreezing parameters later": Probe(unfrozen_later),
 }
 

@@ -54,11 +54,7 @@ def on_ranks(_pool: Pool) -> Callable[..., list[Any]]:
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_left_in_shared_memory() -> Iterator[None]:
     shared = Path("/dev/shm")
-    before = set(shared.iterdir()) if shared.is_dir() else set()
+    before = set(shared.glob("*shardtrain*"))
     yield
-    left = (
-        {path for path in shared.iterdir() if "shardtrain" in path.name} - before
-        if before or shared.is_dir()
-        else set()
-    )
+    left = set(shared.glob("*shardtrain*")) - before
     assert not left, f"left behind in shared memory: {sorted(left)}"

@@ -145,6 +145,25 @@ def assert_same_parameters(model: nn.Module, replica: nn.Module, tolerance: floa
     assert_at_rest(model)
 
 
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return whole parameters, buffers and optimizer state by name; state is shown as the parameters are."""
+    found = shardtrain.full_state_dict(model)
+    params = dict(model.named_parameters())
+    states = {param: optimizer.state.get(param, {}) for param in params.values()}
+    here = {key for state in states.values() for key, value in state.items() if value.ndim}
+    by_rank = [here] * dist.get_world_size()
+    dist.all_gather_object(by_rank, here)
+    kept = {param: param.detach().clone() for param in params.values()}
+    for key in sorted(set().union(*by_rank)):
+        for param, state in states.items():
+            param.data.copy_(state.get(key, torch.zeros_like(param)))
+        whole = shardtrain.full_state_dict(model)
+        found |= {f"{name} {key}": whole[name] for name in params}
+    for param, value in kept.items():
+        param.data.copy_(value)
+    return found
+
+
 def assert_at_rest(model: nn.Module) -> None:
     """Every parameter shows its piece, and nothing is gathered."""
     from shardtrain.engine.hooks import engine_of

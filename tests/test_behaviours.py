@@ -20,9 +20,9 @@ def on_a_rank(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in PROBES if name not in _DIVERGING])
-def test_every_behaviour_is_equal_or_refused(on_ranks: Ranks, name: str) -> None:
+def test_every_behaviour_is_equal_or_refused(ranks: Ranks, name: str) -> None:
     refused = PROBES[name].refused
-    for text in on_ranks(2, on_a_rank, name):
+    for text in ranks(3, on_a_rank, name):
         if refused is None:
             assert text == "equal"
         else:

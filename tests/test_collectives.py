@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +15,10 @@ from torch import distributed as torch_dist
 from shardtrain import comm
 from shardtrain import comm as dist
 from shardtrain.comm import messages, native, public
-from shardtrain.comm.arithmetic import merge
 
 from pool import each_rank
 
 Ranks = Callable[..., list[Any]]
-several = pytest.mark.parametrize("world", [2, 3, 4])
 
 
 def equal(found: torch.Tensor, expected: Any) -> None:
@@ -217,34 +216,22 @@ def test_low_precision_is_summed_in_fp32_and_rounded_once() -> None:
         equal(output, torch.tensor([256.0 + world - 1]).to(dtype))
 
 
-def sums_in_rank_order_across_chunks(window: int) -> list[float]:
-    rank, world = comm.rank(), comm.world_size()
-    messages.CHUNK_BYTES, chunk = 64, messages.CHUNK_BYTES
-    try:
-        n = 16 * 11 + 5
-        inputs = [torch.randn(world, n, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-        expected = inputs[0][rank].clone()
-        for full in inputs[1:]:
-            expected += full[rank]
-        output = torch.empty(n)
-        public.WINDOW, saved = window, public.WINDOW
-        gathered = torch.empty(world, n)
+@pytest.mark.parametrize("window", [1, 3, 100])
+@each_rank(3, transport="auto")
+def test_chunks_change_nothing_and_sums_have_rank_order(window: int) -> None:
+    rank, world, n = comm.rank(), comm.world_size(), 16 * 11 + 5
+    inputs = [torch.randn(world, n, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    expected = inputs[0][rank].clone()
+    for full in inputs[1:]:
+        expected += full[rank]
+    with patch.object(messages, "CHUNK_BYTES", 64), patch.object(public, "WINDOW", window):
+        output, gathered = torch.empty(n), torch.empty(world, n)
         comm.all_gather_into_tensor(gathered, output.fill_(rank))
         equal(gathered, torch.arange(float(world)).view(-1, 1).expand(world, n))
         for async_op in (False, True):
             output.zero_()
             finish(comm.reduce_scatter_tensor(output, inputs[rank], async_op=async_op), async_op)
             equal(output, expected)
-    finally:
-        messages.CHUNK_BYTES, public.WINDOW = chunk, saved
-    return output.tolist()
-
-
-@several
-@pytest.mark.parametrize("window", [1, 3, 100])
-def test_chunks_change_nothing_and_results_repeat(on_ranks: Ranks, world: int, window: int) -> None:
-    first = on_ranks(world, sums_in_rank_order_across_chunks, window)
-    assert first == on_ranks(world, sums_in_rank_order_across_chunks, window)
 
 
 @each_rank(1, 2, 3, 4, transport="auto")
@@ -441,28 +428,28 @@ REFUSALS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
 ]  # fmt: skip
 
 
-def refused(case: int) -> str:
-    name, bad, _ = REFUSALS[case]
-    with pytest.raises(ValueError, match=f"^{name} refused on every rank: rank") as caught:
-        call(name, **(bad() if comm.rank() == 1 else {}))
-    # the group is as good as before
-    output = torch.empty(comm.world_size() * 3)
-    comm.all_gather_into_tensor(output, torch.full((3,), float(comm.rank())))
-    equal(output, torch.arange(float(comm.world_size())).repeat_interleave(3))
-    total = torch.empty(3)
-    comm.reduce_scatter_tensor(total, output)
-    equal(total, torch.full((3,), float(comm.rank() * comm.world_size())))
-    return str(caught.value)
+def refusals(cases: list[int]) -> list[str]:
+    """Each of the ``cases`` on rank 1; what this rank reads."""
+    rank, world, texts = comm.rank(), comm.world_size(), []
+    for name, bad, _ in (REFUSALS[case] for case in cases):
+        with pytest.raises(ValueError, match=f"^{name} refused on every rank: rank") as caught:
+            call(name, **(bad() if rank == 1 else {}))
+        texts.append(str(caught.value))
+        # the group is as good as before
+        output, total = torch.empty(world * 3), torch.empty(3)
+        comm.all_gather_into_tensor(output, torch.full((3,), float(rank)))
+        equal(output, torch.arange(float(world)).repeat_interleave(3))
+        comm.reduce_scatter_tensor(total, output)
+        equal(total, torch.full((3,), float(rank * world)))
+    return texts
 
 
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [*((2, case) for case in range(len(REFUSALS))), *((4, case) for case in (7, 8, 18, 20, 25))],
-)
-def test_every_rank_refuses_what_one_rank_gets_wrong(on_ranks: Ranks, world: int, case: int) -> None:
-    texts = on_ranks(world, refused, case)
-    assert len(set(texts)) == 1
-    assert (REFUSALS[case][2] if world == 2 else "rank 1") in texts[0]
+@pytest.mark.parametrize(("world", "cases"), [(2, [*range(len(REFUSALS))]), (4, [7, 8, 18, 20, 25])])
+def test_every_rank_refuses_what_one_rank_gets_wrong(on_ranks: Ranks, world: int, cases: list[int]) -> None:
+    texts, *others = on_ranks(world, refusals, cases)
+    assert all(other == texts for other in others)
+    for case, text in zip(cases, texts, strict=True):
+        assert (REFUSALS[case][2] if world == 2 else "rank 1") in text
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -496,10 +483,10 @@ def test_asynchronous_refusals_come_from_wait() -> None:
 # the backend's own collectives, as on other backends than gloo
 
 
-def by_the_backend() -> list[str]:
+@each_rank(2, 3, transport="auto")
+def test_the_backend_s_own_collectives() -> None:
     rank, world = comm.rank(), comm.world_size()
-    native.has_gloo, saved = lambda _: False, native.has_gloo
-    try:
+    with patch.object(native, "has_gloo", lambda _: False):
         output = torch.empty(world * 3)
         finish(comm.all_gather_into_tensor(output, torch.full((3,), float(rank)), async_op=True), True)
         equal(output, torch.arange(float(world)).repeat_interleave(3))
@@ -513,20 +500,12 @@ def by_the_backend() -> list[str]:
         equal(total, [float(world * rank)] * 3)
         comm.all_to_all_single(output, torch.arange(float(world)).repeat_interleave(3))
         equal(output, [float(rank)] * 3 * world)
-        with pytest.raises(ValueError, match="refused on every rank") as one:
+        named = f"refused on every rank: rank 1: expected output to fit input between {world} ranks"
+        with pytest.raises(ValueError, match=named):
             call(GATHER, output=torch.empty(world * 3 + (rank == 1)))
-        with pytest.raises(ValueError, match="refused on every rank") as other:
-            call(SINGLE, input_split_sizes=[2, 0, *[1] * (world - 2)] if rank == 0 else None)
-        return [str(one.value), str(other.value)]
-    finally:
-        native.has_gloo = saved
-
-
-@several
-def test_the_backend_s_own_collectives(on_ranks: Ranks, world: int) -> None:
-    texts = on_ranks(world, by_the_backend)
-    assert all(text == texts[0] for text in texts)
-    assert f"rank 1: expected output to fit input between {world} ranks" in texts[0][0]
+        splits = [2, 0, *[1] * (world - 2)] if rank == 0 else None
+        with pytest.raises(ValueError, match="refused on every rank: rank"):
+            call(SINGLE, input_split_sizes=splits)
 
 
 def test_a_simulated_world_looks_at_its_own_arguments_only() -> None:
@@ -580,13 +559,3 @@ def test_torchs_keywords_groups_and_results() -> None:
 def test_another_operation_is_refused_by_a_single_rank_as_well(op: Any) -> None:
     with pytest.raises(ValueError, match=r"^expected op to be ReduceOp.SUM, MAX or MIN, found .*(AVG|mean)"):
         dist.all_reduce(torch.ones(1), op)
-
-
-def test_merging_keeps_integers_and_divides_toward_zero() -> None:
-    out = torch.empty(2, dtype=torch.int32)
-    merge(
-        [torch.tensor([-3, 5], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)],
-        out,
-        comm.ReduceOp.AVG,
-    )
-    equal(out, [-1, 3])

@@ -27,14 +27,6 @@ from small import Block, OddNet, assert_same_parameters, shard, train
 Ranks = Callable[..., list[Any]]
 
 
-def resnet18() -> nn.Module:
-    return torchvision.models.resnet18(num_classes=7)
-
-
-def small_vit() -> nn.Module:
-    return torchvision.models.VisionTransformer(10, 5, 2, 3, 21, 35, num_classes=7)
-
-
 def small_convnext() -> nn.Module:
     blocks = [CNBlockConfig(15, 21, 2), CNBlockConfig(21, None, 1)]
     return torchvision.models.ConvNeXt(blocks, stochastic_depth_prob=0.1, num_classes=7)
@@ -116,7 +108,7 @@ def on_every_rank(make: Callable[..., nn.Module], args: tuple[Any, ...], without
 
 
 @pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("make", [resnet18, small_vit, small_convnext, Usual])
+@pytest.mark.parametrize("make", [small_convnext, Usual])
 def test_values_are_those_of_the_constructor_on_rank_0(
     ranks: Ranks, world: int, make: Callable[[], nn.Module]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -9,7 +10,6 @@ import re
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -75,15 +75,13 @@ def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
         train(model, optimizer, 1, start=2)
     infos = shardtrain.introspect(model).units
     world = dist.get_world_size()
-    calls, sent, everything, without_root = (
-        dict(meter.calls),
-        dict(meter.bytes),
-        sum(i.local_bytes for i in infos),
-        sum(i.local_bytes for i in infos[1:]),
-    )
-    assert calls == {"all_gather": 5 if reshard else 3, "reduce_scatter": 3}
-    assert sent["reduce_scatter"] == everything * (world - 1)
-    assert sent["all_gather"] == (everything + without_root * reshard) * (world - 1)
+    everything = sum(info.local_bytes for info in infos)
+    gathered = everything + reshard * sum(info.local_bytes for info in infos[1:])
+    assert meter.calls == {"all_gather": 5 if reshard else 3, "reduce_scatter": 3}
+    assert meter.bytes == {
+        "all_gather": gathered * (world - 1),
+        "reduce_scatter": everything * (world - 1),
+    }
 
 
 def waits_for_a_slow_rank() -> tuple[float, set[str]]:
@@ -159,7 +157,7 @@ def test_slow_movements_change_nothing() -> None:
 
         def late(tag: int, flats: Any, original: Any = original) -> comm.Pending:
             pending = original(tag, flats)
-            return comm.Pending(lambda: (time.sleep(0.1), pending.wait())[1])
+            return comm.Pending(lambda: (time.sleep(0.02), pending.wait())[1])
 
         setattr(transport, name, late)
     train(model, sgd(model), 2)
@@ -167,67 +165,56 @@ def test_slow_movements_change_nothing() -> None:
     assert_same_parameters(model, replica)
 
 
-# optimizers
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(torch.optim.Adam, lr=0.01, foreach=True),
-        partial(torch.optim.AdamW, lr=0.01, fused=True),
-        partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
-    ],
-    ids=["Adam foreach", "AdamW fused", "SGD fused"],
-)
-@each_rank(1, 4)
-def test_an_optimizer_built_before_sharding_works(make: Any) -> None:
-    torch.manual_seed(0)
-    plain = OddNet()
-    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    early = make(plain.parameters())
-    train(shard(plain, units=[Block]), early)
-    train(replica, make(replica.parameters()))
-    assert_same_parameters(plain, replica)
-
-
 # accumulation and clipping
 
 
-@pytest.mark.parametrize("way", ["no_sync", "reduce every time"])
-@each_rank(1, 2, 3, 4)
-def test_accumulation_equals_one_big_step(way: str) -> None:
+@pytest.mark.parametrize(
+    ("quiet", "set_to_none"),
+    [
+        ([True, True, False], None),
+        ([False, False, False], None),
+        ([True, False, True, True, False], None),
+        ([True, True, False], True),
+        ([True, True, False], False),
+    ],
+)
+@each_rank(1, 3)
+def test_accumulation_equals_ddp_s(quiet: list[bool], set_to_none: bool | None) -> None:
+    """Micro-batches, ``quiet`` ones under no_sync; ``set_to_none`` clears what the first left to wait."""
     model, replica = sharded_and_replica()
     for net, no_sync in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
         optimizer = sgd(net)
         for step in range(2):
-            for micro in range(3):
+            for micro, silent in enumerate(quiet):
                 x, y = images(10 * step + micro)
-                context = no_sync() if micro < 2 and way == "no_sync" else torch.enable_grad()
-                with comm.meter() as meter, context:
-                    (F.cross_entropy(net(x), y) / 3).backward()
-                if net is model and way == "no_sync" and micro < 2:
+                with comm.meter() as meter, no_sync() if silent else contextlib.nullcontext():
+                    F.cross_entropy(net(x), y).backward()
+                if net is model and silent:
                     assert meter.calls["reduce_scatter"] == 0
+                if micro == 0 and set_to_none is not None:
+                    optimizer.zero_grad(set_to_none=set_to_none)
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=set_to_none is not False)
     assert_same_parameters(model, replica)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@each_rank(1, 2, 3, 4)
-def test_clipping_equals_ddp_s(norm_type: float) -> None:
+@each_rank(1, 3)
+def test_clipping_equals_ddp_s() -> None:
     model, replica = sharded_and_replica()
-    for net in (model, replica):
-        x, y = images(0)
-        F.cross_entropy(net(x), y).backward()
-    with comm.meter() as meter:
-        ours = shardtrain.clip_grad_norm_(model, 0.1, norm_type)
-    theirs = nn.utils.clip_grad_norm_(replica.parameters(), 0.1, norm_type)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    assert meter.calls["all_reduce"] == (dist.get_world_size() > 1)
-    assert meter.bytes["all_reduce"] <= 8
-    with shardtrain.unsharded(model, grads=True, writeback=False):
-        for (name, ours_p), theirs_p in zip(model.named_parameters(), replica.parameters(), strict=True):
-            torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        for net in (model, replica):
+            net.zero_grad()
+            x, y = images(0)
+            F.cross_entropy(net(x), y).backward()
+        with comm.meter() as meter:
+            ours = shardtrain.clip_grad_norm_(model, 0.1, norm_type)
+        theirs = nn.utils.clip_grad_norm_(replica.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+        assert meter.calls["all_reduce"] == (dist.get_world_size() > 1)
+        assert meter.bytes["all_reduce"] <= 8
+        with shardtrain.unsharded(model, grads=True, writeback=False):
+            for (name, ours_p), theirs_p in zip(model.named_parameters(), replica.parameters(), strict=True):
+                torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
 @each_rank(2, 3)
@@ -239,14 +226,10 @@ def test_an_infinite_gradient_on_one_rank_is_seen_by_all() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         next(p for p in model.parameters() if p.numel()).grad.fill_(float("inf"))
     assert shardtrain.clip_grad_norm_(model, float("inf")).isinf()
-    texts = []
-    for arguments in ({"error_if_nonfinite": True}, {"norm_type": 0.0}):
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            shardtrain.clip_grad_norm_(model, 1.0, **arguments)
-        texts.append(str(caught.value))
-    nonfinite, order = texts
-    assert nonfinite == "the gradient's norm of order 2.0 is inf: nothing was clipped"
-    assert order == "norm_type must be positive, got 0.0"
+    with pytest.raises(RuntimeError, match=r"^the gradient's norm of order 2.0 is inf: nothing was clipped$"):
+        shardtrain.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match=r"^norm_type must be positive, got 0.0$"):
+        shardtrain.clip_grad_norm_(model, 1.0, norm_type=0.0)
 
 
 # odd models and odd uses
@@ -358,38 +341,22 @@ def test_activation_checkpointing_costs_no_extra_gather(together: bool, reentran
     assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
 
 
-@each_rank(1, 2, 3, 4)
-def test_frozen_parameters_and_unfreezing() -> None:
+@each_rank(1, 3)
+def test_frozen_parameters_are_neither_reduced_nor_given_gradients() -> None:
     torch.manual_seed(0)
     plain = OddNet()
     plain.blocks.requires_grad_(False)
     plain.blocks[0].norm.requires_grad_(True)
-    model, replica = shard(copy.deepcopy(plain), units=[Block]), copy.deepcopy(plain)
-    replica = nn.parallel.DistributedDataParallel(replica)
+    model, replica = shard(copy.deepcopy(plain), units=[Block]), nn.parallel.DistributedDataParallel(plain)
     with comm.meter() as meter:
         train(model, sgd(model), 1)
     train(replica, sgd(replica), 1)
-    assert meter.calls["reduce_scatter"] == 2 * (dist.get_world_size() > 1)
-    assert all(p.grad is None for p in model.blocks[1].parameters())
+    world = dist.get_world_size()
+    trainable = sum(p.nbytes for p in plain.parameters() if p.requires_grad)
+    assert meter.calls["reduce_scatter"] == 2 * (world > 1)
+    assert meter.bytes["reduce_scatter"] <= (world - 1) * (trainable / world + 3 * ALIGN_BYTES)
+    assert all(p.grad is None for p in (model.blocks[0].conv.weight, *model.blocks[1].parameters()))
     assert_same_parameters(model, replica)
-    for net in (model, replica.module):
-        net.requires_grad_(True)
-    replica = nn.parallel.DistributedDataParallel(replica.module)
-    train(model, sgd(model), 2)
-    train(replica, sgd(replica), 2)
-    assert_same_parameters(model, replica)
-
-
-@each_rank(2, 3)
-def test_ignored_modules_stay_whole() -> None:
-    torch.manual_seed(0)
-    model = OddNet()
-    weight, shape = model.fc.weight, model.fc.weight.shape
-    shard(model, units=[Block], ignored=[model.fc])
-    train(model, sgd(model), 1)
-    assert weight is model.fc.weight
-    assert weight.shape == shape
-    assert shardtrain.clip_grad_norm_(model, 1.0) > 0
 
 
 @each_rank(2, 3)
@@ -402,29 +369,6 @@ def test_initial_weights_and_buffers_are_rank_0_s() -> None:
     shard(model)
     assert_same_parameters(model, expected, tolerance=0)
     assert model.blocks[0].norm.running_mean.eq(0).all()
-
-
-@each_rank(1, 2, 3, 4)
-def test_channels_last_weights_stay_channels_last() -> None:
-    model, replica = sharded_and_replica(lambda: OddNet().to(memory_format=torch.channels_last))
-    with shardtrain.unsharded(model):
-        assert model.stem.weight.is_contiguous(memory_format=torch.channels_last)
-    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
-    assert_same_parameters(model, replica)
-
-
-@each_rank(1, 2, 3, 4)
-def test_inference_mode_then_training() -> None:
-    model, replica = sharded_and_replica()
-    for net in (model, replica):
-        optimizer = sgd(net)
-        with torch.inference_mode():
-            net.eval()(images(0)[0])
-        train(net.train(), optimizer, 2)
-        with torch.no_grad():
-            net.eval()(images(1)[0])
-        train(net.train(), optimizer, 2)
-    assert_same_parameters(model, replica)
 
 
 @each_rank(1, 2, 3, 4)
@@ -477,31 +421,22 @@ def test_a_child_called_by_itself_finds_its_parameters() -> None:
     assert_same_parameters(model, replica)
 
 
-class Boom(Exception):
-    pass
+@each_rank(1, 3)
+def test_a_clean_step_after_ctrl_c_and_after_a_refused_backward() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-
-@pytest.mark.parametrize("where", ["forward", "backward", "Ctrl-C"])
-@each_rank(1, 2, 3, 4)
-def test_a_clean_step_after_an_exception(where: str) -> None:
     model, replica = sharded_and_replica()
-    optimizer = sgd(model)
-
-    def boom(*_: Any) -> None:
-        raise KeyboardInterrupt if where == "Ctrl-C" else Boom
-
-    target = model.blocks[1].norm
-    x, y = images(9)
-    if where in ("forward", "Ctrl-C"):
-        handle = target.register_forward_hook(boom)
-    else:
-        handle = target.register_full_backward_hook(boom)
-    with pytest.raises((Boom, KeyboardInterrupt)):
-        F.cross_entropy(model(x), y).backward()
+    x, _ = images(9)
+    handle = model.blocks[1].norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
     handle.remove()
-    optimizer.zero_grad()
-    # the failed forward has moved the running statistics, which training does not read
-    assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    out = model(x.requires_grad_()).sum()
+    with pytest.raises(ValueError, match=r"^double backward \(create_graph=True\) is not supported"):
+        torch.autograd.grad(out, x, create_graph=True)
+    # Both forwards have moved the running statistics, which training does not read.
+    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
     assert_same_parameters(model, replica)
 
 

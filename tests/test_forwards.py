@@ -9,6 +9,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,9 +39,7 @@ from small import (
     sharded_and_replica,
 )
 
-Ranks = Callable[..., list[Any]]
 Inside = Callable[[nn.Module], None]
-worlds = pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.long)])
 BF16 = shardtrain.Precision(param=torch.bfloat16, output=torch.float32)
 
 
@@ -103,12 +102,14 @@ def fresh_compiler() -> Iterator[dict[str, int]]:
     torch._dynamo.reset()
 
 
-def optimize(
-    model: nn.Module, steps: int, no_sync: Any, clip: Any, after: Callable[[int], None]
-) -> list[float]:
-    """Steps of two micro-batches, clipped; this rank's losses."""
+def train(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Train three clipped steps of two micro-batches; return this rank's losses."""
+    if isinstance(model, DistributedDataParallel):
+        no_sync, clip = model.no_sync, partial(nn.utils.clip_grad_norm_, [*model.parameters()])
+    else:
+        no_sync, clip = (partial(f, model) for f in (shardtrain.no_sync, shardtrain.clip_grad_norm_))
     optimizer, losses = sgd(model), []
-    for step in range(steps):
+    for step in range(3):
         torch.manual_seed(step)
         for micro in range(2):
             x, y = images(2 * step + micro)
@@ -123,24 +124,21 @@ def optimize(
     return losses
 
 
-def train(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
-    def clip(norm: float) -> Any:
-        return shardtrain.clip_grad_norm_(model, norm)
-
-    return optimize(model, 3, lambda: shardtrain.no_sync(model), clip, after)
-
-
-def train_replica(replica: DistributedDataParallel) -> list[float]:
-    return optimize(
-        replica,
-        3,
-        replica.no_sync,
-        lambda norm: nn.utils.clip_grad_norm_(replica.parameters(), norm),
-        lambda step: None,
-    )
-
-
-def equals_plain_and_ddp(make: type[nn.Module], inside: Inside, bf16: bool, reshard: bool) -> None:
+@pytest.mark.parametrize(
+    ("make", "inside", "bf16", "reshard"),
+    [
+        (OddNet, compiled, False, True),
+        (Counting, checkpointed, False, True),
+        (Vit, both, True, True),
+        (Dropping, both, False, False),
+        pytest.param(Vit, compiled, False, True, marks=pytest.mark.long),
+    ],
+)
+@each_rank(3)
+def test_units_compute_what_others_do(
+    make: type[nn.Module], inside: Inside, bf16: bool, reshard: bool
+) -> None:
+    """Bit for bit, with micro-batches, clipping, dropout, running statistics; and what DDP computes."""
     options = {"precision": BF16 if bf16 else None, "reshard_after_forward": reshard, "units": [MODELS[make]]}
     model, replica = sharded_and_replica(make, **options)
     plain, _ = sharded_and_replica(make, **options)
@@ -152,40 +150,12 @@ def equals_plain_and_ddp(make: type[nn.Module], inside: Inside, bf16: bool, resh
     rounding = 5e-2 if bf16 else 1e-5
     # A compiled backward adds up what comes from attention's inputs in another order.
     exact = make is not Vit or not graphs[2]
-    assert losses == pytest.approx(train(plain), rel=0 if exact else rounding, abs=0 if exact else rounding)
-    ours, theirs = shardtrain.full_state_dict(model), shardtrain.full_state_dict(plain)
-    for name, value in ours.items():
-        torch.testing.assert_close(
-            value, theirs[name], rtol=0 if exact else rounding, atol=0 if exact else rounding
-        )
-    assert losses == pytest.approx(train_replica(replica), rel=rounding)
+    off = {"rtol": 0, "atol": 0} if exact else {"rtol": rounding, "atol": rounding}
+    torch.testing.assert_close(losses, train(plain), **off)
+    whole = [shardtrain.full_state_dict(each) for each in (model, plain)]
+    torch.testing.assert_close(*whole, **off)
+    assert losses == pytest.approx(train(replica), rel=rounding)
     assert_same_parameters(model, replica, rounding)
-
-
-@worlds
-@pytest.mark.parametrize(("make", "inside"), [(OddNet, compiled), (Counting, checkpointed)])
-def test_units_compute_what_others_do(
-    ranks: Ranks, world: int, make: type[nn.Module], inside: Inside
-) -> None:
-    """Bit for bit, with micro-batches, clipping, dropout, running statistics; and what DDP computes."""
-    ranks(world, equals_plain_and_ddp, make, inside, False, True)
-
-
-@pytest.mark.parametrize(
-    ("make", "inside", "bf16", "reshard"),
-    [
-        (Vit, both, True, True),
-        (Dropping, both, False, False),
-        pytest.param(Vit, compiled, False, True, marks=pytest.mark.long),
-        pytest.param(Vit, checkpointed, False, True, marks=pytest.mark.long),
-        pytest.param(OddNet, compiled, True, False, marks=pytest.mark.long),
-        pytest.param(OddNet, checkpointed, True, True, marks=pytest.mark.long),
-    ],
-)
-def test_the_same_in_bf16_with_kept_parameters_and_with_both(
-    ranks: Ranks, make: type[nn.Module], inside: Inside, bf16: bool, reshard: bool
-) -> None:
-    ranks(2, equals_plain_and_ddp, make, inside, bf16, reshard)
 
 
 # compiling
@@ -263,18 +233,15 @@ def test_inductor() -> None:
     finally:  # inductor adds to it
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
-    whole, expected = shardtrain.full_state_dict(model), shardtrain.full_state_dict(plain)
-    for name, value in whole.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+    whole = [shardtrain.full_state_dict(each) for each in (model, plain)]
+    torch.testing.assert_close(*whole, rtol=1e-5, atol=1e-5)
 
 
 def test_inductor_without_a_compiler() -> None:
     model = shardtrain.shard(OddNet(), units=[Block])
     missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
-    with (
-        missing,
-        pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"),
-    ):
+    message = r"needs a C\+\+ compiler, and there is none: install g\+\+"
+    with missing, pytest.raises(ValueError, match=message):
         shardtrain.compile_units(model)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="compiling for cuda needs Triton"):
@@ -299,7 +266,7 @@ def test_many_kinds_of_one_class() -> None:
 # checkpointing
 
 
-@each_rank(1, 2, 3)
+@each_rank(3)
 def test_checkpointed_units_hold_less_and_move_the_same() -> None:
     """What a step moves, without and with."""
     model, _ = sharded_and_replica(lambda: Deep(6))

@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.comm.movement import ENTER, LEAVE
-from shardtrain.comm.transport import Flat, Gradient, Tag
-from shardtrain.engine.hooks import engine_of
-from shardtrain.layout import even
 
 from pool import each_rank
-from small import Block, OddNet, assert_at_rest, raised_soon, sgd, train
+from small import Block, OddNet, assert_same_parameters, raised_soon, sgd, train
+from test_parity import mean_of_means
 
 BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
 
@@ -42,61 +40,26 @@ def sharded(of_ranks: list[int]) -> nn.Module:
         return shardtrain.shard(OddNet(), units=[Block])
 
 
-def trained(of_ranks: list[int]) -> tuple[type, list[float], dict[str, torch.Tensor], dict[str, int]]:
-    model = sharded(of_ranks)
-    with comm.meter() as meter:
-        losses = train(model, sgd(model), 6)
-    assert_at_rest(model)
-    weight = next(p for p in model.parameters() if p.numel())
-    assert weight.untyped_storage().nbytes() > weight.nbytes  # memory is shared
-    return type(engine_of(model).transport), losses, shardtrain.full_state_dict(model), dict(meter.bytes)
-
-
 @each_rank(4, transport="auto")
 def test_training_over_hosts_is_training() -> None:
-    """Equal to one host's up to the order of sums, equal to itself bit for bit, the same bytes counted."""
-    one, first, second, other = (trained(of) for of in ([0] * 4, BLOCKS, BLOCKS, INTERLEAVED))
-    assert one[0] is comm.SharedMemoryTransport
-    for transport, losses, state, sent in (first, second, other):
-        assert transport is comm.HostsTransport
-        assert losses == pytest.approx(one[1], rel=1e-5)
-        torch.testing.assert_close(state, one[2], rtol=1e-4, atol=1e-6)
-        assert sent == one[3]
-    assert first[1] == second[1]
-    assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
-
-
-@pytest.mark.parametrize("of_ranks", [BLOCKS, INTERLEAVED])
-@each_rank(4, transport="auto")
-def test_movements_between_hosts_are_exact(of_ranks: list[int]) -> None:
-    """Every rank's interval everywhere; the mean of the hosts' means, to the bit."""
-    with hosts(of_ranks):
-        transport = comm.open_transport("auto")
-    layout = even([5, 9], 4, 2)
-    like = torch.empty(0)
-    full, local = transport.allocate(layout, like, torch.float32)
-    transport.fence(ENTER)
-    local.fill_(transport.rank + 0.5)
-    transport.gather(Tag(1, "the unit"), [Flat(full, local, layout)]).wait()
-    wanted = torch.cat([torch.full((layout.length(rank),), rank + 0.5) for rank in range(4)])
-    assert torch.equal(full, wanted)
-
-    def values(rank: int) -> torch.Tensor:
-        return torch.randn(layout.padded, generator=torch.Generator().manual_seed(rank))
-
-    pieces = layout.pieces(transport.rank)
-    gradient = transport.gradient(layout, like)
-    gradient.copy_(values(transport.rank))
-    mine = gradient[layout.interval(transport.rank)].clone()
-    own = [mine[piece.offset : piece.offset + piece.numel] for piece in pieces]
-    taken = Gradient(gradient, own, layout, pieces)
-    transport.reduce(Tag(2, "the unit"), [taken]).wait()
-    members = [[rank for rank in range(4) if of_ranks[rank] == host] for host in (0, 1)]
-    first, second = ((values(a) + values(b)) / 2 for a, b in members)
-    mean = ((first + second) / 2)[layout.interval(transport.rank)]
-    for piece, found in zip(pieces, taken.own, strict=True):
-        assert torch.equal(found, mean[piece.offset : piece.offset + piece.numel])
-    transport.fence(LEAVE)
+    """DDP's means of the hosts' means, bit for bit; in another order of ranks, equal but for rounding."""
+    torch.manual_seed(0)
+    replica = DistributedDataParallel(OddNet())
+    replica.register_comm_hook(None, mean_of_means(2))
+    expected, sent = train(replica, sgd(replica), 6), []
+    for of_ranks, tolerance in ((BLOCKS, 0.0), (INTERLEAVED, 1e-5), ([0] * 4, 1e-5)):
+        model = sharded(of_ranks)
+        with comm.meter() as meter:
+            losses = train(model, sgd(model), 6)
+        sent.append(dict(meter.bytes))
+        assert losses == pytest.approx(expected, rel=tolerance, abs=0)
+        assert_same_parameters(model, replica, tolerance)
+        one = max(of_ranks) == 0
+        kind = type(shardtrain.introspect(model).transport)
+        assert kind is (comm.SharedMemoryTransport if one else comm.HostsTransport)
+        weight = next(p for p in model.parameters() if p.numel())
+        assert weight.untyped_storage().nbytes() > weight.nbytes  # memory is shared
+    assert sent[0] == sent[1] == sent[2]
 
 
 @each_rank(4, transport="auto")
@@ -138,7 +101,7 @@ def test_a_rank_on_another_path_is_named_on_every_host() -> None:
 @each_rank(3, transport="auto")
 def test_hosts_that_cannot_share_fall_back_with_one_line(of_ranks: list[int], why: str) -> None:
     with patch.object(logging.getLogger("shardtrain"), "info") as told:
-        transport = engine_of(sharded(of_ranks)).transport
+        transport = shardtrain.introspect(sharded(of_ranks)).transport
     assert type(transport) is comm.ProcessGroupTransport
     messages = [call.args[0] % call.args[1:] for call in told.call_args_list]
     assert messages == ([f"not sharing memory between ranks: {why}"] if dist.get_rank() == 0 else [])

@@ -30,31 +30,27 @@ def test_the_docstring_s_worked_numbers_for_whole_parameters() -> None:
 
 
 @given(policies, sizes, worlds, aligns)
-def test_pieces_tile_every_parameter_in_rank_order(
+def test_pieces_tile_every_parameter_and_lie_where_the_flat_vector_says(
     policy: str, sizes: list[int], world: int, align: int
 ) -> None:
+    """In rank order; no two parameters overlap; gaps are what no parameter fills."""
     layout = cut_of(policy, world)(sizes, align)
-    pieces = [layout.pieces(rank) for rank in range(world)]
-    for index, size in enumerate(sizes):
-        covered = [e for rank in range(world) for e in range(*pieces[rank][index][:2])]
-        assert covered == list(range(size))
-
-
-@given(policies, sizes, worlds, aligns)
-def test_a_piece_lies_where_the_flat_vector_says(
-    policy: str, sizes: list[int], world: int, align: int
-) -> None:
-    layout = cut_of(policy, world)(sizes, align)
-    flat = [(-1, -1)] * layout.padded
+    nobody_s = (-1, -1)
+    flat = [nobody_s] * layout.padded
     for index, (at, size) in enumerate(zip(layout.offsets, sizes, strict=True)):
-        assert flat[at : at + size] == [(-1, -1)] * size, "parameters overlap"
+        assert flat[at : at + size] == [nobody_s] * size, "parameters overlap"
         flat[at : at + size] = [(index, element) for element in range(size)]
+    tiles: list[list[int]] = [[] for _ in sizes]
     for rank in range(world):
         mine = flat[layout.interval(rank)]
         assert len(mine) == layout.length(rank)
         for index, piece in enumerate(layout.pieces(rank)):
+            tiles[index] += range(piece.start, piece.stop)
             expected = [(index, element) for element in range(piece.start, piece.stop)]
             assert mine[piece.offset : piece.offset + piece.numel] == expected
+    assert tiles == [list(range(size)) for size in sizes]
+    gaps = [element for gap in layout.gaps for element in range(gap.start, gap.stop)]
+    assert gaps == [at for at, owner in enumerate(flat) if owner == nobody_s]
 
 
 @given(policies, sizes, worlds, aligns)
@@ -99,23 +95,15 @@ def test_whole_parameters_balance_over_all_units(units: list[list[int]], world: 
 
 
 @given(sizes, worlds, aligns)
-def test_a_rank_holds_less_than_one_alignment_unit_too_much(sizes: list[int], world: int, align: int) -> None:
-    layout = even(sizes, world, align)
-    for rank in range(world):
-        assert layout.length(rank) % align == 0
-        assert layout.length(rank) < layout.numel / world + align
-
-
-@given(sizes, worlds, aligns)
-def test_offsets_are_running_sums(sizes: list[int], world: int, align: int) -> None:
+def test_even_cuts_lay_end_to_end_and_waste_less_than_one_alignment_unit(
+    sizes: list[int], world: int, align: int
+) -> None:
     layout = even(sizes, world, align)
     assert list(layout.offsets) == [sum(sizes[:i]) for i in range(len(sizes))]
     assert layout.world == world
-
-
-def test_one_rank_owns_everything() -> None:
-    layout = even([5, 7], world=1, align=4)
-    assert layout.pieces(0) == (Piece(0, 5, 0), Piece(0, 7, 5))
+    for rank in range(world):
+        assert layout.length(rank) % align == 0
+        assert layout.length(rank) < layout.numel / world + align
 
 
 @pytest.mark.parametrize(
@@ -134,11 +122,3 @@ def test_bad_arguments_are_refused() -> None:
         cut_of("whole", world=2)([3], 0)
     with pytest.raises(ValueError, match="layout must be 'even' or 'whole', got 'odd'"):
         cut_of("odd", world=2)  # type: ignore[arg-type]
-
-
-@given(policies, sizes, worlds, aligns)
-def test_gaps_are_what_no_parameter_fills(policy: str, sizes: list[int], world: int, align: int) -> None:
-    layout = cut_of(policy, world)(sizes, align)
-    filled = {at + i for at, size in zip(layout.offsets, sizes, strict=True) for i in range(size)}
-    gaps = [element for gap in layout.gaps for element in range(gap.start, gap.stop)]
-    assert gaps == [element for element in range(layout.padded) if element not in filled]

@@ -21,7 +21,6 @@ from shardtrain.engine.precision import cast
 from pool import each_rank
 from small import Block, OddNet, assert_at_rest, images, sgd, shard, train
 
-Ranks = Callable[..., list[Any]]
 BF16 = Precision(param=torch.bfloat16)
 
 
@@ -84,7 +83,15 @@ class Twin:
         return losses
 
 
-def exactly_like_the_twin(
+@pytest.mark.parametrize(
+    ("make", "unit", "norms"),
+    [
+        (OddNet, Block, (nn.BatchNorm2d,)),
+        (NormNet, nn.Linear, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)),
+    ],
+)
+@each_rank(1, 3)
+def test_bf16_equals_a_replicated_twin(
     make: Callable[[], nn.Module], unit: type[nn.Module], norms: tuple[type[nn.Module], ...]
 ) -> None:
     torch.manual_seed(0)
@@ -98,15 +105,6 @@ def exactly_like_the_twin(
         assert whole[name].dtype == torch.float32
         assert torch.equal(whole[name], param), name
     assert_at_rest(model)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_bf16_with_batch_norm_equals_a_replicated_twin(ranks: Ranks, world: int) -> None:
-    ranks(world, exactly_like_the_twin, OddNet, Block, (nn.BatchNorm2d,))
-
-
-def test_bf16_with_other_norms_equals_a_replicated_twin(ranks: Ranks) -> None:
-    ranks(3, exactly_like_the_twin, NormNet, nn.Linear, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm))
 
 
 @each_rank(1, 3)
@@ -134,27 +132,22 @@ def test_accumulation_adds_up_in_the_dtype_of_the_reduction() -> None:
     assert all(torch.equal(whole[name], param) for name, param in twin.master.named_parameters())
 
 
-class Traffic(NamedTuple):
-    gathered: int
-    reduced: int
-
-
-def moved(precision: Precision | None) -> Traffic:
-    model = shard(
-        nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), precision=precision
-    )
+def moved(precision: Precision | None, **options: Any) -> tuple[int, int]:
+    """Return the bytes gathered and reduced in a step."""
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model = shard(layers, precision=precision, **options)
     model(torch.ones(2, 64)).sum().backward()
     with comm.meter() as meter:
         model(torch.ones(2, 64)).sum().backward()
-    return Traffic(meter.bytes["all_gather"], meter.bytes["reduce_scatter"])
+    return meter.bytes["all_gather"], meter.bytes["reduce_scatter"]
 
 
 @each_rank(2)
 def test_bf16_moves_half_the_bytes() -> None:
-    full = moved(None)
-    assert moved(BF16) == Traffic(full.gathered // 2, full.reduced // 2)
-    assert moved(Precision(torch.bfloat16, reduce=torch.float32)) == Traffic(full.gathered // 2, full.reduced)
-    assert moved(Precision(reduce=torch.bfloat16)) == Traffic(full.gathered, full.reduced // 2)
+    gathered, reduced = moved(None)
+    assert moved(BF16) == (gathered // 2, reduced // 2)
+    assert moved(Precision(torch.bfloat16, reduce=torch.float32)) == (gathered // 2, reduced)
+    assert moved(Precision(reduce=torch.bfloat16)) == (gathered, reduced // 2)
 
 
 @each_rank(2)

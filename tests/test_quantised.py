@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchvision.models import VisionTransformer
 
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
 from shardtrain.comm.quantised import BLOCK, Packets, Part, decode, encode
-from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import Layout, even
 
 from pool import each_rank
-from small import Block, OddNet, assert_at_rest, average_gradients, images, raised_soon, sgd, train
+from small import Block, OddNet, assert_at_rest, images, raised_soon, sgd, train
+from test_precision import moved
 
 INT8 = Precision(gather=torch.int8, reduce=torch.int8)
 ZERO = 1e-37  # what fp32 may lose below its smallest normal numbers
@@ -81,14 +80,6 @@ def test_what_is_not_finite_does_not_vanish(values: list[float], bad: float, whe
     assert found[-1] == 0
 
 
-def test_the_docstring_s_worked_numbers() -> None:
-    torch.testing.assert_close(there_and_back(torch.tensor([12.7, 3.14])), torch.tensor([12.7, 3.1]))
-    came = there_and_back(torch.tensor([-1.0, 0.3]))
-    torch.testing.assert_close(came, torch.tensor([-1.0, 38 / 127]))
-    mean = (came + torch.tensor([0.5, 0.1])) / 2
-    torch.testing.assert_close(mean, torch.tensor([-0.25, 0.1996]), rtol=1e-4, atol=0)
-
-
 # between ranks
 
 
@@ -127,7 +118,7 @@ def gathers(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
 
 
 def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
-    """The mean is off by at most the mean of the other ranks' bounds; so it is, bit for bit, by hand."""
+    """The mean is, bit for bit, what it is by hand; this rank's own gradient is not rounded."""
     rank, world = dist.get_rank(), layout.world
     torch.manual_seed(rank)
     mine, interval = torch.randn(layout.padded).to(dtype), layout.interval(rank)
@@ -149,16 +140,11 @@ def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
         assert torch.equal(
             torch.cat([*gradient.own, total.new_empty(0)]), (total / world)[: sum(p.numel for p in pieces)]
         )
-    mean = sum(part.float() for part in theirs) / world
-    limit = sum(bound(part.float()) for r, part in enumerate(theirs) if r != rank) / world
-    for piece, found in zip(pieces, gradients[0].own, strict=True):
-        span = slice(piece.offset, piece.offset + piece.numel)
-        assert ((found - mean[span]).abs() <= limit[span] + 1e-6).all()
     parts = [Part(layout, dtype, True).bytes(r) + Part(layout, dtype, False).bytes(r) for r in range(world)]
     assert meter.bytes == {"reduce_scatter": sum(parts) - parts[rank]}
 
 
-@each_rank(2, 3, 4, transport="auto")
+@each_rank(3, 4, transport="auto")
 def test_movements_between_ranks() -> None:
     world, link = dist.get_world_size(), open_quantised()
     layouts = [even([1031], world, 4), even([5], world, 4), even([4 * BLOCK * world], world, 4)]
@@ -168,97 +154,59 @@ def test_movements_between_ranks() -> None:
             reduces(link, layout, dtype)
 
 
-def moved(precision: Precision) -> tuple[int, int]:
-    model = shardtrain.shard(nn.Linear(64, 64, bias=False), transport="process_group", precision=precision)
-    model(torch.ones(2, 64)).sum().backward()
-    with comm.meter() as meter:
-        model(torch.ones(2, 64)).sum().backward()
-    return meter.bytes["all_gather"], meter.bytes["reduce_scatter"]
-
-
 @each_rank(4, transport="auto")
 def test_int8_moves_a_quarter_of_the_bytes() -> None:
     """(1 + 4 / block) / 4 of fp32's bytes where whole blocks fill the intervals; either movement alone."""
-    gathered, reduced = moved(Precision())
+    bytes_of = partial(moved, units=[], transport="process_group")
+    gathered, reduced = bytes_of(Precision())
     low = [int(size * (1 + 4 / BLOCK) / 4) for size in (gathered, reduced)]
-    assert moved(Precision(gather=torch.int8)) == (low[0], reduced)
-    assert moved(Precision(reduce=torch.int8)) == (gathered, low[1])
-    assert moved(INT8) == (low[0], low[1])
+    assert bytes_of(Precision(gather=torch.int8)) == (low[0], reduced)
+    assert bytes_of(Precision(reduce=torch.int8)) == (gathered, low[1])
+    assert bytes_of(INT8) == (low[0], low[1])
     halved = Precision(torch.bfloat16, reduce=torch.int8)
-    assert moved(halved) == (gathered // 2, low[1])
+    assert bytes_of(halved) == (gathered // 2, low[1])
 
 
 # the engine
 
 
-def flat_of(segment: Any, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The segment's flat vector of whole ``values``, and zeros for its padding."""
-    flat = torch.cat([values[info.name].flatten() for info in segment.infos])
-    return torch.cat([flat, flat.new_zeros(segment.layout.padded - len(flat))])
-
-
-def rounded(segment: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a gather of the segment makes of whole and exact ``values``."""
-    flat = flat_of(segment, values)
-    for rank in range(segment.layout.world if segment.traffic.gather else 0):
-        flat[segment.layout.interval(rank)] = by_hand(flat[segment.layout.interval(rank)])
-    parts = flat[: segment.layout.numel].split(segment.layout.sizes)
-    return {
-        info.name: part.view_as(values[info.name]) for info, part in zip(segment.infos, parts, strict=True)
-    }
-
-
-@each_rank(2, 3, 4, transport="auto")
-def test_a_step_equals_one_by_hand() -> None:
-    """All ranks compute with the same rounded weights and get means of rounded gradients, bit for bit."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+@each_rank(3, transport="auto")
+def test_shards_looks_and_norms_stay_exact() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(75, 37), nn.BatchNorm1d(37), nn.ReLU(), nn.Linear(37, 11))
     model = shardtrain.shard(copy.deepcopy(plain), units=[nn.Linear], precision=INT8)
-    segments = [segment for unit in engine_of(model).units for segment in unit.segments]
-    exact = {name: param.detach().clone() for name, param in plain.named_parameters()}
-    with torch.no_grad():
-        for segment in segments:
-            for name, value in rounded(segment, exact).items():
-                plain.get_parameter(name).copy_(value)
-    x, _ = images(0)
-    for each in (plain, model):
-        each(x.flatten(1)).square().sum().backward()
-    grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
-    for segment in segments:
-        total = torch.zeros(segment.layout.length(rank))
-        for other, full in enumerate(from_all(flat_of(segment, grads))):
-            part = full[segment.layout.interval(rank)]
-            total += by_hand(part) if segment.traffic.reduce and other != rank else part
-        for param, piece in zip(segment.params, segment.pieces, strict=True):
-            assert param.grad is not None
-            assert torch.equal(param.grad, total[piece.offset : piece.offset + piece.numel] / world)
-    assert not any(segment.traffic.gather for segment in segments if "1.weight" in segment.infos[0].name)
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(module: nn.Module, _: Any, at: str) -> None:
+        seen.update({f"{at}.{name}": param.clone() for name, param in module.named_parameters()})
+
+    for name, module in model.named_children():
+        module.register_forward_pre_hook(partial(note, at=name))
+    model(images(0)[0].flatten(1)).square().sum().backward()
+    exact = dict(plain.named_parameters())
+    assert {name for name in exact if torch.equal(seen[name], exact[name])} == {"1.weight", "1.bias"}
+    mine = torch.cat([seen[name].flatten() for name in seen])
+    assert all(torch.equal(other, mine) for other in from_all(mine)), "all ranks compute with the same"
     whole = shardtrain.full_state_dict(model)
-    assert all(torch.equal(whole[name], value) for name, value in exact.items()), "shards stay exact"
+    assert all(torch.equal(whole[name], value) for name, value in exact.items())
     with shardtrain.unsharded(model):
         assert all(torch.equal(param, exact[name]) for name, param in model.named_parameters())
     assert_at_rest(model)
 
 
-def small_vit() -> nn.Module:
-    return VisionTransformer(32, 8, 3, 4, 48, 96, num_classes=5)
-
-
 @pytest.mark.parametrize(
-    ("make", "precision", "each", "mean"),
+    ("precision", "each", "mean"),
     [
-        (OddNet, INT8, 0.01, 0.002),
-        (OddNet, Precision(torch.bfloat16, torch.int8, torch.float32, gather=torch.int8), 0.05, 0.01),
-        pytest.param(small_vit, INT8, 0.01, 0.002, marks=pytest.mark.long),
+        (INT8, 0.01, 0.002),
+        (Precision(torch.bfloat16, torch.int8, torch.float32, gather=torch.int8), 0.05, 0.01),
     ],
 )
 @each_rank(3, transport="auto")
-def test_losses_stay_near_ddp_s(make: Any, precision: Precision, each: float, mean: float) -> None:
+def test_losses_stay_near_ddp_s(precision: Precision, each: float, mean: float) -> None:
     """20 losses, every one within ``each`` of DDP's and their mean within ``mean``."""
     losses = []
     torch.manual_seed(0)
-    plain = make()
+    plain = OddNet()
     model = shardtrain.shard(copy.deepcopy(plain), precision=precision)
     for net in (DistributedDataParallel(plain), model):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
@@ -267,41 +215,6 @@ def test_losses_stay_near_ddp_s(make: Any, precision: Precision, each: float, me
     assert losses[1] != losses[0]
     assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=mean)
     assert_at_rest(model)
-
-
-class Choice(nn.Module):
-    """``odd`` is used on odd ranks only, ``never`` nowhere, ``frozen`` everywhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.even, self.odd, self.never, self.frozen = (nn.Linear(75, 75) for _ in range(4))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.frozen(x.flatten(1))
-        return self.odd(x) if dist.get_rank() % 2 else self.even(x)
-
-
-@each_rank(2, 3, 4, transport="auto")
-def test_parameters_used_on_some_ranks_only_or_frozen() -> None:
-    """A parameter that some rank uses gets a gradient on every rank; one that none uses gets none."""
-    torch.manual_seed(0)
-    plain = Choice()
-    model = shardtrain.shard(copy.deepcopy(plain), units=[], precision=INT8)
-    for each in (plain, model):
-        each(images(0)[0]).square().mean().backward()
-    average_gradients(plain)
-    largest = {name: p.grad.abs().max() for name, p in plain.named_parameters() if p.grad is not None}
-    with shardtrain.unsharded(model, grads=True):
-        for name, param in model.named_parameters():
-            if name not in largest:
-                assert param.grad is None, name
-                continue
-            assert param.grad is not None, name
-            off = (param.grad - plain.get_parameter(name).grad).abs().max()
-            assert off <= 1.1 * max(largest.values()) / 127, name
-    for module in (model.never, model.frozen):
-        assert all(param.grad is None or not param.numel() for param in module.parameters())
 
 
 @each_rank(3, transport="auto")
@@ -329,15 +242,6 @@ def test_int8_over_memory_that_is_shared_is_refused() -> None:
         Quantised(Simulated(0, 2, in_place=True))
     with pytest.raises(ValueError, match=r"precision.gather must be torch.int8 or None, got torch.bfloat16"):
         Precision(gather=torch.bfloat16)
-
-
-def test_any_transport_of_messages_will_do() -> None:
-    around = Quantised(Simulated(0, 2))
-    layout = even([BLOCK], 2, 4)
-    flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(0)), layout, quantised=True)
-    with comm.meter() as meter:
-        around.gather(Tag(0, "the unit"), [flat]).wait()
-    assert meter.bytes["all_gather"] == BLOCK // 2 + 16  # a scale, aligned
 
 
 @pytest.mark.parametrize("rank_and_world", [(0, 8), (1023, 1024)], ids=str)

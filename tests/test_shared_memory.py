@@ -2,80 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Gradient, Tag
 from shardtrain.comm.movement import ENTER, LEAVE
 from shardtrain.comm.shared_memory import Arena
-from shardtrain.engine.hooks import engine_of
 from shardtrain.layout import even
 
 from pool import each_rank
 from small import Block, OddNet, assert_same_parameters, sgd, sharded_and_replica, train
+from test_forwards import Deep
+from test_forwards import train as train_in_micro_batches
 from test_hosts import hosts
 
 Ranks = Callable[..., list[Any]]
 
 
-def both_transports() -> tuple[list[list[float]], list[dict[str, torch.Tensor]], list[dict[str, int]]]:
-    losses, states, sent = [], [], []
-    for transport in ("process_group", "shared_memory"):
+@each_rank(2, 3, transport="auto")
+def test_both_transports_give_the_same_bits_and_count_the_same_bytes() -> None:
+    """Memory is shared unasked; without a name, for which the session's end looks into /dev/shm."""
+    ends = []
+    for transport in ("process_group", "auto"):
         torch.manual_seed(0)
         model = shardtrain.shard(OddNet(), units=[Block], transport=transport)
         with comm.meter() as meter:
-            losses.append(train(model, sgd(model), 6))
-        sent.append(dict(meter.bytes))
-        states.append(shardtrain.full_state_dict(model))
-    return losses, states, sent
-
-
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_both_transports_give_the_same_bits_and_count_the_same_bytes(on_ranks: Ranks, world: int) -> None:
-    for losses, states, sent in on_ranks(world, both_transports):
-        assert losses[0] == losses[1]
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-        assert sent[0] == sent[1]
-
-
-def what_is_chosen() -> tuple[type, bool]:
-    model = shardtrain.shard(OddNet())
+            losses = train(model, sgd(model), 6)
+        ends.append((losses, dict(meter.bytes), shardtrain.full_state_dict(model)))
+    assert isinstance(shardtrain.introspect(model).transport, comm.SharedMemoryTransport)
     weight = next(p for p in model.parameters() if p.numel())
-    return type(engine_of(model).transport), weight.untyped_storage().nbytes() > weight.nbytes
-
-
-def test_ranks_of_one_host_share_memory_unasked(on_ranks: Ranks) -> None:
-    """Without a name: the session's end looks into /dev/shm."""
-    assert on_ranks(2, what_is_chosen) == [(comm.SharedMemoryTransport, True)] * 2
+    assert weight.untyped_storage().nbytes() > weight.nbytes
+    assert ends[0][:2] == ends[1][:2]
+    torch.testing.assert_close(ends[0][2], ends[1][2], rtol=0, atol=0)
 
 
 @each_rank(2, 3, transport="auto")
 def test_gradients_beyond_the_arena_wait_in_private_memory() -> None:
-    """Units whose gradients all wait under `no_sync`: most are collected in private memory."""
-    model, plain = sharded_and_replica(
-        lambda: nn.Sequential(*(nn.Linear(31, 31) for _ in range(9))),
-        units=[nn.Linear],
-        transport="shared_memory",
-    )
-    for step in range(3):
-        for net in (model, plain):
-            for micro in range(3):
-                seed = 10 * step + micro + 100 * dist.get_rank()
-                x = torch.randn(4, 31, generator=torch.Generator().manual_seed(seed))
-                no_sync = shardtrain.no_sync(model) if net is model else plain.no_sync()
-                with no_sync if micro < 2 else contextlib.nullcontext():
-                    net(x).square().mean().backward()
-            torch.optim.SGD(net.parameters(), 0.1).step()
-            net.zero_grad()
-    assert_same_parameters(model, plain)
+    """Ten units whose gradients all wait under `no_sync`: most are collected in private memory."""
+    model, replica = sharded_and_replica(lambda: Deep(9), transport="shared_memory")
+    assert train_in_micro_batches(model) == pytest.approx(train_in_micro_batches(replica), rel=1e-5)
+    assert_same_parameters(model, replica)
 
 
 def a_unit_of_two_segments(of_ranks: list[int]) -> None:

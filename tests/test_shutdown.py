@@ -93,7 +93,11 @@ def _left_by(pids: list[int | None]) -> list[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 @pytest.mark.parametrize(
-    "ending", ["normally", "by an exception", "SIGTERM to one", "SIGKILL to one", "SIGKILL to all"]
+    "ending",
+    [
+        *("normally", "by an exception", "SIGKILL to one"),
+        *(pytest.param(f"SIG{to}", marks=pytest.mark.long) for to in ("TERM to one", "KILL to all")),
+    ],
 )
 def test_nothing_is_left_behind(tmp_path: Path, ending: str) -> None:
     processes, pipes = [], []

@@ -32,15 +32,3 @@ def test_a_single_rank_hears_itself() -> None:
     alone = comm.Alone()
     assert comm.broadcast_text("ä", alone, CPU) == "ä"
     assert comm.gather_texts("ä", alone, CPU) == ["ä"]
-
-
-def differ() -> str:
-    lines = ["same", f"rank {comm.rank() // 2}"]
-    with pytest.raises(ValueError, match="differs") as caught:
-        comm.require_same(lines, "the model", comm.plain_transport(), CPU)
-    return str(caught.value)
-
-
-def test_the_first_line_that_differs_is_named(on_ranks: Ranks) -> None:
-    text = "the model differs between ranks: rank 2 has rank 1 where rank 0 has rank 0"
-    assert on_ranks(3, differ) == [text] * 3

@@ -21,17 +21,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.unit import Gathered
 
 from pool import each_rank
 from small import (
     Block,
     OddNet,
+    TwoPaths,
     assert_same_parameters,
-    average_gradients,
     images,
-    several,
     sgd,
     shard,
     sharded_and_replica,
@@ -50,126 +47,33 @@ def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> s
 # parts of a model without gradients
 
 
-class Sometimes(nn.Module):
-    """``b`` is used on even ranks only, ``c`` nowhere; all are in one unit."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.rank = rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x)
-        return self.b(x) * self.scale if self.rank % 2 == 0 else x
-
-
-@each_rank(1, 2, 3, 4)
-def test_a_parameter_used_nowhere_gets_no_gradient_though_its_unit_ran() -> None:
-    """Weight decay and momentum would move it."""
-    torch.manual_seed(0)
-    replica = nn.Sequential(*(Sometimes(dist.get_rank()) for _ in range(3)))
-    model = shard(copy.deepcopy(replica), units=[Sometimes])
-    ours, theirs = sgd(model), sgd(replica)
-    for step in range(3):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
-        for net, optimizer in ((model, ours), (replica, theirs)):
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            if net is replica:
-                average_gradients(net)
-            optimizer.step()
-    for layer in model:
-        assert all(p.grad is None for p in layer.c.parameters() if p.numel())
-        assert layer.b.weight.grad is not None
-    assert_same_parameters(model, replica)
-
-
 @each_rank(2, 3)
 def test_a_checkpoint_of_a_model_with_unused_parameters_continues_bit_for_bit(tmp_path: Path) -> None:
+    """No rank uses the second layer before the save; some do after it."""
+
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = shard(nn.Sequential(*(Sometimes(dist.get_rank()) for _ in range(3))), units=[Sometimes])
+        model = shard(TwoPaths(), units=[])
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        for step in range(3):
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, order: str) -> dict[str, torch.Tensor]:
+        for _ in range(2):
             optimizer.zero_grad()
-            for layer in model:
-                layer.rank = dist.get_rank() if step else 1  # at first, b is used nowhere
-            model(torch.ones(4, 7)).square().mean().backward()
+            model(torch.ones(4, 9), order).square().mean().backward()
             optimizer.step()
         return shardtrain.full_state_dict(model)
 
     model, optimizer = fresh()
-    steps(model, optimizer)
+    steps(model, optimizer, "first")
     checkpoint.save(tmp_path / "one", model, optimizer)
     other, its_optimizer = fresh()
     checkpoint.load(tmp_path / "one", other, its_optimizer)
-    ours, theirs = steps(model, optimizer), steps(other, its_optimizer)
+    order = "first second" if dist.get_rank() == 0 else "first"
+    ours, theirs = steps(model, optimizer, order), steps(other, its_optimizer, order)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.mid = nn.Linear(7, 7), nn.Linear(7, 7)
-        self.heads = nn.ModuleList(Nested() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        x = self.mid(self.trunk(x).relu()).relu()
-        return [head(x) for head in self.heads]
-
-
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(7, 5), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(self.inner(x))
-
-
-@each_rank(2, 3)
-def test_outputs_of_units_used_on_some_ranks_only() -> None:
-    """Rank r's loss depends on heads ``used[r]`` only."""
-    used = {0: [0, 1], 1: [2], 2: [1]}
-    torch.manual_seed(0)
-    replica = TwoHeads()
-    model = shard(copy.deepcopy(replica), units=[nn.Linear, Nested])
-    rank = dist.get_rank()
-    ours, theirs = sgd(model), sgd(replica)
-    for step in range(3):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step + 10 * rank))
-        for net, optimizer in ((model, ours), (replica, theirs)):
-            optimizer.zero_grad()
-            outputs = net(x)
-            sum(outputs[i].square().mean() for i in used[rank]).backward()
-            if net is replica:
-                average_gradients(net)
-            optimizer.step()
-    assert_same_parameters(model, replica)
-
-
 # accumulation
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@each_rank(1, 2, 3, 4)
-def test_zero_grad_clears_what_waits_under_no_sync(set_to_none: bool) -> None:
-    model, replica = sharded_and_replica()
-    for net, quiet in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
-        optimizer = sgd(net)
-        for step in range(2):
-            for micro in range(3):
-                x, y = images(10 * step + micro)
-                with quiet() if micro < 2 else torch.enable_grad():
-                    F.cross_entropy(net(x), y).backward()
-                if micro == 0:
-                    optimizer.zero_grad(set_to_none=set_to_none)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-    assert_same_parameters(model, replica)
 
 
 @each_rank(2, 3)
@@ -204,32 +108,16 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     assert "was changed while it waits under no_sync" in texts[3]
 
 
-@each_rank(2, 3)
-def test_backwards_with_and_without_no_sync_interleave() -> None:
-    """no_sync before the first forward; backwards with and without it; a unit that only runs inside."""
-    model, replica = sharded_and_replica()
-    for net, quiet in ((model, lambda: shardtrain.no_sync(model)), (replica, replica.no_sync)):
-        optimizer = sgd(net)
-        for micro, silent in enumerate([True, False, True, True, False]):
-            x, y = images(micro)
-            with quiet() if silent else torch.enable_grad():
-                F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    assert_same_parameters(model, replica)
-
-
 # hooks
 
 
 @each_rank(1, 2, 3, 4)
 def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece() -> None:
-    torch.manual_seed(0)
     plain = OddNet()
-    replica = copy.deepcopy(plain)
     seen: dict[str, list[tuple[str, torch.Size, bool]]] = {}
 
     def note(param: torch.Tensor, name: str, when: str) -> None:
-        at_rest = engine_of(plain).account.now.units == 0
+        at_rest = shardtrain.introspect(plain).gathered.units == 0
         seen.setdefault(name, []).append((when, param.grad.shape, at_rest))
 
     for name, param in plain.named_parameters():
@@ -252,26 +140,6 @@ def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece() -> None:
     seen.clear()
     F.cross_entropy(model(x), y).backward()
     assert [w for w, *_ in seen["fc.weight"]] == ["before"]
-    F.cross_entropy(replica(x), y)
-
-
-@each_rank(1, 2, 3, 4)
-def test_an_optimizer_may_step_in_backward() -> None:
-    model, replica = sharded_and_replica()
-    optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in model.parameters()}
-
-    def step(param: torch.Tensor) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    for number in range(4):
-        x, y = images(number)
-        F.cross_entropy(model(x), y).backward()
-    assert all(p.grad is None for p in model.parameters())
-    train(replica, torch.optim.AdamW(replica.parameters(), lr=0.01))
-    assert_same_parameters(model, replica)
 
 
 # copies
@@ -318,15 +186,26 @@ def test_other_copies_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")),
+        *((name, {}) for name in ("RMSprop", "Rprop")),
+        ("Adam", {"foreach": True}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"momentum": 0.9, "fused": True}),
+    ],
 )
 @each_rank(3, transport="auto")
-def test_element_wise_optimizers_equal_ddp_s(name: str) -> None:
-    model, replica = sharded_and_replica()
-    kind = getattr(torch.optim, name)
-    train(model, kind(model.parameters(), lr=0.01), 3)
-    train(replica, kind(replica.parameters(), lr=0.01), 3)
+def test_element_wise_optimizers_equal_ddp_s(name: str, options: dict[str, Any]) -> None:
+    """Those with options are built before sharding."""
+    torch.manual_seed(0)
+    model = OddNet()
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    make = functools.partial(getattr(torch.optim, name), lr=0.01, **options)
+    early = make(model.parameters()) if options else None
+    shard(model, units=[Block])
+    train(model, early or make(model.parameters()), 3)
+    train(replica, make(replica.parameters()), 3)
     assert_same_parameters(model, replica, tolerance=1e-4)
 
 
@@ -396,21 +275,6 @@ def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> No
 # autograd
 
 
-@each_rank(1, 2, 3, 4)
-def test_double_backward_says_that_it_is_not_supported() -> None:
-    model, replica = sharded_and_replica()
-    x, _ = images(0)
-    x.requires_grad_()
-    out = model(x).sum()
-    text = refusal(lambda: torch.autograd.grad(out, x, create_graph=True))
-    x.requires_grad_(False)
-    optimizer = sgd(model)
-    # the refused forward has moved the running statistics, which training does not read
-    assert train(model, optimizer) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
-    assert_same_parameters(model, replica)
-    assert text.startswith("double backward (create_graph=True) is not supported: the graph would need")
-
-
 class Outside(nn.Module):
     """Uses a unit's weight without calling the unit."""
 
@@ -433,7 +297,7 @@ def test_a_parameter_used_outside_its_unit_fails_cleanly() -> None:
     model = shard(copy.deepcopy(plain), units=[nn.Linear])
     with pytest.raises(RuntimeError, match=r"matrix|shape|size|2-D"):
         model(torch.ones(2, 7))
-    assert engine_of(model).account.now == Gathered(0, 0)
+    assert shardtrain.introspect(model).gathered == (0, 0)
     model.outside = plain.outside = False
     with torch.no_grad():
         torch.testing.assert_close(model(torch.ones(2, 7)), plain(torch.ones(2, 7)))
@@ -513,42 +377,15 @@ def test_no_inputs_no_parameters_empty_parameters_and_mixed_dtypes() -> None:
     assert shardtrain.full_state_dict(model)["wide"].eq(3).all()
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter beside it, in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(9, 9).requires_grad_(False)
-        self.down, self.up = nn.Linear(9, 2, bias=False), nn.Linear(2, 9, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x).relu() + self.up(self.down(x))
+def _linear_and_stage(name: str, module: nn.Module) -> bool:
+    return name == "0" or isinstance(module, nn.Linear)
 
 
-@each_rank(1, 2, 3, 4)
-def test_adapters_beside_frozen_layers_reduce_nothing_else() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(Adapted(), nn.Linear(9, 9).requires_grad_(False), Adapted())
-    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    model = shard(plain, units=[Adapted, nn.Linear][:1])
-    ours, theirs = sgd(model), sgd(replica)
-    world = dist.get_world_size()
-    for step in range(3):
-        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
-        for net, optimizer in ((model, ours), (replica, theirs)):
-            optimizer.zero_grad()
-            with comm.meter() as meter:
-                net(x).square().mean().backward()
-            if net is model and world > 1:
-                assert meter.calls["reduce_scatter"] == 2
-                assert meter.bytes["reduce_scatter"] < (world - 1) * 2 * (36 * 4 / world + 32)
-            optimizer.step()
-    for block in (model[0], model[2]):
-        assert all(p.grad is None for p in block.base.parameters())
-    assert_same_parameters(model, replica)
+@pytest.mark.parametrize(("units", "home"), [([nn.Linear], "the root"), (_linear_and_stage, "0")])
+@each_rank(2, 3)
+def test_tied_weights_belong_to_the_common_ancestor(units: Any, home: str) -> None:
+    """And a module reachable by two names is one unit."""
 
-
-def tied_in_a_unit_and_across(units: Any, home: str) -> None:
     def make() -> nn.Module:
         stage = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
         stage[1].weight = stage[0].weight
@@ -556,12 +393,7 @@ def tied_in_a_unit_and_across(units: Any, home: str) -> None:
         return nn.Sequential(stage, again, nn.Linear(7, 7), again)
 
     model, replica = sharded_and_replica(make, units=units)
-    unit_of = {
-        place.name: unit.name
-        for unit in engine_of(model).units
-        for segment in unit.segments
-        for place in segment.infos
-    }
+    unit_of = shardtrain.introspect(model).unit_of_parameter
     assert unit_of["0.0.weight"] == home
     assert unit_of["1.weight"] == "1"
     for net in (model, replica):
@@ -572,17 +404,6 @@ def tied_in_a_unit_and_across(units: Any, home: str) -> None:
             net(x).square().mean().backward()
             optimizer.step()
     assert_same_parameters(model, replica)
-
-
-def _linear_and_stage(name: str, module: nn.Module) -> bool:
-    return name == "0" or isinstance(module, nn.Linear)
-
-
-@several
-def test_tied_weights_belong_to_the_common_ancestor(ranks: Ranks, world: int) -> None:
-    """And a module reachable by two names is one unit."""
-    ranks(world, tied_in_a_unit_and_across, [nn.Linear], "")
-    ranks(world, tied_in_a_unit_and_across, _linear_and_stage, "0")
 
 
 # batches
@@ -605,12 +426,10 @@ def test_unequal_and_empty_local_batches() -> None:
     assert_same_parameters(model, replica)
 
 
-def shares_a_global_batch(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def shares_a_global_batch() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3)).double()
     shard(model, units=[nn.Linear] if dist.get_world_size() % 2 else [])
-    if weights:
-        shardtrain.load_full_state_dict(model, weights)
     optimizer = sgd(model)
     for step in range(3):
         x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -621,14 +440,11 @@ def shares_a_global_batch(weights: dict[str, torch.Tensor]) -> dict[str, torch.T
     return shardtrain.full_state_dict(model)
 
 
-def test_the_same_global_batch_at_any_world_size_and_saves_between_them(ranks: Ranks) -> None:
-    """With other units at odd world sizes; then each world goes on from what another has saved."""
-    ends = {world: ranks(world, shares_a_global_batch, {})[0] for world in (1, 2, 3, 4)}
-    onward = {world: ranks(world, shares_a_global_batch, ends[5 - world])[0] for world in (1, 2, 3, 4)}
-    for results in (ends, onward):
-        for state in results.values():
-            for name, value in state.items():
-                torch.testing.assert_close(value, results[1][name], rtol=1e-10, atol=1e-12)
+def test_the_same_global_batch_at_any_world_size(ranks: Ranks) -> None:
+    """With other units at odd world sizes."""
+    alone, *others = (ranks(world, shares_a_global_batch)[0] for world in (1, 2, 3, 4))
+    for state in others:
+        torch.testing.assert_close(state, alone, rtol=1e-10, atol=1e-12)
 
 
 @each_rank(2, 3)
@@ -659,7 +475,7 @@ def test_a_users_own_group_is_the_one_used() -> None:
     plain = OddNet()
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain), process_group=group)
     model = shard(plain, units=[Block], mesh=mesh)
-    assert engine_of(model).transport.world == 2
+    assert shardtrain.introspect(model).transport.world == 2
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
     assert_same_parameters(model, replica)
 
@@ -678,20 +494,21 @@ def test_an_account_of_what_is_gathered() -> None:
     size = world * 16 * -(-90 * 4 // (world * 16))  # bytes of a unit of 90 fp32 elements, padded
     for reshard in (True, False):
         model, _ = sharded_and_replica(_seven, units=[nn.Linear], reshard_after_forward=reshard)
-        account = engine_of(model).account
+        inside = shardtrain.introspect(model)
         peaks = []
         for _ in range(3):
             out = model(torch.ones(2, 9)).sum()
-            peaks.append(account.take_peak())
+            peaks.append(inside.take_gathered_peak())
             out.backward()
-            peaks.append(account.take_peak())
-            assert account.now == Gathered(0, 0)
+            peaks.append(inside.take_gathered_peak())
+            assert inside.gathered == (0, 0)
         if reshard:
-            assert peaks[2:] == [Gathered(2, 2 * size)] * 4
+            assert peaks[2:] == [(2, 2 * size)] * 4
         else:
-            assert peaks[2] == Gathered(7, 7 * size)
+            assert peaks[2] == (7, 7 * size)
 
 
+@pytest.mark.long
 @each_rank(2, transport="auto")
 def test_memory_is_flat_over_200_steps() -> None:
     model, _ = sharded_and_replica()
@@ -702,10 +519,9 @@ def test_memory_is_flat_over_200_steps() -> None:
     train(model, optimizer, 200)
     gc.collect()
     grown = _resident() - before  # before `_tensors` makes a list of some megabytes, where malloc sees fit
-    tensors, grown, gathered = _tensors() - tensors, grown, engine_of(model).account.now.bytes
-    assert tensors <= 0
+    assert _tensors() <= tensors
     assert grown < 2**20
-    assert gathered == 0
+    assert shardtrain.introspect(model).gathered.bytes == 0
 
 
 def _tensors() -> int:
