@@ -145,13 +145,12 @@ def test_replicas_that_do_not_fit_are_refused(arguments: str, message: str) -> N
     assert raised_soon(UserError, lambda: require_equal_groups(parallel, 4)) == message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "replicate", "more"),
     [
         (4, 2, ["parallel.transport=shared_memory", "parallel.precision=bf16"]),
-        pytest.param(
-            3, 3, ["parallel.transport=process_group", "train.batch_size=15"], marks=pytest.mark.long
-        ),
+        (3, 3, ["parallel.transport=process_group", "train.batch_size=15"]),
     ],
 )
 def test_a_plan_with_replicas_is_kept(on_ranks: Ranks, world: int, replicate: int, more: list[str]) -> None:
