@@ -134,7 +134,7 @@ def train(model: nn.Module, after: Callable[[int], None] = lambda step: None) ->
         pytest.param(Vit, compiled, False, True, marks=pytest.mark.long),
     ],
 )
-@each_rank(3)
+@each_rank(3, transport="auto")
 def test_units_compute_what_others_do(
     make: type[nn.Module], inside: Inside, bf16: bool, reshard: bool
 ) -> None:
@@ -161,7 +161,7 @@ def test_units_compute_what_others_do(
 # compiling
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.long), True])
 @each_rank(2, transport="auto")
 def test_compiled_units_evaluate(bf16: bool) -> None:
     """Evaluation at several sizes, whole parameters, then training again: few graphs, right results."""
@@ -248,6 +248,7 @@ def test_inductor_without_a_compiler() -> None:
             require_inductor(torch.device("cuda"))
 
 
+@pytest.mark.long
 def test_many_kinds_of_one_class() -> None:
     """More than torch compiles of one function: torch's own units, and one unit with other settings."""
     drops = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.05 * i)) for i in range(9)]
@@ -266,7 +267,7 @@ def test_many_kinds_of_one_class() -> None:
 # checkpointing
 
 
-@each_rank(3)
+@each_rank(3, transport="auto")
 def test_checkpointed_units_hold_less_and_move_the_same() -> None:
     """What a step moves, without and with."""
     model, _ = sharded_and_replica(lambda: Deep(6))

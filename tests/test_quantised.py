@@ -198,7 +198,7 @@ def test_units_compute_with_rounded_matrices_and_all_else_stays_exact() -> None:
 @pytest.mark.parametrize(
     ("precision", "each", "mean"),
     [
-        (INT8, 0.01, 0.002),
+        pytest.param(INT8, 0.01, 0.002, marks=pytest.mark.long),
         (Precision(torch.bfloat16, torch.int8, torch.float32, gather=torch.int8), 0.05, 0.01),
     ],
 )
