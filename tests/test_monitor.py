@@ -114,17 +114,6 @@ def test_results_are_valid_json(tmp_path: Path) -> None:
     assert "train/loss" not in ResultFile(tmp_path, {}, 5, first_step=1).result
 
 
-def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    opening, context, job = opened(tmp_path / "run", rank=1)
-    with opening as monitor:
-        monitor.say(start_table(configure(), context, job))
-        monitor.log(1, SCALARS)
-        monitor.step(1)
-    assert capsys.readouterr().out == ""
-    written = [path.name for path in (tmp_path / "run").iterdir()]
-    assert written == ["config.yaml"]  # made by rank 0 of the group
-
-
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
     _, context, job = opened(tmp_path, "optim=adamw", "train.accumulate=2")
     table = start_table(configure("optim=adamw"), context, job)

@@ -23,7 +23,6 @@ from shardtrain.job.model import parameter_groups
 from shardtrain.job.schema import UserError
 
 import tiny
-from pool import each_rank
 from tiny import CPU
 
 TINY = (
@@ -64,16 +63,6 @@ def test_compiling_without_a_compiler_is_a_mistake() -> None:
     missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
     with missing, pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
         build(configure("parallel.compile=true"), 0, 1, CPU)
-
-
-@each_rank(2, 3)
-def test_ranks_train_one_model_and_rank_0_reports(tmp_path: Path) -> None:
-    result = run(tmp_path, "train.clip_grad_norm=1")
-    world = comm.world_size()
-    assert result["world_size"] == world
-    whole = result["parameters"] * 4 / 2**20
-    assert result["memory/params_mib"] == pytest.approx(whole / world, rel=0.01)
-    assert result["comm/reduce_scatter_mib_per_step"] == pytest.approx(whole * (world - 1) / world, rel=0.01)
 
 
 def test_accumulation_gives_the_same_first_loss(tmp_path: Path) -> None:
