@@ -39,8 +39,8 @@ TWO = torch.zeros(2, 1, 8, 8)  # images
 ONE = torch.ones(())
 
 
-def opened(run_dir: Path, *arguments: str, rank: int = 0) -> tuple[Any, Context, Any]:
-    context = Context(RankInfo(rank, 1, 0, 1), CPU, run_dir)
+def opened(run_dir: Path, *arguments: str) -> tuple[Any, Context, Any]:
+    context = Context(RankInfo(0, 1, 0, 1), CPU, run_dir)
     job, config = build(configure(*QUIET, *arguments), 0, 1, CPU)
     return open_monitor(config, context, job, StepMetrics(job)), context, job
 
