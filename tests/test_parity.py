@@ -63,7 +63,7 @@ mean_in_rank_order = mean_of_means(1)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "steps"), [(momentum_sgd, 2), pytest.param(adamw, 20, marks=pytest.mark.long)]
+    ("optimizer", "steps"), [(momentum_sgd, 2), pytest.param(adamw, 10, marks=pytest.mark.long)]
 )
 @each_rank(2, transport="auto")
 def test_resnet18_equals_ddp_bit_for_bit_and_again(optimizer: Optimizer, steps: int) -> None:
