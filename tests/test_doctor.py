@@ -14,7 +14,7 @@ import torch
 from shardtrain import comm
 from shardtrain.doctor import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor import __main__ as program
-from shardtrain.doctor.twin import Twins, difference, ordered
+from shardtrain.doctor.twin import Twins, difference
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.dist_env import RankInfo
@@ -117,18 +117,21 @@ def test_traffic_that_rounds_is_not_compared() -> None:
         (
             "gradient",
             r"rank 1: step 1, own gradient of layer2\.0\.conv1\.weight in unit layer2\.0: "
-            r"1 of 73,728 elements differ, most of all \[3, 0, 1, 2\]: \S+, expected \S+, [\d,]+ ulps apart: "
-            "something on that rank changed it",
+            r"Mismatched elements: 1 / 73728 .*; Greatest absolute difference: 0\.001\d* at index "
+            r"\(3, 0, 1, 2\).*: something on that rank changed it",
         ),
         (
             "update",
-            r"step 1, parameter of layer4\.1\.conv2\.weight in unit layer4\.1: 1 of 2,359,296 .*optimizer",
+            r"step 1, parameter of layer4\.1\.conv2\.weight in unit layer4\.1: Mismatched .*optimizer",
         ),
         (
             "forward",
             r"rank 1: step 1, output of layer3\.1 in unit layer3\.1: .* the unit computed with other",
         ),
-        ("start", r"step 0, initial value of layer4\.0\.conv2\.weight in unit layer4\.0: 1 of 2,359,296 "),
+        (
+            "start",
+            r"step 0, initial value of layer4\.0\.conv2\.weight in unit layer4\.0: Mismatched elements: 1 / ",
+        ),
     ],
 )
 def test_a_planted_fault_is_found_and_named(on_ranks: Any, fault: str, where: str) -> None:
@@ -138,26 +141,24 @@ def test_a_planted_fault_is_found_and_named(on_ranks: Any, fault: str, where: st
     assert re.match(f"failed   {where}", said[0]), said[0]
 
 
-def test_distances_in_ulps() -> None:
+def test_a_difference_counts_beyond_the_tolerance() -> None:
+    """The tolerance is a share of the largest expected element, here 3."""
     one = torch.tensor([1.0, -1.0, 0.0, 3.0])
     assert difference(one, torch.tensor([1.0, -1.0, -0.0, 3.0])) == ""
-    above = torch.nextafter(one, torch.tensor(torch.inf))
-    assert difference(above[:1], one[:1]) == (
-        "1 of 1 elements differ, most of all [0]: 1.00000012, expected 1, 1 ulps apart"
+    other = one + torch.tensor([0.0, 0.25, 0.0, 0.0])
+    assert difference(other, one).startswith(
+        "Mismatched elements: 1 / 4 (25.0%); Greatest absolute difference: 0.25 at index (1,)"
     )
-    assert difference(above[:1], one[:1], tolerance=1e-6) == ""
-    assert int(ordered(torch.tensor(1.001)) - ordered(torch.tensor(1.0))) == 8389
-    assert int(ordered(torch.tensor(1.0)) - ordered(torch.tensor(-1.0))) == 2130706432
-    assert ordered(torch.tensor([-1e-45, 0.0, 1e-45])).tolist() == [-1, 0, 1]
-    assert ordered(torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)).diff().item() == 1
+    assert difference(other, one, tolerance=0.08)
+    assert difference(other, one, tolerance=0.09) == ""
 
 
 def test_nan_equals_nan_and_nothing_else() -> None:
     some = torch.tensor([1.0, torch.nan])
     assert difference(some, some.clone()) == ""
     for other in (torch.tensor([1.0, 2.0]), torch.tensor([2.0, torch.nan])):
-        assert difference(some, other, tolerance=0.1).startswith("1 of 2 elements differ")
-        assert difference(other, some, tolerance=0.1).startswith("1 of 2 elements differ")
+        assert difference(some, other, tolerance=0.1).startswith("Mismatched elements: 1 / 2")
+        assert difference(other, some, tolerance=0.1).startswith("Mismatched elements: 1 / 2")
 
 
 def said_by_all() -> list[str]:
@@ -174,16 +175,16 @@ def test_what_all_ranks_find_is_said_once(on_ranks: Any) -> None:
 def test_a_disk_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(f"run.dir={tmp_path}/outputs/run", "checkpoint.keep=1")
     good = program.check_disk(config, 2**20)
-    assert good.verdict in (OK, WARNING)
-    assert re.match(rf"{tmp_path} has [\d,]+ MiB free for 3 checkpoints of 1, .*at \d+ MiB/s", good.text)
+    assert good.verdict == OK
+    assert re.fullmatch(rf"{tmp_path} has [\d,]+ MiB free for 3 checkpoints of 1", good.text)
     full = program.check_disk(config, 2**60)
     assert full.verdict == FAILED
     assert full.advice == "free some, lower checkpoint.keep, or choose another run.dir"
 
-    def refuse(handle: int) -> None:
+    def refuse(dir: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(program.tempfile, "TemporaryFile", refuse)
     assert str(program.check_disk(config, 1)) == (
         f"failed   {tmp_path} cannot be written (Read-only file system): choose another run.dir"
     )
@@ -191,15 +192,10 @@ def test_a_disk_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_an_installation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowded = program.check_cores(999, CPU)
-    assert (crowded.verdict, crowded.advice) == (WARNING, "they compete; lower threads, or start fewer ranks")
     assert program.check_versions().verdict == OK
     monkeypatch.setattr(program, "version", lambda name: "2.9.1")
     old = program.check_versions()
     assert (old.verdict, old.advice) == (FAILED, 'pip install "torch>=2.11"')
-    monkeypatch.setattr(program, "find_spec", lambda name: None)
-    plain = program.check_tensorboard()
-    assert (plain.verdict, plain.text) == (WARNING, "tensorboard 2.9.1, no matplotlib")
     monkeypatch.setattr(program, "SMALLEST_SHM", 1 << 60)
     small = program.check_shared_memory()
     assert small.verdict == WARNING
@@ -208,26 +204,23 @@ def test_what_an_installation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ranks cannot share memory here" in program.check_shared_memory().text
 
 
-def test_the_program_says_a_line_per_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    own = ["steps=2", "train.max_steps=1", f"out={tmp_path}/pictures"]  # the run has fewer steps
+def test_the_program_says_a_line_per_check(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["steps=2", "train.max_steps=1"]  # the run has fewer steps
     settings = program.read([*TINY, *SQUEEZENET, *own], False)
     assert settings is not None
     program.examine(settings, HERE, CPU)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10
-    assert all(line.split()[0] in (OK, WARNING) for line in lines)
-    assert lines[6].startswith("ok       1 steps sharded over 1 rank")
-    assert lines[7].startswith(f"ok       {tmp_path}/pictures/memory-rank0.png: The peak of ")
+    torch_said, shared_memory, twin, plan, disk = capsys.readouterr().out.splitlines()
+    assert torch_said.startswith("ok       torch ")
+    assert "ranks can share memory" in shared_memory
+    assert twin.startswith("ok       1 steps sharded over 1 rank")
     planned = r"ok +state and traffic are as planned; peak [\d.]+ MiB, planned [\d.]+ \([-+]0\.\d %\)"
-    assert re.match(planned, lines[8])
-    assert " MiB free for 4 checkpoints of 6" in lines[9]  # parameters and momentum
-    assert (tmp_path / "pictures/memory-rank0.png").stat().st_size > 10_000
+    assert re.match(planned, plan)
+    assert " MiB free for 4 checkpoints of 6" in disk  # parameters and momentum
 
 
 def watched() -> tuple[list[str], int]:
     job, config = build(configured(*SQUEEZENET, "ema.decay=0.9"), comm.rank(), comm.world_size(), CPU)
-    said = [str(finding) for finding in shared(program.check_plan(job, config, None))]
+    said = [str(finding) for finding in shared(program.check_plan(job, config))]
     return said, program.checkpoint_bytes(job)
 
 

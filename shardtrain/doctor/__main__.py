@@ -9,38 +9,31 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from shardtrain import comm, introspect
-from shardtrain.device import backend_for, is_accelerator
 from shardtrain.doctor import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor.twin import Twins
-from shardtrain.job import dist_env, launch, pictures
+from shardtrain.job import launch
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.format import MIB, counted
+from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import read_beside
 from shardtrain.job.model import uncompiled
-from shardtrain.job.schema import UserError, at_least, writing
+from shardtrain.job.schema import UserError, at_least
 from shardtrain.job.step import Step
 from shardtrain.plan.memory import memory_of_step, state_bytes
 from shardtrain.plan.simulate import Plan, plan_of
 
 OLDEST_TORCH = "2.11"
 SMALLEST_SHM = 64 * MIB  # what containers give unless told otherwise; loader workers need more
-LARGEST_SKEW = 1.0  # seconds between clocks
-SLOWEST_DISK = 20.0  # MiB/s with fsync
-PROBE_BYTES = 8 * MIB
 PEAK_TOLERANCE = 0.1  # between the planned peak and the measured one
 
 
@@ -48,7 +41,6 @@ PEAK_TOLERANCE = 0.1  # between the planned peak and the measured one
 class DoctorKeys:
     """`config.yaml` explains every key."""
 
-    out: str | None
     steps: int = at_least(1)
 
 
@@ -92,13 +84,9 @@ def findings(settings: DoctorSettings, rank_info: RankInfo, device: torch.device
     # A compiler rounds, and draws random numbers, in its own way: what is examined is the sharding.
     job, config = build(uncompiled(settings.config), rank_info.rank, rank_info.world_size, device)
     yield from shared([check_versions()])
-    yield from shared([check_backend(rank_info.world_size, device)])
     yield from shared([check_shared_memory()])
-    yield from shared([check_clocks(rank_info, device)])
-    yield from shared([check_cores(rank_info.local_world_size, device)])
-    yield from shared([check_tensorboard()])
     yield Twins(job, config).examine(min(settings.keys.steps, job.steps))
-    yield from shared(check_plan(job, config, settings.keys.out))
+    yield from shared(check_plan(job, config))
     size = checkpoint_bytes(job)
     first_here = rank_info.local_rank == 0  # one rank of a host looks at its disk
     yield from shared([check_disk(config, size)] if first_here else [])
@@ -117,18 +105,6 @@ def check_versions() -> Finding:
     return Finding(OK, text)
 
 
-def check_backend(world: int, device: torch.device) -> Finding:
-    """Check that the ranks' collectives add up. Collective."""
-    name = backend_for(device)
-    if not dist.is_backend_available(name):
-        return Finding(FAILED, f"this torch has no {name}", "install a build of torch that has it")
-    total = comm.all_reduce(torch.ones(1, device=device)).item()
-    if total != world:
-        return Finding(FAILED, f"{name}: the sum of ones over {world} ranks is {total}", "check the network")
-    ranks = "one rank, which needs no backend" if world == 1 else f"{world} ranks add up"
-    return Finding(OK, f"{name} is there; {ranks}")
-
-
 def check_shared_memory() -> Finding:
     """Check that ranks of a host can share memory, and that loader workers can pass batches on."""
     if not (hasattr(os, "memfd_create") and hasattr(socket, "send_fds")):
@@ -137,66 +113,20 @@ def check_shared_memory() -> Finding:
     size = shutil.disk_usage(folder).total if folder.is_dir() else 0
     text = f"ranks can share memory; /dev/shm has {size // MIB:,} MiB"
     advice = "data.workers above 0 may fail; in a container give it more with --shm-size"
-    return _warn_if(size <= SMALLEST_SHM, text, advice)
+    return Finding(OK, text) if size > SMALLEST_SHM else Finding(WARNING, text, advice)
 
 
-def check_clocks(rank_info: RankInfo, device: torch.device) -> Finding:
-    """Check that the ranks' clocks agree. Collective."""
-    skews = []
-    for _ in range(5):  # the best counts, as any may be delayed
-        comm.barrier()
-        times = torch.zeros(rank_info.world_size, dtype=torch.float64, device=device)
-        times[rank_info.rank] = time.time()
-        comm.all_reduce(times)
-        skews.append(float(times.max() - times.min()))
-    text = f"clocks of {counted(rank_info.world_size, 'rank')} agree to {max(min(skews), 1e-3):.3f} s"
-    advice = "times in logs and traces will not match; run an NTP client"
-    return _warn_if(min(skews) > LARGEST_SKEW, text, advice)
-
-
-def check_cores(ranks_here: int, device: torch.device) -> Finding:
-    """Check that the ranks of a host do not compete for its cores."""
-    cores, threads = dist_env.cores(), torch.get_num_threads()
-    text = f"{counted(ranks_here, 'rank')} here × {counted(threads, 'thread')}, {counted(cores, 'core')}"
-    crowded = not is_accelerator(device) and ranks_here * threads > cores
-    return _warn_if(crowded, text, "they compete; lower threads, or start fewer ranks")
-
-
-def check_tensorboard() -> Finding:
-    """Check that TensorBoard can be imported; Matplotlib is optional."""
-    try:
-        importlib.import_module("torch.utils.tensorboard")
-    except ImportError as error:
-        advice = "pip install tensorboard, or monitor.tensorboard=false"
-        return Finding(FAILED, f"TensorBoard cannot be imported ({error})", advice)
-    missing = find_spec("matplotlib") is None
-    matplotlib = "no matplotlib" if missing else f"matplotlib {version('matplotlib')}"
-    advice = 'pictures are left out; pip install "shardtrain[bench]"'
-    return _warn_if(missing, f"tensorboard {version('tensorboard')}, {matplotlib}", advice)
-
-
-def check_plan(job: Job, config: Config, out: str | None) -> list[Finding]:
-    """Take two steps, the second one recorded; with ``out``, draw this rank's memory there. Collective."""
+def check_plan(job: Job, config: Config) -> list[Finding]:
+    """Take two steps and compare the second one with rank 0's plan. Collective."""
     step = Step.of(job, config.train.clip_grad_norm)
     batches = [batch[:2] for batch in itertools.islice(iter(job.train), config.train.accumulate)]
-    present = [tensor for batch in batches for tensor in batch]
-    present += job.ema.held() if job.ema is not None else []
     step(batches)
     with comm.meter() as traffic:
-        timeline = memory_of_step(job.model, job.optimizer, present, lambda: step(batches))
-    found = []
-    if out is not None:
-        path, picture = Path(out) / f"memory-rank{comm.rank()}.png", timeline.picture()
-        if isinstance(picture, str):
-            found.append(Finding(WARNING, picture))
-        else:
-            with writing("out", path.parent):
-                pictures.save(path, picture)
-            found.append(Finding(OK, f"{path}: {timeline.words()}"))
-    if comm.rank() == 0:  # plans are rank 0's
-        measured = state_bytes(job.model, job.optimizer, job.ema) | traffic.bytes
-        found.append(plan_finding(plan_of(config, job, rank=0), measured, timeline.peak.total))
-    return found
+        timeline = memory_of_step(step, batches)
+    if comm.rank() > 0:
+        return []
+    measured = state_bytes(job.model, job.optimizer, job.ema) | traffic.bytes
+    return [plan_finding(plan_of(config, job, rank=0), measured, timeline.peak.total)]
 
 
 def plan_finding(plan: Plan, measured: Mapping[str, int], peak: int) -> Finding:
@@ -209,7 +139,8 @@ def plan_finding(plan: Plan, measured: Mapping[str, int], peak: int) -> Finding:
     apart = peak / plan.peak - 1
     sizes = f"peak {peak / MIB:.1f} MiB, planned {plan.peak / MIB:.1f} ({100 * apart:+.1f} %)"
     text = f"state and traffic are as planned; {sizes}"
-    return _warn_if(abs(apart) > PEAK_TOLERANCE, text, "leave room for the difference")
+    near = abs(apart) <= PEAK_TOLERANCE
+    return Finding(OK, text) if near else Finding(WARNING, text, "leave room for the difference")
 
 
 def checkpoint_bytes(job: Job) -> int:
@@ -220,16 +151,12 @@ def checkpoint_bytes(job: Job) -> int:
 
 
 def check_disk(config: Config, checkpoint_bytes: int) -> Finding:
-    """Check that the run directory's disk can be written, is fast enough, and has room for checkpoints."""
+    """Check that the run directory's disk can be written and has room for checkpoints."""
     run_dir = Path(config.run.dir or "outputs").expanduser().absolute()
     folder = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            start = time.perf_counter()
-            file.write(os.urandom(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            speed = PROBE_BYTES / MIB / (time.perf_counter() - start)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         return Finding(FAILED, f"{folder} cannot be written ({error.strerror})", "choose another run.dir")
     checkpoints = config.checkpoint.keep and config.checkpoint.keep + 2  # the best, and one being written
@@ -237,13 +164,7 @@ def check_disk(config: Config, checkpoint_bytes: int) -> Finding:
     text = f"{folder} has {free / MIB:,.0f} MiB free for {checkpoints} checkpoints of {size}"
     if free < checkpoint_bytes * checkpoints:
         return Finding(FAILED, text, "free some, lower checkpoint.keep, or choose another run.dir")
-    slow = speed < SLOWEST_DISK
-    text += f"{',' if slow else ', and keeps them'} at {speed:.0f} MiB/s"
-    return _warn_if(slow, text, "saves will take long; choose a faster disk for run.dir")
-
-
-def _warn_if(bad: bool, text: str, advice: str) -> Finding:
-    return Finding(WARNING, text, advice) if bad else Finding(OK, text)
+    return Finding(OK, text)
 
 
 def main() -> None:

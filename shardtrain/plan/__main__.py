@@ -24,7 +24,6 @@ from shardtrain.plan.simulate import Question, simulate
 GIB = 2**30
 WORLD_SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
 MOST_IMAGES = 1 << 16  # per rank in one forward
-SECANT_TRIES = 10  # plans, after which what is left is halved and halved again
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _question(keys: PlanKeys, config: Config, channels: int) -> Question:
 
 
 def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
-    """Simulate, print, and write `plan.json`, `plan.txt` and pictures."""
+    """Simulate, print, and write `plan.json`, `plan.txt` and a picture."""
     if rank_info.world_size > 1:
         raise UserError(
             "the planner is one process for any world size: start it with python -m shardtrain.plan"
@@ -107,8 +106,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     rates = report.Rates(keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
     asked = simulate(config, question)
-    title = report.headline(config, asked)
-    text = f"{title}\n\n{report.rank_table(asked)}"
+    text = f"{report.headline(config, asked)}\n\n{report.rank_table(asked)}"
     if rates is not None:
         text += f"\n{report.bound_in_words(asked, rates)}"
     largest = None
@@ -120,14 +118,12 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         images = largest_batch(peak_of, int(keys.memory * GIB), question.micro_batch)
         largest = {"memory": keys.memory, "images": images}
         text += f"\n{report.fit_in_words(asked, keys.memory, images)}"
-    drawn = {"memory.png": asked.timeline.picture()}
     plans = [asked]
     if keys.curve:
         others = (w for w in WORLD_SIZES if w != question.world_size and w % question.replicate == 0)
         plans += [simulate(config, replace(question, world_size=world)) for world in others]
         plans.sort(key=lambda plan: plan.question.world_size)
         text += f"\n\n{report.curve_table(plans, rates)}\n\n{report.shards_table(plans)}"
-        drawn |= {"plan.png": report.curve_picture(title, plans)} if len(plans) > 1 else {}
     facts = {
         "plan": report.as_json(asked, rates),
         "largest_batch": largest,
@@ -137,11 +133,11 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
     (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n")
     (folder / "plan.txt").write_text(text + "\n")
     print(f"{text}\n")
-    for file, picture in drawn.items():
-        if isinstance(picture, str):
-            print(picture)
-            break
-        pictures.save(folder / file, picture)
+    picture = asked.timeline.picture()
+    if isinstance(picture, str):
+        print(picture)
+    else:
+        pictures.save(folder / "memory.png", picture)
     print(f"written to {folder}", flush=True)
 
 
@@ -149,7 +145,7 @@ def largest_batch(peak_of: Callable[[int], int], memory: int, start: int) -> int
     """Return the most images whose peak fits ``memory`` bytes; 0 if one image does not, at most MOST_IMAGES.
 
     ``peak_of(images)``, bytes, grows with the images and nearly in proportion. So the straight line through
-    two known points, at first ``start`` and one more, leads to the answer in a few plans.
+    the two known points nearest to ``memory``, at first ``start`` and one more, leads there in a few plans.
     """
     known = {images: peak_of(images) for images in (start, start + 1)}
     while True:
@@ -157,17 +153,10 @@ def largest_batch(peak_of: Callable[[int], int], memory: int, start: int) -> int
         too_many = min((images for images, peak in known.items() if peak > memory), default=MOST_IMAGES + 1)
         if too_many - fits <= 1:
             return fits
-        guess = _on_a_line(known, memory) if len(known) < SECANT_TRIES else (fits + too_many) // 2
+        (a, low), (b, high) = sorted(known.items(), key=lambda item: abs(item[1] - memory))[:2]
+        guess = round(a + (memory - low) * (b - a) / (high - low)) if high != low else 2 * fits
         images = min(max(guess, fits + 1), too_many - 1)
         known[images] = peak_of(images)
-
-
-def _on_a_line(known: dict[int, int], memory: int) -> int:
-    """Return where the line through the two known points nearest to ``memory`` reaches it."""
-    (a, low), (b, high) = sorted(known.items(), key=lambda item: abs(item[1] - memory))[:2]
-    if low == high:
-        return 2 * max(a, b)
-    return round(a + (memory - low) * (b - a) / (high - low))
 
 
 def main() -> None:

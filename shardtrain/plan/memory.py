@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from shardtrain import introspect
 from shardtrain.job.format import MIB
 from shardtrain.job.pictures import Picture, plot
+from shardtrain.job.step import Step
 from shardtrain.optim import Ema
 
 # What a tensor can hold, and its colour in pictures.
@@ -113,14 +114,6 @@ class MemoryTimeline(NamedTuple):
         axes.set_xticks(list(named), list(named.values()), rotation=90, fontsize=7)
 
 
-class Instant(NamedTuple):
-    """After one operation: where in the step it was, and the bytes that the engine had gathered."""
-
-    phase: str  # forward | backward | update
-    unit: str
-    gathered: int
-
-
 @dataclass(eq=False)
 class Life:
     """One storage: its size, what it holds, and the instants between which it lived."""
@@ -137,7 +130,7 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, present: Iterable[Tensor]) -> None:
         """``present``: tensors that are there before, the batch for instance."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._instants: list[Instant] = []
+        self._instants: list[tuple[str, str, int]] = []  # phase, unit, bytes that the engine had gathered
         self._lives: list[Life] = []
         self._model = inside = introspect(model)
         self._known: dict[int, Life] = {}  # by the address of a storage that lives
@@ -162,9 +155,9 @@ class LiveTensors(TorchDispatchMode):
             changes[life.kind][min(life.born, count)] += life.size
             changes[life.kind][min(life.died, count)] -= life.size
         rows = {kind: list(accumulate(row[:count])) for kind, row in changes.items()}
-        rows["gathered"] = [instant.gathered for instant in self._instants]
-        columns = zip(self._instants, *rows.values(), strict=True)
-        return MemoryTimeline(tuple(MemoryPoint(at.phase, at.unit, tuple(row)) for at, *row in columns))
+        phases, units, rows["gathered"] = (list(column) for column in zip(*self._instants, strict=True))
+        sizes = zip(*rows.values(), strict=True)
+        return MemoryTimeline(tuple(map(MemoryPoint, phases, units, sizes)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -186,7 +179,7 @@ class LiveTensors(TorchDispatchMode):
         for address in made.keys() - given:  # a view of memory that was not seen is not new memory
             self._see(made[address], kind)
         gathered = 0 if self._model.transport.in_place else self._model.gathered.bytes
-        self._instants.append(Instant(phase, unit, gathered))
+        self._instants.append((phase, unit, gathered))
 
     def _where(self) -> tuple[str, str]:
         """Return the phase and the unit; outside the model's passes the update follows a backward."""
@@ -216,20 +209,16 @@ class LiveTensors(TorchDispatchMode):
         self._watches.append(weakref.ref(storage, ended))
 
 
-def memory_of_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, present: Iterable[Tensor], step: Callable[[], object]
-) -> MemoryTimeline:
-    """Run ``step()`` and return what it made this rank hold.
+def memory_of_step(step: Step, batches: Sequence[Sequence[Tensor]]) -> MemoryTimeline:
+    """Take a ``step``, and return what it made this rank hold.
 
-    It works on every device and without data, and slows the step down: each operation is seen in Python.
-
-    Args:
-        present: tensors that are there throughout, such as the batch.
-        step: not the first one, whose order of units and optimizer state are new.
+    It may not be the first one, whose order of units and optimizer state are new. It works on every device
+    and without data, and is slow: each operation is seen in Python.
     """
-    live = LiveTensors(model, optimizer, present)
+    averages = step.ema.held() if step.ema is not None else []
+    live = LiveTensors(step.model, step.optimizer, [*chain(*batches), *averages])
     with live:
-        step()
+        step(batches)
     return live.timeline()
 
 

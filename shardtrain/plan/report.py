@@ -1,13 +1,13 @@
-"""A plan in words and columns, as JSON, and as pictures."""
+"""A plan in words and columns, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from shardtrain.job.config import Config
 from shardtrain.job.format import MIB, aligned, counted
-from shardtrain.job.pictures import Picture, plot
 from shardtrain.plan.memory import MEMORY_KINDS
 from shardtrain.plan.simulate import Plan
 
@@ -134,10 +134,7 @@ def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
     """Return the plan's bytes, collectives, operations and seconds."""
     peak = plan.timeline.peak
     facts: dict[str, Any] = {
-        "world_size": plan.question.world_size,
-        "replicate": plan.question.replicate,
-        "rank": plan.question.rank,
-        "micro_batch": plan.question.micro_batch,
+        **asdict(plan.question),
         "accumulate": plan.accumulate,
         "bytes": bytes_by_kind(plan),
         "parameters_cut_by_rows": plan.by_rows,
@@ -155,31 +152,6 @@ def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
         compute, send = plan.seconds(*rates)
         facts["seconds"] = {"compute": compute, "send": send, "hidden": max(compute, send)}
     return facts
-
-
-def curve_picture(title: str, plans: Sequence[Plan]) -> Picture | str:
-    """Draw the peak over world sizes by kind, and what a step sends; or say why there is no picture."""
-
-    def draw(figure: Any) -> None:
-        memory, traffic = figure.subplots(1, 2, width_ratios=(3, 2))
-        names = [f"{plan.question.world_size:,}" for plan in plans]
-        base = [0.0] * len(plans)
-        for index, (kind, color) in enumerate(MEMORY_KINDS.items()):
-            heights = [plan.timeline.peak.bytes[index] / MIB for plan in plans]
-            memory.bar(names, heights, bottom=base, label=kind, color=color)
-            base = [low + height for low, height in zip(base, heights, strict=True)]
-        memory.set_title("at the peak, MiB a rank", fontsize=9, loc="left")
-        for kind, label in (("all_gather", "gathers"), ("reduce_scatter", "reductions")):
-            traffic.plot(names, [plan.sent.get(kind, 0) / MIB for plan in plans], marker="o", label=label)
-        traffic.set_title("sent in a step, MiB a rank", fontsize=9, loc="left")
-        traffic.set_ylim(bottom=0)
-        for axes in (memory, traffic):
-            axes.legend(fontsize=8)
-            axes.set_xlabel("ranks")
-            axes.tick_params(labelsize=8)
-        figure.suptitle(title, fontsize=9)
-
-    return plot(draw, inches=(9, 4.5))
 
 
 def _mib(size: int) -> str:

@@ -96,9 +96,8 @@ def simulate(config: Config, question: Question) -> Plan:
             ) from error
         inside = introspect(model)
         inside.take_gathered_peak()
-        present = [tensor for batch in batches for tensor in batch] + (ema.held() if ema is not None else [])
         with comm.meter() as traffic:
-            timeline = memory_of_step(model, optimizer, present, lambda: step(batches))
+            timeline = memory_of_step(step, batches)
         return Plan(
             question=question,
             accumulate=config.train.accumulate,
