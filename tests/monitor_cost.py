@@ -3,12 +3,9 @@
     torchrun --nproc-per-node 2 tests/monitor_cost.py [rounds=40] [key=value ...]
 
 With it is everything of the training program at its default settings: phases, traffic and memory measured,
-ranks compared and curves written every `train.log_every` steps. Without it are bare steps. They take turns
-step by step, since a machine's speed drifts; a round is `train.log_every` steps of each.
-
-Two figures, means over rounds with standard errors: the ratio of time, and that of CPU time over all ranks
-and threads (waiting for one another is not in it, and others on the machine disturb it less). With the digits
-40 rounds take two minutes on two cores.
+ranks compared and curves written every `train.log_every` steps. Without it are bare steps. A round is
+`train.log_every` steps of each. The figure is the ratio of CPU time, in which waiting for one another is not,
+and which others on the machine disturb least: the mean over rounds with its standard error.
 """
 
 from __future__ import annotations
@@ -21,12 +18,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from shardtrain import comm
 from shardtrain.bench.interleave import Samples, interleave
 from shardtrain.job import launch
 from shardtrain.job.build import build
@@ -35,89 +30,52 @@ from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.step import Step
-from shardtrain.monitor import Monitor, StepMetrics, Watch, open_monitor
+from shardtrain.monitor import StepMetrics, Watch, open_monitor
 
-WARMUP = 2
+WARMUP = 2  # rounds
 DEFAULTS = ("+recipe=resnet", "monitor.progress=lines")
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-class Monitored:
-    """The steps of the training program's loop, one by one, with a report after every ``steps``."""
-
-    def __init__(
-        self, step: Step, batch: Batch, steps: int, metrics: StepMetrics, monitor: Monitor, watch: Watch
-    ) -> None:
-        self.one, self.batch, self.steps = step, batch, steps
-        self.metrics, self.monitor, self.watch = metrics, monitor, watch
-        self.done = 0
-
-    def __call__(self) -> None:
-        metrics, report = self.metrics, None
-        self.done += 1
-        with metrics.step():
-            norm = self.one.gradients(iter([self.batch]), 1, metrics.phase, metrics.add)
-            self.one.update(self.done)
-        self.monitor.step(self.done)
-        if self.done % self.steps == 0:
-            report = metrics.report(self.done, norm, self.watch.requested())
-            self.monitor.log(self.done, report.scalars)
-        self.watch.step_done(self.done, report)
-        self.one.optimizer.zero_grad()
-
-
-class CpuTime:
-    """CPU seconds of this process, all its threads, in each step of one runner."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def of(self, work: Callable[[], object]) -> torch.Tensor:
-        start = time.process_time()
-        work()
-        self.seconds.append(time.process_time() - start)
-        return torch.zeros(())  # runners return a loss
-
-
-def mean_ratio(of: list[float], to: list[float], steps: int, device: torch.device) -> tuple[float, float]:
-    """The mean over rounds of ``steps`` of the ratio of all ranks' time, and its standard error."""
-    table = torch.tensor([of, to], dtype=torch.float64, device=device).view(2, -1, steps).sum(2)
-    with_it, without = comm.all_reduce(table).tolist()
-    found = [a / b for a, b in zip(with_it, without, strict=True)]
-    error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-    return statistics.fmean(found), error
 
 
 def measure(config: Config, rank_info: RankInfo, device: torch.device, folder: Path, rounds: int) -> None:
     job, config = build(config, rank_info.rank, rank_info.world_size, device)
     images, labels, _ = next(iter(job.train))
-    batch, step, metrics = (images, labels), Step.of(job, None), StepMetrics(job)
+    batch, one, metrics = (images, labels), Step.of(job, None), StepMetrics(job)
     context, steps = Context(rank_info, device, folder), config.train.log_every
-    cpu_without, cpu_with = CpuTime(), CpuTime()
     samples = {"without": Samples(), "with": Samples()}
+
+    def without(_: int) -> None:
+        for _ in range(steps):
+            one([batch])
+
     with (
         contextlib.redirect_stdout(io.StringIO()),
         open_monitor(config, context, job, metrics) as monitor,
         Watch(config, context, job, metrics, monitor) as watch,
     ):
-        monitored = Monitored(step, batch, steps, metrics, monitor, watch)
-        runners = {
-            "without": lambda _: cpu_without.of(lambda: step([batch])),
-            "with": lambda _: cpu_with.of(monitored),
-        }
-        interleave(runners, samples, device, warmup=WARMUP * steps, rounds=0)
-        cpu_without.seconds, cpu_with.seconds = [], []
-        interleave(runners, samples, device, warmup=0, rounds=rounds * steps)
-    seconds = samples["with"].values, samples["without"].values
-    (time_of, error), (cpu, cpu_error) = (
-        mean_ratio(of, to, steps, device) for of, to in (seconds, (cpu_with.seconds, cpu_without.seconds))
-    )
+
+        def monitored(number: int) -> None:
+            """The training program's loop, and a report after its last step."""
+            for step in range(number * steps + 1, (number + 1) * steps + 1):
+                report = None
+                with metrics.step():
+                    norm = one.gradients(iter([batch]), 1, metrics.phase, metrics.add)
+                    one.update(step)
+                monitor.step(step)
+                if step % steps == 0:
+                    report = metrics.report(step, norm, watch.requested())
+                    monitor.log(step, report.scalars)
+                watch.step_done(step, report)
+                one.optimizer.zero_grad()
+
+        runners = {"without": without, "with": monitored}
+        interleave(runners, samples, device, WARMUP, rounds, clock=time.process_time)
+    ratios = [a / b for a, b in zip(samples["with"].values, samples["without"].values, strict=True)]
+    error = statistics.stdev(ratios) / math.sqrt(rounds) if rounds > 1 else math.nan
     if rank_info.rank == 0:
+        milliseconds = 1e3 * statistics.median(samples["without"].values) / steps
         print(
-            f"with over without: {time_of:.4f} (± {error:.4f}), CPU time {cpu:.4f} (± {cpu_error:.4f}), "
-            f"{rounds} rounds of {steps} steps of {1e3 * statistics.median(seconds[1]):.1f} ms, "
-            f"{rank_info.world_size} ranks on {device}"
+            f"CPU time with over without: {statistics.fmean(ratios):.4f} (± {error:.4f}), {rounds} rounds of "
+            f"{steps} steps of {milliseconds:.1f} ms, {rank_info.world_size} ranks on {device}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,28 @@ from shardtrain.doctor import FAILED, OK, WARNING, Finding, shared
 from shardtrain.doctor import __main__ as program
 from shardtrain.doctor.twin import Twins, difference
 from shardtrain.job.build import Job, build
-from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.hydra_app import compose
+from shardtrain.job.format import counted
 from shardtrain.job.schema import UserError
 from shardtrain.plan.__main__ import read
 from shardtrain.plan.simulate import simulate
 
-CPU = torch.device("cpu")
+from pool import each_rank
+from tiny import CPU, composed
+
 HERE = RankInfo(0, 1, 0, 1)
 TINY = ["+recipe=resnet", "data=fake", "data.train_images=48", "data.image_size=8", "train.batch_size=12"]
 SQUEEZENET = ["model=squeezenet1_1", "data.image_size=32"]
+LOW = [*SQUEEZENET, "train.accumulate=2"]
+MESSAGES, LONG = "parallel.transport=process_group", pytest.mark.long
 
 
-def configured(*arguments: str) -> Config:
-    raw = compose([*TINY, *arguments])
-    assert raw is not None
-    return from_hydra(raw)
-
-
-def examined(steps: int, plant: str, *arguments: str) -> str:
-    """What the doctor says of ``steps`` steps, with a fault of the kind ``plant`` on rank 1."""
-    job, config = build(configured(*arguments), comm.rank(), comm.world_size(), CPU)
-    if comm.rank() == 1 and plant:
-        FAULTS[plant](job)
-    return str(Twins(job, config).examine(steps))
+def examined(fault: Callable[[Job], None] | None, *arguments: str) -> str:
+    """What the doctor says of two steps, with a ``fault`` on rank 1."""
+    job, config = build(composed(*TINY, *arguments), comm.rank(), comm.world_size(), CPU)
+    if comm.rank() == 1 and fault is not None:
+        fault(job)
+    return str(Twins(job, config).examine(2))
 
 
 def _in_gradient(job: Job) -> None:
@@ -67,43 +65,23 @@ def _at_start(job: Job) -> None:
     job.model.get_parameter("layer4.0.conv2.weight").data[5] = 0.25
 
 
-FAULTS = {"gradient": _in_gradient, "update": _in_update, "forward": _in_forward, "start": _at_start}
-
-
 @pytest.mark.parametrize(
-    ("world", "steps", "arguments", "how"),
+    ("world", "arguments", "how"),
     [
-        (1, 2, ["model=resnet18", "train.accumulate=2", "optim=adamw"], "bit for bit, updates to 1e-06"),
-        (2, 2, [*SQUEEZENET, "parallel.transport=shared_memory", "optim=adamw"], "bit for bit, "),
-        pytest.param(
-            *(3, 2, ["model=resnet18", "parallel.transport=process_group", "train.accumulate=2"]),
-            "bit for bit, ",
-            marks=pytest.mark.long,
-        ),
-        (2, 1, [*SQUEEZENET, "parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, "),
-        (2, 1, [*SQUEEZENET, "parallel.precision=bf16", "train.accumulate=2"], "to 0.05, updates to 0.05"),
-        pytest.param(
-            *(
-                2,
-                1,
-                [*SQUEEZENET, "parallel.precision=fp16", "train.accumulate=2"],
-                "to 0.01, updates to 0.01",
-            ),
-            marks=pytest.mark.long,
-        ),
+        (1, ["model=resnet18", "train.accumulate=2", "optim=adamw"], "bit for bit, updates to 1e-06"),
+        (2, [*SQUEEZENET, "parallel.transport=shared_memory", "optim=adamw"], "bit for bit, "),
+        pytest.param(3, ["model=resnet18", MESSAGES, "train.accumulate=2"], "bit for bit, ", marks=LONG),
+        (2, [*SQUEEZENET, "parallel.precision=bf16", "train.clip_grad_norm=0.1"], "bit for bit, "),
+        (2, [*LOW, "parallel.precision=bf16"], "to 0.05, updates to 0.05"),
+        pytest.param(2, [*LOW, "parallel.precision=fp16"], "to 0.01, updates to 0.01", marks=LONG),
     ],
 )
-def test_sharding_changes_nothing(
-    on_ranks: Any, world: int, steps: int, arguments: list[str], how: str
-) -> None:
+def test_sharding_changes_nothing(on_ranks: Any, world: int, arguments: list[str], how: str) -> None:
     """Dropout and BatchNorm included: squeezenet has the one, resnet18 the other."""
-    said = on_ranks(world, examined, steps, "", *arguments)
+    said = on_ranks(world, examined, None, *arguments)
     assert all(text == said[0] for text in said)
-    ranks = "1 rank" if world == 1 else f"{world} ranks"
-    expected = (
-        f"ok       {steps} steps sharded over {ranks} equal unsharded ones (outputs and gradients {how}"
-    )
-    assert said[0].startswith(expected)
+    equal = f"ok       2 steps sharded over {counted(world, 'rank')} equal unsharded ones"
+    assert said[0].startswith(f"{equal} (outputs and gradients {how}")
 
 
 def test_traffic_that_rounds_is_not_compared() -> None:
@@ -115,30 +93,21 @@ def test_traffic_that_rounds_is_not_compared() -> None:
     ("fault", "where"),
     [
         (
-            "gradient",
+            _in_gradient,
             r"rank 1: step 1, own gradient of layer2\.0\.conv1\.weight in unit layer2\.0: "
             r"Mismatched elements: 1 / 73728 .*; Greatest absolute difference: 0\.001\d* at index "
             r"\(3, 0, 1, 2\).*: something on that rank changed it",
         ),
-        (
-            "update",
-            r"step 1, parameter of layer4\.1\.conv2\.weight in unit layer4\.1: Mismatched .*optimizer",
-        ),
-        (
-            "forward",
-            r"rank 1: step 1, output of layer3\.1 in unit layer3\.1: .* the unit computed with other",
-        ),
-        (
-            "start",
-            r"step 0, initial value of layer4\.0\.conv2\.weight in unit layer4\.0: Mismatched elements: 1 / ",
-        ),
+        (_in_update, r"step 1, parameter of layer4\.1\.conv2\.weight in unit layer4\.1: Mismatch.*optimizer"),
+        (_in_forward, r"rank 1: step 1, output of layer3\.1 in unit layer3\.1: .* the unit computed with "),
+        (_at_start, r"step 0, initial value of layer4\.0\.conv2\.weight in unit layer4\.0: Mismatched "),
     ],
 )
-def test_a_planted_fault_is_found_and_named(on_ranks: Any, fault: str, where: str) -> None:
+@each_rank(2, transport="auto")
+def test_a_planted_fault_is_found_and_named(fault: Callable[[Job], None], where: str) -> None:
     """One element of one gradient changed on one rank, and others."""
-    said = on_ranks(2, examined, 2, fault, "model=resnet18", "parallel.transport=process_group")
-    assert said[0] == said[1]
-    assert re.match(f"failed   {where}", said[0]), said[0]
+    said = examined(fault, "model=resnet18", MESSAGES)
+    assert re.match(f"failed   {where}", said), said
 
 
 def test_a_difference_counts_beyond_the_tolerance() -> None:
@@ -151,29 +120,22 @@ def test_a_difference_counts_beyond_the_tolerance() -> None:
     )
     assert difference(other, one, tolerance=0.08)
     assert difference(other, one, tolerance=0.09) == ""
+    nan = torch.tensor([1.0, -1.0, 0.0, torch.nan])  # equals NaN and nothing else
+    assert difference(nan, nan.clone()) == ""
+    for found, expected in ((nan, one), (one, nan)):
+        assert difference(found, expected, tolerance=0.1).startswith("Mismatched elements: 1 / 4")
 
 
-def test_nan_equals_nan_and_nothing_else() -> None:
-    some = torch.tensor([1.0, torch.nan])
-    assert difference(some, some.clone()) == ""
-    for other in (torch.tensor([1.0, 2.0]), torch.tensor([2.0, torch.nan])):
-        assert difference(some, other, tolerance=0.1).startswith("Mismatched elements: 1 / 2")
-        assert difference(other, some, tolerance=0.1).startswith("Mismatched elements: 1 / 2")
-
-
-def said_by_all() -> list[str]:
+@each_rank(3, transport="auto")
+def test_what_all_ranks_find_is_said_once() -> None:
     own = Finding(WARNING, "clock is late", "wind it") if comm.rank() else Finding(OK, "clock is right")
-    return [str(finding) for finding in shared([Finding(OK, "same everywhere"), own])]
-
-
-def test_what_all_ranks_find_is_said_once(on_ranks: Any) -> None:
-    said = on_ranks(3, said_by_all)
+    said = [str(finding) for finding in shared([Finding(OK, "same everywhere"), own])]
     everywhere, right = "ok       same everywhere", "ok       rank 0: clock is right"
-    assert said == 3 * [[everywhere, right, "warning  ranks 1, 2: clock is late: wind it"]]
+    assert said == [everywhere, right, "warning  ranks 1, 2: clock is late: wind it"]
 
 
 def test_a_disk_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(f"run.dir={tmp_path}/outputs/run", "checkpoint.keep=1")
+    config = composed(*TINY, f"run.dir={tmp_path}/outputs/run", "checkpoint.keep=1")
     good = program.check_disk(config, 2**20)
     assert good.verdict == OK
     assert re.fullmatch(rf"{tmp_path} has [\d,]+ MiB free for 3 checkpoints of 1", good.text)
@@ -218,17 +180,13 @@ def test_the_program_says_a_line_per_check(capsys: pytest.CaptureFixture[str]) -
     assert " MiB free for 4 checkpoints of 6" in disk  # parameters and momentum
 
 
-def watched() -> tuple[list[str], int]:
-    job, config = build(configured(*SQUEEZENET, "ema.decay=0.9"), comm.rank(), comm.world_size(), CPU)
-    said = [str(finding) for finding in shared(program.check_plan(job, config))]
-    return said, program.checkpoint_bytes(job)
-
-
-def test_ranks_hold_what_is_planned(on_ranks: Any) -> None:
-    (said, size), other = on_ranks(2, watched)
-    assert (said, size) == other
-    assert re.match(r"ok +rank 0: state and traffic are as planned; peak .* \([-+]\d\.\d %\)", said[0])
-    assert size == 3 * 4 * 727_626  # parameters, momentum and averages
+@each_rank(2, transport="auto")
+def test_ranks_hold_what_is_planned() -> None:
+    config = composed(*TINY, *SQUEEZENET, "ema.decay=0.9")
+    job, config = build(config, comm.rank(), comm.world_size(), CPU)
+    (said,) = map(str, shared(program.check_plan(job, config)))
+    assert re.match(r"ok +rank 0: state and traffic are as planned; peak .* \([-+]\d\.\d %\)", said)
+    assert program.checkpoint_bytes(job) == 3 * 4 * 727_626  # parameters, momentum and averages
 
 
 def test_what_is_not_as_planned_is_said() -> None:

@@ -7,6 +7,6 @@
     python -m shardtrain.bench host                                         the host's time, up to 1,024 ranks
 
 Read in this order: ``contenders`` (who is compared, on which models), ``interleave`` (the measurement, and
-what follows from it), ``settings`` (the command line), ``report`` (tables, files and chart), and the programs
+what follows from it), ``settings`` (the command line), ``report`` (tables and files), and the programs
 ``steps``, ``memory``, ``collectives`` and ``host``.
 """

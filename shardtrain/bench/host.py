@@ -162,12 +162,12 @@ def _collectives(world: int, units: int) -> Runner:
 
 
 @contextlib.contextmanager
-def simulated_group(world: int) -> Iterator[None]:
-    """Inside, this process is rank 0 of ``world`` in a process group whose collectives reach nobody."""
+def simulated_group(world: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is ``rank`` of ``world`` in a process group whose collectives reach nobody."""
     # Importing it registers the backend; torch has it among its own tests' tools, and nowhere else.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:

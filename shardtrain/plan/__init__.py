@@ -3,5 +3,5 @@
     python -m shardtrain.plan +recipe=resnet world_size=64
 
 Read in this order: ``memory`` (which memory lives when), ``simulate`` (the engine without data and without
-other ranks), ``report`` (a plan in words, JSON and pictures), ``__main__`` (the program, the largest batch).
+other ranks), ``report`` (a plan in words and as JSON), ``__main__`` (the program, the largest batch).
 """
