@@ -18,7 +18,7 @@ from shardtrain import clip_grad_norm_, comm
 from shardtrain.checkpoint.store import Store
 from shardtrain.job import pictures
 from shardtrain.job.build import build
-from shardtrain.job.data import Batch, Prepare
+from shardtrain.job.data import Prepare
 from shardtrain.job.data.batches import Arrays, DataSet
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.step import Step
@@ -35,7 +35,6 @@ TAGS = {  # of the public interface; perf/mfu is known on some GPUs alone
     *("memory/grads_mib", "memory/optimizer_mib", "memory/gathered_peak_mib", "memory/peak_mib"),
 }
 SUMMARY = ["at_a_glance/1_is_it_learning", "at_a_glance/2_is_it_fast", "at_a_glance/3_does_it_fit"]
-EVALUATED = ["val/confusion"]
 FACTS = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps": 9}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 
@@ -74,7 +73,7 @@ def test_a_run_is_one_file_with_hyperparameters_layout_configuration_and_samples
     assert [page.title for page in layout.category] == ["Is it learning?", "Is it fast?", "Does it fit?"]
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
-    assert {"samples/augmented", *SUMMARY, *EVALUATED} <= set(events.Tags()["images"])
+    assert {"samples/augmented", *SUMMARY} <= set(events.Tags()["images"])
     with Image.open(finished / "at_a_glance.png") as summary:
         assert summary.height > 100
 
@@ -125,17 +124,6 @@ def summary_of(folder: Path, first_step: int = 0) -> tuple[SummaryFigure, Monito
     return summary, Monitor([page], summary), page.seen
 
 
-def test_mixed_images_are_captioned_with_the_larger_class(tmp_path: Path) -> None:
-    _, monitor, seen = summary_of(tmp_path)
-    mixed = torch.tensor([[0.0, 0.3, 0.7], [0.02, 0.98, 0.0]])
-    batches = [Batch(torch.zeros(2, 1, 8, 8), labels, 2) for labels in (mixed, torch.tensor([4, 2]))]
-    with patch.object(pictures, "grid", return_value=np.zeros((1, 1, 3), np.uint8)) as grid:
-        for batch in batches:
-            assert list(monitor.showing([batch, batch])) == [batch, batch]
-    assert [call.args[1] for call in grid.call_args_list] == [["2", "1"], ["4", "2"]]
-    assert seen == ["samples/augmented"] * 2
-
-
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     config = configure(*TINY)
     first = TensorBoard(tmp_path, config, FACTS)
@@ -155,14 +143,14 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
 
 
 def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:
-    evaluation = Evaluation(Scores(1.0, 80.0, 100.0), torch.eye(5, dtype=torch.int64))
+    evaluation = Evaluation(Scores(1.0, 80.0, 100.0))
     summary, monitor, seen = summary_of(tmp_path)
     monitor.evaluated(5, evaluation)
     assert seen == []
     summary.due_at = 0.0
     monitor.log(6, {"memory/peak_mib": 3.0, "time/forward_pct": 60.0})
     monitor.evaluated(6, evaluation)
-    assert seen == SUMMARY + EVALUATED
+    assert seen == SUMMARY
     assert summary.path.exists()
 
 
@@ -179,19 +167,12 @@ def test_without_matplotlib_there_are_no_plots(tmp_path: Path, monkeypatch: pyte
 def test_grids_show_pixels_as_they_were() -> None:
     mean, std = torch.tensor([[[8.0]]]), torch.tensor([[[4.0]]])
     pixels = torch.tensor([0.0, 16.0, 8.0])[:, None, None, None].expand(3, 1, 8, 8)
-    page = pictures.grid((pixels - mean) / std, ["a", "b", "c"], mean, std)
+    page = pictures.grid((pixels - mean) / std, mean, std)
     tile, start = pictures.TILE, pictures.GAP
     centres = [page[start + tile // 2, start + index * (tile + start) + tile // 2] for index in range(3)]
     assert [tuple(centre) for centre in centres] == [(0, 0, 0), (255, 255, 255), (128, 128, 128)]
-    two_rows = pictures.grid(torch.zeros(9, 3, 8, 8), ["a"] * 9, mean, std)
-    assert two_rows.shape == (2 * (tile + pictures.LINE + start) + start, 8 * (tile + start) + start, 3)
-
-
-def test_confusion_matrices_have_a_row_for_each_class() -> None:
-    few, many = (pictures.confusion(torch.eye(classes)) for classes in (3, 100))
-    assert isinstance(few, np.ndarray)
-    assert isinstance(many, np.ndarray)
-    assert few.shape[0] < many.shape[0]
+    two_rows = pictures.grid(torch.zeros(9, 3, 8, 8), mean, std)
+    assert two_rows.shape == (2 * (tile + start) + start, 8 * (tile + start) + start, 3)
 
 
 MOVED = ("all_gather", "reduce_scatter")

@@ -30,13 +30,10 @@ def test_recipe_gives_a_frozen_typed_config() -> None:
 
 
 def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
-    config = composed("optim=adamw", "optim.lr=1", "data=fake", "model=vgg11", "train.clip_grad_norm=1")
+    config = composed("optim=adamw", "optim.lr=1", "model=vgg11")
     assert isinstance(config.optim, AdamWConfig)
-    assert config.optim.lr == 1.0
-    assert isinstance(config.optim.lr, float)
-    assert config.optim.betas == (0.9, 0.999)
+    assert (repr(config.optim.lr), config.optim.betas) == ("1.0", (0.9, 0.999))
     assert config.model["name"] == "vgg11"
-    assert config.train.clip_grad_norm == 1.0
 
 
 def test_augmentation_follows_the_data_set_unless_chosen() -> None:
@@ -45,12 +42,9 @@ def test_augmentation_follows_the_data_set_unless_chosen() -> None:
     assert "rotate" in composed("+recipe=resnet").augment
 
 
-def test_fast_dry_run() -> None:
+def test_debugging_has_the_last_word_over_the_recipe() -> None:
     config = composed("+recipe=resnet", "debug=fdr")
     assert (config.train.max_steps, config.data.limit, config.checkpoint.keep) == (2, 48, 0)
-
-
-def test_overfitting_has_the_last_word_over_the_recipe() -> None:
     config = composed("+recipe=resnet", "debug=overfit", "train.batch_size=32")
     assert (config.data.limit, config.train.label_smoothing, config.augment) == (32, 0, {"_target_": None})
     assert composed("+recipe=vit_cifar10", "debug=overfit").augment["_target_"] is None
@@ -66,39 +60,30 @@ def test_overfitting_has_the_last_word_over_the_recipe() -> None:
             "+recipe=resnt",
             r"unknown recipe 'resnt'; did you mean resnet\? \(valid: resnet, resnet18_cifar10, ",
         ),
-        ("recipe=resnt", r"unknown recipe 'resnt'; did you mean resnet\?"),
         ("+recipes=resnet", r"unknown key recipes; did you mean recipe\?"),
         ("model=resnet81", r"unknown model 'resnet81'; did you mean resnet18\?.*…"),
-        ("data=digit", r"unknown data 'digit'; did you mean digits\?"),
         ("train.epoch=3", r"unknown key train.epoch; did you mean train.epochs\? \(valid: train.epochs, "),
         ("sed=1", r"unknown key sed; did you mean seed\?"),
         ("optim=adamw optim.momentum=0.9", r"unknown key optim.momentum.*optim.betas"),
-        ("optim=adamw +optim.momentum=0.9", r"unknown key optim.momentum.*betas"),
         ("data.root=/x", r"unknown key data.root.*data.image_size"),
         ("++optim.name=lamb", r"optim.name=lamb \(valid: sgd, adamw, muon\)"),
-        ("++optim.name=null", r"optim.name=null \(valid: sgd, adamw, muon\)"),
         ("~optim", r"optim is missing|unknown key optim"),
         ("~train.epochs", r"train.epochs is missing"),
         ("foo", r"cannot read 'foo': expected key=value"),
         ("train.epochs=[", r"cannot read 'train.epochs=\[': expected key=value"),
         ("optim.lr=0.1,0.2", r"Ambiguous value for argument 'optim.lr=0.1,0.2'"),
         ("--epochs 3", r"unrecognized arguments: --epochs"),
-        ("--experimental-rerun x", r"--experimental-rerun is not supported: the same command with run.name"),
         ("train.epochs=-1", r"train.epochs=-1: expected at least 1"),
         ("train.epochs=many", r"train.epochs=many: expected a whole number"),
-        ("train.epochs=1.5", r"train.epochs=1.5: expected a whole number"),
         ("train.epochs=true", r"train.epochs=True: expected a whole number"),
-        ("data.repeats=0", r"data.repeats=0: expected at least 1"),
         ("data.grow={from:3}", r"Error merging override data.grow={from:3}: Cannot merge DictConfig"),
         ("data.grow=[4,0]", r"data.grow=0: expected at least 1"),
         ("data=imagefolder data.crop_area=2", r"data.crop_area=2.0: expected at most 1"),
         ("data.grow=3", r"data.grow=3: expected a list, as in data.grow=\[a,b\]"),
         ("train.epochs=null", r"train.epochs=null: expected a whole number"),
-        ("train.max_steps=0", r"train.max_steps=0: expected at least 1"),
         ("train.label_smoothing=1", r"train.label_smoothing=1.0: expected less than 1"),
         ("optim.lr=0", r"optim.lr=0.0: expected more than 0"),
         ("optim.lr=nan", r"optim.lr=nan: expected a finite number"),
-        ("optim.lr=fast", r"optim.lr=fast: expected a number"),
         ("optim.nesterov=1", r"optim.nesterov=1: expected true or false"),
         ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
         ("optim=adamw optim.betas=[0.9,1]", r"optim.betas=1.0: expected less than 1"),
@@ -116,11 +101,6 @@ def test_overfitting_has_the_last_word_over_the_recipe() -> None:
             )
             for other in ("parallel.replicate=2", "parallel.transport=shared_memory")
         ),
-        ("parallel.precision=fp8", r"parallel.precision=fp8.* \(valid: fp32, bf16, fp16\)"),
-        ("checkpoint.keep=-1", r"checkpoint.keep=-1: expected at least 0"),
-        ("checkpoint.every_steps=0", r"checkpoint.every_steps=0: expected at least 1"),
-        ("checkpoint.on_failure=ask", r"checkpoint.on_failure=ask \(valid: continue, stop\)"),
-        ("checkpoint.on_failure=go", r"checkpoint.on_failure=go \(valid: continue, stop\)"),
         ("resume=null", r"resume=null: expected a text"),
         ("run.name=[]", r"run.name=\[\]: expected a text"),
         ("train=3", r"train=3: expected a group of keys"),
@@ -135,20 +115,12 @@ def test_mistakes_are_named(arguments: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("accumulate", "message"),
-    [
-        (1, r"batch_size=100 is not divisible by 3 ranks × train.accumulate=1; 99 or 102 would fit"),
-        (40, r"batch_size=100 is not divisible by 3 ranks × train.accumulate=40; 120 would fit"),
-    ],
-)
-def test_batches_that_ranks_do_not_divide(accumulate: int, message: str) -> None:
-    train = replace(composed().train, batch_size=100, accumulate=accumulate)
-    with pytest.raises(UserError, match=message):
-        require_equal_parts(train, 3)
-
-
-def test_the_default_batch_suits_up_to_four_ranks() -> None:
+def test_batches_that_ranks_do_not_divide() -> None:
+    for accumulate, fitting in ((1, "99 or 102"), (40, "120")):
+        train = replace(composed().train, batch_size=100, accumulate=accumulate)
+        what = f"100 is not divisible by 3 ranks × train.accumulate={accumulate}; {fitting} would fit"
+        with pytest.raises(UserError, match=f"train.batch_size={what}"):
+            require_equal_parts(train, 3)
     for world_size in (1, 2, 3, 4):
         require_equal_parts(composed("+recipe=resnet").train, world_size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import io
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -28,18 +29,14 @@ from shardtrain.job.data.sampler import (
     copies_apart,
     epoch_order,
     generator,
-    uniform_draws,
 )
 from shardtrain.job.schema import UserError
 
+from tiny import train_feed
+
 CPU = torch.device("cpu")
-PLAIN: dict[str, Any] = {
-    "eval_size": None,
-    "grow": (),
-    "repeats": 1,
-    "limit": None,
-    "workers": 0,
-}
+PLAIN: dict[str, Any] = {"eval_size": None, "grow": (), "repeats": 1, "limit": None, "workers": 0}
+PHOTOS = {**PLAIN, "image_size": 8, "resize": 10, "crop_area": 0.5}
 DIGITS = Digits(name="digits", image_size=8, **PLAIN)
 
 
@@ -48,38 +45,49 @@ def fake(images: int, held_out: int, classes: int, channels: int, side: int) -> 
     return data.load(Fake(name="fake", image_size=side, **PLAIN, **options))
 
 
-def folders(root: Path | str, **options: Any) -> ImageFolder:
-    sizes = {"image_size": 12, "resize": 16, "crop_area": 0.5}
-    return ImageFolder(**{**PLAIN, **sizes, "name": "imagefolder", "root": str(root), **options})
+def folder(root: Path, **options: Any) -> ImageFolder:
+    return ImageFolder(**{**PHOTOS, "name": "imagefolder", "root": str(root), **options})
+
+
+def encoded(value: int, kind: str = "png") -> bytes:
+    """A grey image of that value, in a file of that kind."""
+    file = io.BytesIO()
+    Image.new("L", (12, 14), value).save(file, format=kind)
+    return file.getvalue()
+
+
+def write_folders(root: Path, images: int = 4, **options: Any) -> ImageFolder:
+    """Images of value 10 × class + number, in two classes and two parts."""
+    for part in ("train", "val"):
+        for label in range(2):
+            (root / part / f"class{label}").mkdir(parents=True)
+            for number in range(images // 2):
+                path = root / part / f"class{label}" / f"{number}.png"
+                path.write_bytes(encoded(10 * label + number))
+    return folder(root, **options)
 
 
 def cifar(name: str, root: Path) -> Cifar:
     return Cifar(name=name, image_size=32, root=str(root), download=False, **PLAIN)
 
 
-def test_digits_are_embedded_with_source_and_licence() -> None:
+def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
     digits = data.load(DIGITS)
-    images, labels = digits.train[list(range(1437))]
     assert (len(digits.train), len(digits.val)) == (1437, 360)
+    held_out, labels = digits.val[list(range(360))]
+    assert labels.bincount().tolist() == [27, 35, 36, 29, 30, 40, 44, 39, 39, 41]
+    digest = hashlib.sha256(held_out.numpy().tobytes()).hexdigest()
+    assert digest == "a1b64df42a338373212496047eff718ac50a81b6ddde1b3e1a5768a695d0aa16"
+    images, labels = digits.train[list(range(1437))]
     assert images.shape == (1437, 1, 8, 8)
-    assert images.dtype == torch.uint8
-    assert int(images.max()) == 16
+    assert (images.dtype, int(images.max())) == (torch.uint8, 16)
+    assert not {*map(bytes, images.flatten(1).numpy())} & {*map(bytes, held_out.flatten(1).numpy())}
     assert labels.unique().tolist() == list(range(10))
     assert images.float().mean().item() == pytest.approx(digits.mean[0], abs=0.01)
     assert images.float().std().item() == pytest.approx(digits.std[0], abs=0.01)
     notice = importlib.resources.files("shardtrain.job.data").joinpath("digits.md").read_text()
     assert "CC BY 4.0" in notice
     assert "archive.ics.uci.edu" in notice or "doi.org" in notice
-
-
-def test_the_split_of_the_digits_never_changes() -> None:
-    digits = data.load(DIGITS)
-    images, labels = digits.val[list(range(360))]
-    assert labels.bincount().tolist() == [27, 35, 36, 29, 30, 40, 44, 39, 39, 41]
-    digest = hashlib.sha256(images.numpy().tobytes()).hexdigest()
-    assert digest == "a1b64df42a338373212496047eff718ac50a81b6ddde1b3e1a5768a695d0aa16"
-    train = {bytes(image.flatten().tolist()) for image in digits.train[list(range(1437))][0]}
-    assert not any(bytes(image.flatten().tolist()) in train for image in images)
 
 
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
@@ -99,6 +107,8 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3, 4, 9]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
+    with pytest.raises(UserError, match=r"data.root=.*: no cifar100 in .*data.download=true"):
+        data.load(cifar("cifar100", tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
     found = data.load(cifar("cifar10", tmp_path))
     assert (len(found.train), len(found.val), found.classes, found.channels) == (30, 6, 10, 3)
@@ -107,47 +117,26 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_a_missing_cifar_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match=rf"data.root=.*: no {name} in .*data.download=true"):
-        data.load(cifar(name, tmp_path))
-
-
-def _folders(root: Path, parts: dict[str, list[str]]) -> ImageFolder:
-    for part, names in parts.items():
-        for index, name in enumerate(names):
-            (root / part / name).mkdir(parents=True)
-            for image in range(2):
-                Image.new("L", (20, 30), 40 * index + image).save(root / part / name / f"{image}.png")
-    return folders(root)
-
-
 def test_images_in_folders(tmp_path: Path) -> None:
-    found = data.load(_folders(tmp_path, {"train": ["cat", "dog"], "val": ["cat", "dog"]}))
+    config = write_folders(tmp_path)
+    found = data.load(config)
     assert (len(found.train), len(found.val), found.classes) == (4, 4, 2)
     for part in (found.train, found.val):
         images, labels = part[[0, 3]]
-        assert images.shape == (2, 3, 12, 12)
+        assert images.shape == (2, 3, 8, 8)
         assert images.dtype == torch.uint8
         assert labels.tolist() == [0, 1]
-        assert images[1].unique().tolist() == [41]
+        assert images[1].unique().tolist() == [11]
+    (tmp_path / "val/class1").rename(tmp_path / "val/cow")
+    with pytest.raises(UserError, match="train and val differ in the classes class1, cow"):
+        data.load(config)
+    for options, key in (({"resize": 7}, "image_size=8"), ({"eval_size": 20}, "eval_size=20")):
+        with pytest.raises(UserError, match=rf"data.resize=\d+: expected at least data.{key}"):
+            folder(tmp_path, **options)
 
 
-def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    differing = _folders(tmp_path / "differing", {"train": ["cat", "dog"], "val": ["cat", "cow"]})
-    with pytest.raises(UserError, match="train and val differ in the classes cow, dog"):
-        data.load(differing)
-    (tmp_path / "empty/train/cat").mkdir(parents=True)
-    with pytest.raises(UserError, match="Found no valid file for the classes cat"):
-        data.load(folders(tmp_path / "empty"))
-    with pytest.raises(UserError, match=r"data.resize=8: expected at least data.image_size=12"):
-        data.load(folders(tmp_path, resize=8))
-    with pytest.raises(UserError, match=r"data.resize=16: expected at least data.eval_size=20"):
-        data.load(folders(tmp_path, eval_size=20))
-
-
-def index_lists(*arguments: Any) -> list[list[int]]:
-    return [request.indices for request in TrainSampler(*arguments)]
+def index_lists(images: int, share: Share, seed: int, steps: int, repeats: int = 1) -> list[list[int]]:
+    return [request.indices for request in TrainSampler(images, share, seed, range(steps), repeats)]
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
@@ -160,28 +149,14 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 2), (4, 3), (1, 12)])
 def test_every_world_size_sees_the_same_global_batches(world_size: int, accumulate: int) -> None:
     images, batch_size, steps = 53, 24, 6
-    whole = index_lists(images, Share(batch_size, 1, 0, 1), 5, 0, steps)
+    whole = index_lists(images, Share(batch_size, 1, 0, 1), 5, steps)
     shares = [Share(batch_size, accumulate, rank, world_size) for rank in range(world_size)]
-    parts = [index_lists(images, share, 5, 0, steps) for share in shares]
+    parts = [index_lists(images, share, 5, steps) for share in shares]
     for step in range(steps):
         micro = slice(step * accumulate, (step + 1) * accumulate)
         joined = [index for part in parts for piece in part[micro] for index in piece]
         assert joined == whole[step]
     assert not set(whole[0]) & set(whole[1])
-
-
-def test_a_run_continues_where_it_stopped() -> None:
-    share = Share(8, 2, 1, 2)
-    whole = index_lists(37, share, 1, 0, 11)
-    assert len(TrainSampler(37, share, 1, 5, 11)) == 12
-    assert index_lists(37, share, 1, 5, 11) == whole[10:]
-
-
-def test_augmentation_draws_do_not_depend_on_the_world_size() -> None:
-    whole = uniform_draws(3, 9, Share(12, 1, 0, 1), 4)
-    parts = [uniform_draws(3, 9, Share(12, 1, rank, 3), 4) for rank in range(3)]
-    assert torch.equal(torch.cat(parts), whole)
-    assert not torch.equal(uniform_draws(3, 10, Share(12, 1, 0, 1), 4), whole)
 
 
 def reference_repeats(images: int, repeats: int, world_size: int, rank: int, order: list[int]) -> list[int]:
@@ -195,7 +170,7 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
     images, repeats, world_size, batch_size = 96, 3, 4, 24
     order = epoch_order(5, 0, images).tolist()
     theirs = [reference_repeats(images, repeats, world_size, rank, order) for rank in range(world_size)]
-    ours = index_lists(images, Share(batch_size, 1, 0, 1), 5, 0, images // batch_size, repeats)
+    ours = index_lists(images, Share(batch_size, 1, 0, 1), 5, images // batch_size, repeats)
     assert sum(map(len, ours)) == images
     for step, batch in enumerate(ours):
         per_rank = slice(step * batch_size // world_size, (step + 1) * batch_size // world_size)
@@ -206,8 +181,8 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
 @pytest.mark.parametrize("repeats", [1, 2, 3, 7])
 def test_copies_are_spread_over_the_ranks(repeats: int) -> None:
     share = Share(12, 2, 0, 2)
-    first, second = (index_lists(37, share._replace(rank=rank), 1, 0, 6, repeats) for rank in range(2))
-    whole = index_lists(37, Share(12, 1, 0, 1), 1, 0, 6, repeats)
+    first, second = (index_lists(37, share._replace(rank=rank), 1, 6, repeats) for rank in range(2))
+    whole = index_lists(37, Share(12, 1, 0, 1), 1, 6, repeats)
     for step, batch in enumerate(whole):
         parts = [*first[2 * step : 2 * step + 2], *second[2 * step : 2 * step + 2]]
         assert [index for part in parts for index in part] == batch
@@ -217,58 +192,24 @@ def test_copies_are_spread_over_the_ranks(repeats: int) -> None:
 
 
 def test_copies_are_augmented_differently(tmp_path: Path) -> None:
-    Image.effect_noise((40, 40), 80).save(_one_image(tmp_path))
-    found = data.load(folders(tmp_path, repeats=2))
-    prepare = data.Prepare(found, 12, CPU)
-    feed = data.TrainFeed(
-        found,
-        Share(2, 1, 0, 1),
-        prepare,
-        augment=None,
-        seed=0,
-        workers=0,
-        first_step=0,
-        last_step=1,
-        repeats=2,
-    )
-    (batch,) = feed
-    assert feed.sampler.images == 2
-    assert not torch.equal(batch.images[0], batch.images[1])
-
-
-def _one_image(root: Path) -> Path:
-    """Where to put an image that is both of the two of either part."""
+    noise = Image.effect_noise((40, 40), 80)
     for part in ("train", "val"):
-        (root / part / "only").mkdir(parents=True)
-    for name in ("train/only/b.png", "val/only/a.png"):
-        (root / name).symlink_to(root / "train/only/a.png")
-    return root / "train/only/a.png"
+        (tmp_path / part / "only").mkdir(parents=True)
+        for name in "ab":
+            noise.save(tmp_path / part / f"only/{name}.png")
+    (batch,) = train_feed(data.load(folder(tmp_path, repeats=2)), 8, repeats=2, steps=range(1))
+    assert not torch.equal(batch.images[0], batch.images[1])
 
 
 @pytest.mark.parametrize("kind", ["digits", "folders"])
 def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None:
     grow = (6, 7)
-    if kind == "digits":
-        config: Digits | ImageFolder = replace(DIGITS, grow=grow, eval_size=9, limit=4)
-    else:
-        config = replace(
-            _folders(tmp_path, {"train": ["cat", "dog"], "val": ["cat", "dog"]}),
-            image_size=8,
-            grow=grow,
-            eval_size=9,
-        )
+    config: Digits | ImageFolder = replace(DIGITS, limit=4)
+    if kind == "folders":
+        config = write_folders(tmp_path)
+    config = replace(config, image_size=8, grow=grow, eval_size=9)
     found = data.load(config)
-    feed = data.TrainFeed(
-        found,
-        Share(2, 1, 0, 1),
-        data.Prepare(found, 8, CPU),
-        augment=None,
-        seed=0,
-        workers=0,
-        first_step=1,
-        last_step=6,
-        side=config.side_in,
-    )
+    feed = train_feed(found, 8, steps=range(1, 6), side=config.side_in)
     assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
     if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
         assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]
@@ -324,11 +265,7 @@ def test_training_batches_are_augmented_alike_on_every_world_size(workers: int) 
     few = fake(40, 8, 3, 1, 4)
 
     def batches(share: Share) -> list[data.Batch]:
-        prepare = data.Prepare(few, 4, CPU)
-        feed = data.TrainFeed(
-            few, share, prepare, augment=Add(), seed=1, workers=workers, first_step=0, last_step=5
-        )
-        return list(feed)
+        return list(train_feed(few, 4, share, augment=Add(), workers=workers, steps=range(5)))
 
     whole = batches(Share(12, 1, 0, 1))
     parts = [batches(Share(12, 2, rank, 2)) for rank in range(2)]

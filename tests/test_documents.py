@@ -68,11 +68,8 @@ READERS: dict[str, Callable[[list[str], bool], object]] = {
     "shardtrain.bench": lambda words, speak: bench_settings.read([w for w in words if "=" in w], speak),
     "shardtrain.doctor": doctor.read,
 }
-PROGRAMS = [
-    "tests/torture.py",
-    "tests/behaviours.py",
-    "tests/monitor_cost.py",
-]  # their parts are tests of their own
+# Their parts are tests of their own.
+PROGRAMS = ["tests/torture.py", "tests/behaviours.py", "tests/monitor_cost.py"]
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "shardtrain." in c and c not in ELSEWHERE])

@@ -183,6 +183,7 @@ def test_a_run_of_another_version_is_exported_where_its_images_are_not(
         config = manifest["facts"]["config"]
         del config["train"], config["monitor"]["progress"]
         config["later"] = {"key": 1}
+        config["data"] |= {"read": "each", "grow": None}
 
     def missing(config: Any) -> Any:
         raise UserError("not here")
@@ -192,21 +193,6 @@ def test_a_run_of_another_version_is_exported_where_its_images_are_not(
     monkeypatch.setattr("shardtrain.job.data.load", missing)
     assert export(f"run={run_dir}", f"out={tmp_path}/x.safetensors") == 0
     assert "answers as the checkpoint does to 32 random images" in capsys.readouterr().out
-
-
-def test_weights_are_on_the_disk_before_they_have_a_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename, synced = os.rename, []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
-
-    def named(source: Path, target: Path) -> None:
-        assert synced == [str(source)]
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", named)
-    write_weights(tmp_path / "x.pth", {"weight": torch.ones(2)})
-    assert synced[1:] == [str(tmp_path)]
 
 
 def test_weights_never_run_code(tmp_path: Path) -> None:

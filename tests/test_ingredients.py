@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,22 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.job.build import loss_of, lr_factor
-from shardtrain.job.config import Constant, Cosine, Linear, Steps
-from shardtrain.job.data import Batch, Prepare, Share, TrainFeed
+from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
+from shardtrain.job.data import Batch, Share
 from shardtrain.job.data.batches import Arrays, DataSet
-from shardtrain.job.data.mixing import Draws, Mix, kept_pixels
+from shardtrain.job.data.mixing import Draws, Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.optim import Ema
 
 from small import Block, OddNet, sgd, shard
+from tiny import train_feed
 
 CPU = torch.device("cpu")
 
@@ -125,14 +129,10 @@ def test_a_rank_that_owns_nothing_averages_nothing(on_ranks: Any) -> None:
     assert sorted(on_ranks(2, average_of_nothing)) == [0, 6]
 
 
-def test_what_an_average_refuses() -> None:
+def test_what_an_average_refuses(tmp_path: Path) -> None:
     model = shardtrain.shard(OddNet())
     with pytest.raises(ValueError, match=r"decay=1, every=1, after=0: expected \[0, 1\), at least 1 and 0"):
         Ema(model, 1)
-
-
-def test_a_checkpoint_without_averages_is_told_so(tmp_path: Path) -> None:
-    model = shardtrain.shard(OddNet())
     checkpoint.save(tmp_path / "x", model)
     with pytest.raises(ValueError, match="it was saved without moving averages of the parameters"):
         checkpoint.load(tmp_path / "x", model, averages=Ema(model, 0.9).averages)
@@ -173,31 +173,14 @@ def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
     assert not torch.equal(draws.kept, mix.draws(6).kept)
 
 
-def test_a_box_covers_what_is_given_away() -> None:
-    middle = torch.full((1, 2), 0.5)
-    weight = kept_pixels(Draws(torch.tensor([0.75]), torch.tensor([True]), middle), 8, 8)
-    assert weight.mean().item() == 0.75
-    assert weight[0, 2:6, 2:6].sum() == 0
-
-
-def global_batches(world: int, accumulate: int, workers: int = 0) -> list[Batch]:
+def global_batches(world: int, accumulate: int) -> list[Batch]:
     """Each step's images and labels of all ranks, in the order of the global batch."""
     arrays = Arrays(torch.arange(32 * 4, dtype=torch.uint8).view(32, 1, 2, 2), torch.arange(32) % 4)
     data = DataSet(arrays, arrays, "small", 4, 1, (60.0,), (40.0,))
     found = []
     for rank in range(world):
         share = Share(16, accumulate, rank, world)
-        feed = TrainFeed(
-            data,
-            share,
-            Prepare(data, 2, CPU),
-            mix=Mix(0.3, 1.0, 4, share, 1),
-            seed=1,
-            workers=workers,
-            first_step=1,
-            last_step=4,
-        )
-        parts = list(feed)
+        parts = list(train_feed(data, 2, share, mix=Mix(0.3, 1.0, 4, share, 1), steps=range(1, 4)))
         steps = [parts[at : at + accumulate] for at in range(0, len(parts), accumulate)]
         found.append([[torch.cat(values) for values in list(zip(*step, strict=True))[:2]] for step in steps])
     return [
@@ -239,31 +222,25 @@ def test_losses_of_hard_and_soft_labels(smoothing: float) -> None:
 
 def test_schedules_are_torchs() -> None:
     """Each epoch of 10 steps against torch's scheduler of the same name, stepped once an epoch or step."""
-    from torch.optim import lr_scheduler
 
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    steps = [
-        lr_factor(Steps(name="step", epochs=(3.0, 6.0), factor=0.1, warmup_epochs=0.0), 90, 10)(step)
-        for step in range(90)
-    ]
-    torchs = lr_scheduler.StepLR(optimizer, 3, 0.1)
-    for epoch in range(9):
-        assert steps[10 * epoch : 10 * epoch + 10] == pytest.approx([torchs.get_last_lr()[0]] * 10)
-        optimizer.step()
-        torchs.step()
-    linear = [
-        lr_factor(Linear(name="linear", warmup_epochs=2.0, final_lr=0.0), 100, 10)(step)
-        for step in range(101)
-    ]
-    assert linear[20::16] == pytest.approx(np.linspace(1, 0, 6))
+    def factors(sched: Sched, steps: int) -> list[float]:
+        return [lr_factor(sched, steps, 10)(step) for step in range(steps)]
+
+    def theirs(make: Callable[..., LRScheduler], *arguments: float, steps: int) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule, rates = make(optimizer, *arguments), []
+        for _ in range(steps):
+            rates.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        return rates
+
+    step = factors(Steps(name="step", epochs=(3.0, 6.0), factor=0.1, warmup_epochs=0.0), 90)
+    for epoch, rate in enumerate(theirs(lr_scheduler.StepLR, 3, 0.1, steps=9)):
+        assert step[10 * epoch : 10 * epoch + 10] == pytest.approx([rate] * 10)
+    linear = factors(Linear(name="linear", warmup_epochs=2.0, final_lr=0.0), 100)
+    assert linear[20::16] == pytest.approx(np.linspace(1, 0, 6)[:5])
     assert linear[:3] == pytest.approx([1 / 21, 2 / 21, 3 / 21])
-    cosine = [
-        lr_factor(Cosine(name="cosine", warmup_epochs=0.0, final_lr=0.1), 20, 10)(step) for step in range(21)
-    ]
-    group = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = lr_scheduler.CosineAnnealingLR(group, 20, eta_min=0.1)
-    for step in range(20):
-        assert cosine[step] == pytest.approx(theirs.get_last_lr()[0])
-        group.step()
-        theirs.step()
-    assert lr_factor(Constant(name="constant", warmup_epochs=0.0), 5, 1)(4) == 1.0
+    cosine = factors(Cosine(name="cosine", warmup_epochs=0.0, final_lr=0.1), 20)
+    assert cosine == pytest.approx(theirs(lr_scheduler.CosineAnnealingLR, 20, 0.1, steps=20))
+    assert factors(Constant(name="constant", warmup_epochs=0.0), 5)[-1] == 1.0

@@ -8,11 +8,11 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,16 +63,8 @@ def test_places() -> None:
     for missing in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         with pytest.raises(UserError, match=rf"WORLD_SIZE=8, so .* missing or no number: '{missing}'"):
             RankInfo.from_environment({key: environ[key] for key in environ if key != missing})
-
-
-def test_a_broken_environment_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(SystemExit) as left:
-        launch.run(_no_job)
-    assert left.value.code == 2
-    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=two, so the launcher has to set RANK")
+    with pytest.raises(UserError, match="WORLD_SIZE=two, so the launcher has to set RANK"):
+        RankInfo.from_environment({**environ, "WORLD_SIZE": "two"})
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,26 +96,18 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Config, Context]] = []
-    _arguments(monkeypatch, "+recipe=resnet", "device=cpu", "threads=1", "run.name=here")
-    launch.run(lambda config, context: seen.append((config, context)))
-    (config, context) = seen[0]
-    assert config.run.name == "here"
-    assert context == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
+    seen: list[Context] = []
+    for where in ("run.name=here", "run.dir=/some/where", "seed=1"):
+        _arguments(monkeypatch, "+recipe=resnet", "device=cpu", "threads=1", where)
+        launch.run(lambda config, context: seen.append(context))
+    named, placed, by_default = seen
+    assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
     assert torch.get_num_threads() == 1
+    assert placed.run_dir == Path("/some/where")
+    assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*")
 
 
-def test_directories_without_a_name_say_what_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Path] = []
-    _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
-    launch.run(lambda config, context: seen.append(context.run_dir))
-    assert seen[0].match("outputs/digits-resnet18-[0-9]*-[0-9]*")
-    _arguments(monkeypatch, "+recipe=resnet", "device=cpu", "run.dir=/some/where")
-    launch.run(lambda config, context: seen.append(context.run_dir))
-    assert seen[1] == Path("/some/where")
-
-
-def test_ranks_and_restarts_agree_on_what_the_first_proposed() -> None:
+def test_ranks_and_restarts_agree_on_what_the_first_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=5))
     answers = []
@@ -132,6 +116,11 @@ def test_ranks_and_restarts_agree_on_what_the_first_proposed() -> None:
         rank_info.__dict__["store"] = PrefixStore(f"attempt_{attempt}", shared)
         answers.append(rank_info.agree("run_name", proposal))
     assert answers == ["first"] * 3
+    # A single rank agrees too: torchrun --nnodes 1:2 has lost a node, or starts its only rank again.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    single = RankInfo(0, 1, 0, 1)
+    single.__dict__["store"] = shared
+    assert single.agree("run_name", "of one") == "first"
 
 
 def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
@@ -156,16 +145,10 @@ def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
 
 
 def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
-    looks: list[float] = []
-
-    class Asked:
-        def check(self, keys: list[str]) -> bool:
-            looks.append(time.monotonic())
-            return False
-
+    store = Mock(check=Mock(return_value=False))
     with pytest.raises(UserError, match="for rank 1"):
-        dist_env.meet(Asked(), 0, 2, timedelta(seconds=1))  # type: ignore[arg-type]
-    assert 3 <= len(looks) <= 8
+        dist_env.meet(store, 0, 2, timedelta(seconds=1))
+    assert 3 <= store.check.call_count <= 8
 
 
 def test_a_mistake_is_told_once_and_reaches_torchrun(
@@ -190,11 +173,7 @@ def test_a_mistake_is_told_once_and_reaches_torchrun(
 def test_silence_when_the_store_is_gone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Gone:
-        def add(self, key: str, amount: int) -> int:
-            raise RuntimeError("Connection reset by peer")
-
-    _two_ranks(monkeypatch, 1, Gone())  # type: ignore[arg-type]
+    _two_ranks(monkeypatch, 1, Mock(add=Mock(side_effect=RuntimeError("Connection reset by peer"))))
     _arguments(monkeypatch, "train.epochs=0")
     with pytest.raises(SystemExit):
         launch.run(_no_job)
@@ -241,19 +220,13 @@ import torch.distributed as dist
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 
-CPU, rank_info = torch.device("cpu"), RankInfo.from_environment(os.environ)
-
 def listens():
-    found = set()
-    own = {each.stat().st_ino for each in Path("/proc/self/fd").iterdir() if each.exists()}
-    for name in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = fields = row.split()
-            if state == "0A" and int(fields[9]) in own:
-                found.add(local.partition(":")[0])
-    return sorted(found)
+    own = {str(each.stat().st_ino) for each in Path("/proc/self/fd").iterdir() if each.exists()}
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table]
+    return sorted({row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own})
 
-with launch.process_group(rank_info, CPU):
+with launch.process_group(RankInfo.from_environment(os.environ), torch.device("cpu")):
     dist.barrier()
     print("listens at", listens(), os.environ.get("GLOO_SOCKET_IFNAME"))
     dist.barrier()

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from shardtrain import comm
-from shardtrain.job.build import lr_factor
 from shardtrain.job.hydra_app import config_folder
 from shardtrain.monitor.tables import end_table
 from shardtrain.recipes import digits
@@ -25,60 +24,20 @@ from tiny import composed, context, result_of
 
 NAMES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
 
-# The accuracy that has been published, and the settings that it was reached with.
-STOCK = "model.name=resnet50 data.name=imagefolder optim.name=sgd optim.momentum=0.9 optim.nesterov=false"
-CARDS = {
-    "resnet": (
-        99.17,
-        "model.name=resnet18 data.name=digits train.epochs=16 train.batch_size=48 train.label_smoothing=0.05 "
-        "train.mixup=0.2 optim.lr=0.03 optim.nesterov=true optim.weight_decay=5e-4 optim.decay_all=false "
-        "sched.name=cosine sched.warmup_epochs=2 sched.final_lr=0",
-    ),
-    "resnet18_cifar10": (
-        93.02,
-        "model.name=resnet18 model.stem=auto data.name=cifar10 data.image_size=32 train.epochs=350 "
-        "train.batch_size=128 optim.name=sgd optim.lr=0.1 optim.momentum=0.9 optim.nesterov=false "
-        "optim.weight_decay=5e-4 optim.decay_all=true sched.name=step sched.epochs=[150,250] "
-        "sched.factor=0.1 sched.warmup_epochs=0 augment.pad=4 augment.policy=none augment.erase=0",
-    ),
-    "vit_cifar10": (
-        90.92,
-        "model.patch=4 model.layers=7 model.heads=12 model.width=384 model.mlp_width=384 data.name=cifar10 "
-        "train.epochs=200 train.batch_size=128 train.label_smoothing=0.1 optim.name=adamw optim.lr=1e-3 "
-        "optim.betas=[0.9,0.999] optim.weight_decay=5e-5 optim.decay_all=true sched.name=cosine "
-        "sched.warmup_epochs=5 sched.final_lr=0.01 augment.pad=4 augment.policy=cifar10",
-    ),
-    "resnet50_imagenet_v1": (
-        76.13,
-        f"{STOCK} data.image_size=224 data.resize=256 data.crop_area=0.08 train.epochs=90 "
-        "train.batch_size=256 train.label_smoothing=0 train.mixup=0 train.cutmix=0 ema.decay=null "
-        "optim.lr=0.1 optim.weight_decay=1e-4 optim.decay_all=true sched.name=step sched.epochs=[30,60] "
-        "sched.factor=0.1 sched.warmup_epochs=0 augment.pad=0 augment.policy=none augment.erase=0",
-    ),
-    "resnet50_imagenet_v2": (
-        80.858,
-        f"{STOCK} data.image_size=176 data.eval_size=224 data.resize=232 data.repeats=4 train.epochs=600 "
-        "train.batch_size=1024 train.loss=cross_entropy train.label_smoothing=0.1 train.mixup=0.2 "
-        "train.cutmix=1 ema.every_steps=32 ema.after_epochs=5 optim.lr=0.5 optim.weight_decay=2e-5 "
-        "optim.decay_all=false sched.name=cosine sched.warmup_epochs=5 sched.final_lr=0 "
-        "augment.policy=trivial augment.erase=0.1",
-    ),
-    "resnet50_imagenet_a3": (  # its magnitude is 6 of 10
-        78.05,
-        "model.name=resnet50 data.image_size=160 data.eval_size=224 data.resize=236 data.repeats=1 "
-        "train.epochs=100 train.batch_size=2048 train.loss=bce train.label_smoothing=0 train.mixup=0.1 "
-        "train.cutmix=1 ema.decay=null optim.name=adamw optim.weight_decay=0.02 optim.decay_all=false "
-        "sched.name=cosine sched.warmup_epochs=5 sched.final_lr=0 augment.policy=rand augment.magnitude=18 "
-        "augment.erase=0",
-    ),
-    "resnet50_imagenet_16ep": (
-        73.8,
-        f"{STOCK} data.image_size=192 data.eval_size=256 data.resize=293 "
-        f"data.grow=[{','.join(['160'] * 12)}] train.epochs=16 train.batch_size=4096 "
-        "train.label_smoothing=0.1 train.channels_last=true train.eval_flip=true optim.lr=1.7 "
-        "optim.weight_decay=1e-4 optim.decay_all=false sched.name=linear sched.warmup_epochs=2 "
-        "sched.final_lr=0 augment.policy=none",
-    ),
+# What recipes do not say themselves: settings that they take from the defaults.
+FROM_DEFAULTS = {
+    "resnet": "optim.nesterov=true optim.weight_decay=5e-4 optim.decay_all=false sched.warmup_epochs=2 "
+    "sched.final_lr=0",
+    "resnet18_cifar10": "model.stem=auto data.image_size=32 sched.warmup_epochs=0 augment.pad=4 "
+    "augment.policy=none augment.erase=0",
+    "vit_cifar10": "model.patch=4 model.layers=7 model.heads=12 model.width=384 model.mlp_width=384 "
+    "augment.pad=4",
+    "resnet50_imagenet_v1": "data.crop_area=0.08 train.label_smoothing=0 train.mixup=0 train.cutmix=0 "
+    "ema.decay=null sched.warmup_epochs=0 augment.pad=0 augment.policy=none augment.erase=0",
+    "resnet50_imagenet_v2": "train.loss=cross_entropy optim.decay_all=false sched.final_lr=0",
+    "resnet50_imagenet_a3": "data.repeats=1 train.label_smoothing=0 ema.decay=null optim.decay_all=false "
+    "sched.final_lr=0 augment.erase=0",
+    "resnet50_imagenet_16ep": "optim.decay_all=false sched.final_lr=0 augment.policy=none",
 }
 
 
@@ -89,11 +48,9 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     for row in ("model", "training"):
         assert f"\n# {row} " in text
     config = composed(f"+recipe={name}")
-    accuracy, settings = CARDS[name]
     assert config.reference is not None
-    assert config.reference.accuracy == accuracy
-    assert f"{accuracy} %" in text
-    assert composed(f"+recipe={name}", *settings.split()) == config
+    assert f"{config.reference.accuracy} %" in text
+    assert composed(f"+recipe={name}", *FROM_DEFAULTS[name].split()) == config
     if name.endswith("v2"):
         assert config.ema.decay == pytest.approx(1 - (1 - 0.99998) * 1024 * 32 / 600, abs=1e-6)
 
@@ -101,13 +58,6 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
 def test_images_grow_as_published() -> None:
     data = composed("+recipe=resnet50_imagenet_16ep").data
     assert [data.side_in(epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
-
-
-def test_the_learning_rate_of_the_first_weights() -> None:
-    factor = lr_factor(composed("+recipe=resnet50_imagenet_v1").sched, 90 * 5004, 5004)
-    assert [factor(epoch * 5004) for epoch in (0, 29, 30, 59, 60, 89)] == pytest.approx(
-        [1, 1, 0.1, 0.1, 0.01, 0.01]
-    )
 
 
 # Tiny in everything but what the recipe is about.
@@ -169,7 +119,7 @@ def test_each_recipe_trains_two_epochs_on_two_ranks(
     result = on_ranks(2, tiny_run, str(tmp_path), name, photos)[0]
     assert (result["status"], result["epoch"]) == ("finished", 2.0)
     yours = result.get("val/ema_acc1", result["val/acc1"])
-    assert f"acc1      yours {yours:.2f} %, reference {CARDS[name][0]:.2f} % (" in end_table(result)
+    assert f"acc1      yours {yours:.2f} %, reference " in end_table(result)
 
 
 def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,11 +133,8 @@ def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1     100.00     61.5" in said
     assert "mean of 2: 99.50 %; RBF-SVM on the same split: scikit-learn is not installed" in said
     assert "360 held-out images, so one is 0.28 points" in said
-    assert digits.report({0: {"val/acc1": 99.0, "seconds": 1.0}}, 98.5).count("98.50 %") == 1
     with patch.object(subprocess, "run") as started, pytest.raises(FileNotFoundError):
         digits.main(["--out", str(tmp_path), "--seeds", "3", "--ranks", "2", "train.epochs=1"])
-    command = " ".join(started.call_args.args[0][1:])
-    assert command.startswith(
-        "-m torch.distributed.run --nproc-per-node 2 -m shardtrain.train +recipe=resnet seed=2"
-    )
-    assert command.endswith("train.epochs=1")
+    command = started.call_args.args[0]
+    assert command[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert {"+recipe=resnet", "seed=2", "train.epochs=1"} <= {*command}

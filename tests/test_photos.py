@@ -9,48 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from shardtrain.job import data
-from shardtrain.job.config import HuggingFace, ImageFolder, WebDataset
+from shardtrain.job.config import HuggingFace, WebDataset
 from shardtrain.job.schema import UserError
 
-from test_data import PLAIN as EVERY
-
-CPU = torch.device("cpu")
-PLAIN: dict[str, Any] = {
-    **EVERY,
-    "image_size": 8,
-    "resize": 10,
-    "crop_area": 0.5,
-}
-
-
-def folder(root: Path, **options: Any) -> ImageFolder:
-    return ImageFolder(**{**PLAIN, "name": "imagefolder", "root": str(root), **options})
+from test_data import PHOTOS, encoded, folder, write_folders
+from tiny import train_feed
 
 
 def shards(root: Path, **options: Any) -> WebDataset:
     names = {"train": "train-*.tar", "val": "val.tar"}
-    return WebDataset(**{**PLAIN, **names, "name": "webdataset", "root": str(root), **options})
-
-
-def encoded(value: int, kind: str = "png") -> bytes:
-    """A grey image of that value, in a file of that kind."""
-    file = io.BytesIO()
-    Image.new("L", (12, 14), value).save(file, format=kind)
-    return file.getvalue()
-
-
-def write_folders(root: Path, images: int = 4) -> ImageFolder:
-    """Images of value 10 × class + number, in two classes and two parts."""
-    for part in ("train", "val"):
-        for label in range(2):
-            (root / part / f"class{label}").mkdir(parents=True)
-            for number in range(images // 2):
-                path = root / part / f"class{label}" / f"{number}.png"
-                path.write_bytes(encoded(10 * label + number))
-    return folder(root)
+    return WebDataset(**{**PHOTOS, **names, "name": "webdataset", "root": str(root), **options})
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> None:
@@ -62,12 +32,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> None:
 
 
 def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
-    share, prepare = data.Share(2, 1, 0, 1), data.Prepare(found, 8, CPU)
-    return list(
-        data.TrainFeed(
-            found, share, prepare, augment=None, seed=0, workers=workers, first_step=0, last_step=2
-        )
-    )
+    return list(train_feed(found, 8, workers=workers))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +43,7 @@ def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
             r"find any class folder in .*val.*; expected val/<class>/<image> in ",
         ),
         (["train/a/1.png", "val"], r"Not a directory"),
+        (["train/cat/notes.txt"], r"Found no valid file for the classes cat"),
         (["train.tar", "test/a"], r"No such file .*train'; expected .* in .*, found test, train.tar"),
         ([], r"No such file .*train'; expected .*, found nothing"),
     ],
@@ -157,20 +123,17 @@ def test_tar_files_that_do_not_fit_are_named(
         data.load(shards(tmp_path, train="val.tar"))
 
 
-def test_tar_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.train=train-\*.tar: no such file in data.root="):
-        data.load(shards(tmp_path))
-
-
 def test_a_corrupt_image_in_a_tar_file_is_named(tmp_path: Path) -> None:
     write_tar(tmp_path / "val.tar", {"0.jpg": b"no image", "0.cls": b"0"})
     with pytest.raises(UserError, match=r"cannot read the image of 8 bytes from byte \d+ of .*val.tar: "):
         data.load(shards(tmp_path, train="val.tar")).val[[0]]
+    with pytest.raises(UserError, match=r"data.train=train-\*.tar: no such file in data.root="):
+        data.load(shards(tmp_path))
 
 
 def hub(root: Path, **options: Any) -> HuggingFace:
     names = {"train": "train", "val": "test", "image": "image", "label": "label"}
-    return HuggingFace(**{**PLAIN, **names, "name": "huggingface", "root": str(root), **options})
+    return HuggingFace(**{**PHOTOS, **names, "name": "huggingface", "root": str(root), **options})
 
 
 def test_hugging_faces_package_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

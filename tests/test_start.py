@@ -23,37 +23,26 @@ from shardtrain import comm
 from shardtrain.bench.report import Report
 from shardtrain.bench.settings import read
 from shardtrain.job import data
-from shardtrain.job.config import Config, WebDataset, from_hydra
+from shardtrain.job.config import WebDataset
 from shardtrain.job.data import tars
 from shardtrain.job.dist_env import RankInfo, together
-from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 from shardtrain.monitor import open_monitor
 from shardtrain.train.resume import find_start, locked, run_directory
 
 from pool import each_rank
-from test_data import cifar
-from test_photos import encoded, shards, write_tar
+from test_data import cifar, encoded
+from test_photos import shards, write_tar
+from tiny import CPU, configure, context
 
 Ranks = Callable[..., list[Any]]
-CPU = torch.device("cpu")
-
-
-def configured(*arguments: str) -> Config:
-    raw = compose(["+recipe=resnet", *arguments])
-    assert raw is not None
-    return from_hydra(raw)
-
-
-def context_in(folder: Path) -> Context:
-    return Context(RankInfo(comm.rank(), comm.world_size(), comm.rank(), comm.world_size()), CPU, folder)
 
 
 def taken(folder: Path, *arguments: str) -> list[str]:
     """What a job says of its run directory once it has it."""
-    config, context = configured(*arguments), context_in(folder)
-    with run_directory(find_start(config, context), config, context) as news:
+    config, place = configure(*arguments), context(folder)
+    with run_directory(find_start(config, place), config, place) as news:
         comm.barrier()
         return news
 
@@ -101,30 +90,18 @@ def test_a_file_system_without_locks_is_done_without(tmp_path: Path) -> None:
         assert (tmp_path / ".lock").is_file()
 
 
-def test_a_single_rank_agrees_with_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun --nnodes 1:2 has lost a node, or starts its only rank again."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    store = HashStore()
-    answers = []
-    for ranks, proposal in [(2, "of two"), (1, "of one")]:
-        rank_info = RankInfo(0, ranks, 0, ranks)
-        rank_info.__dict__["store"] = store
-        answers.append(rank_info.agree("run_name", proposal))
-    assert answers == ["of two"] * 2
-
-
 def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     rank_info = RankInfo(0, 1, 0, 1)
     rank_info.__dict__["store"] = HashStore()
-    config = configured("resume=none")
+    config = configure("resume=none")
     for job in "01":
-        context = Context(rank_info, CPU, tmp_path / job)
+        place = Context(rank_info, CPU, tmp_path / job)
         old = tmp_path / job / "checkpoints/step-00000004"
         old.mkdir(parents=True)
-        start = find_start(config, context)
+        start = find_start(config, place)
         assert old.is_dir()  # a mistake that is found now has changed nothing
-        with run_directory(start, config, context) as news:
+        with run_directory(start, config, place) as news:
             assert news == [
                 f"resume=none: the checkpoints of an earlier run are in {tmp_path}/{job}/checkpoints.1 now"
             ]
@@ -133,7 +110,7 @@ def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(
             UserError, match=r"no checkpoint is complete: .*/checkpoints/step-00000004 is damaged"
         ):
-            find_start(config, context)
+            find_start(config, place)
 
 
 def one_rank_s_mistakes(folder: Path) -> list[str]:
@@ -147,7 +124,7 @@ def one_rank_s_mistakes(folder: Path) -> list[str]:
         raise URLError("no route to host")
 
     def monitored() -> None:
-        with open_monitor(configured(), context_in(folder / "file"), None, None):  # type: ignore[arg-type]
+        with open_monitor(configure(), context(folder / "file"), None, None):  # type: ignore[arg-type]
             raise AssertionError("there is no directory to write to")
 
     found = [refused(together, lambda ranks=ranks: complain(ranks)) for ranks in ((0,), (1,), (0, 1))]
@@ -156,7 +133,7 @@ def one_rank_s_mistakes(folder: Path) -> list[str]:
         found.append(refused(data.load, replace(cifar("cifar10", folder), download=True)))
     settings = read([f"out={folder}/file"], False)
     assert settings is not None
-    return [*found, refused(Report, settings, "steps", context_in(folder).rank_info, CPU)]
+    return [*found, refused(Report, settings, "steps", context(folder).rank_info, CPU)]
 
 
 def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path: Path) -> None:

@@ -54,9 +54,6 @@ def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path)
     said = _run([*program, *options], tmp_path, **path)
     assert "finished  step 2" in said
     assert {entry.name for entry in tmp_path.iterdir()} == {"outputs"}
-
-
-def test_the_wheel_has_the_recipes_and_the_job_file(installed: Path) -> None:
     for name in ("recipe/resnet.yaml", "data/webdataset.yaml", "images.yaml", "slurm/train.sbatch"):
         theirs, ours = installed / "shardtrain/configs" / name, ROOT / "configs" / name
         assert theirs.read_bytes() == ours.read_bytes()

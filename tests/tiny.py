@@ -10,12 +10,14 @@ import torch
 
 from shardtrain import comm
 from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.data import DataSet, Prepare, Share, TrainFeed
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
 from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
+ALONE = Share(2, 1, 0, 1)  # one rank, two images per step
 TINY = (
     *("data=fake", "data.train_images=60", "data.val_images=11", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
@@ -45,6 +47,12 @@ def run(folder: str, *arguments: str) -> dict[str, Any]:
     train(configure(*TINY, *arguments), context(folder))
     comm.barrier()
     return result_of(folder)
+
+
+def train_feed(found: DataSet, size: int, share: Share = ALONE, **options: Any) -> TrainFeed:
+    """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
+    keywords = {"seed": 0, "workers": 0, "steps": range(2), **options}
+    return TrainFeed(found, share, Prepare(found, size, CPU), **keywords)
 
 
 def result_of(folder: str | Path) -> dict[str, Any]:

@@ -154,30 +154,26 @@ def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
 def _feeds(
     config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
 ) -> tuple[data.TrainFeed, data.EvalFeed]:
-    augment = None
+    keys, mixup, cutmix, mix, augment = config.data, config.train.mixup, config.train.cutmix, None, None
     if config.augment.get("_target_") is not None:
         augment = model.build(config.augment, "augment")
-    workers = config.data.workers
-    mix, mixup, cutmix = None, config.train.mixup, config.train.cutmix
     if mixup or cutmix:
         classes = config.model.get("num_classes", images.classes)
         mix = Mix(mixup, cutmix, classes, share, config.seed)
     train = data.TrainFeed(
         images,
         share,
-        data.Prepare(images, config.data.image_size, device),
+        data.Prepare(images, keys.image_size, device),
         augment=augment,
         mix=mix,
         seed=config.seed,
-        workers=workers,
-        first_step=steps.start,
-        last_step=steps.stop,
-        repeats=config.data.repeats,
-        side=config.data.side_in,
+        workers=keys.workers,
+        steps=steps,
+        repeats=keys.repeats,
+        side=keys.side_in,
     )
-    prepare = data.Prepare(images, config.data.side_in_eval, device)
-    val = data.EvalFeed(images, share, prepare, workers=workers)
-    return train, val
+    prepare = data.Prepare(images, keys.side_in_eval, device)
+    return train, data.EvalFeed(images, share, prepare, workers=keys.workers)
 
 
 def loss_of(name: str, smoothing: float) -> Loss:

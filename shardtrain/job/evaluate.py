@@ -14,8 +14,6 @@ from shardtrain.job import tags
 from shardtrain.job.data import Batch
 from shardtrain.optim.ema import Ema
 
-MOST_CLASSES = 200  # of which pairs of label and prediction are counted
-
 
 class Scores(NamedTuple):
     loss: float  # mean cross-entropy, without label smoothing
@@ -25,8 +23,6 @@ class Scores(NamedTuple):
 
 class Evaluation(NamedTuple):
     scores: Scores
-    # int64 [classes, classes] on the CPU: images of class i taken for j; None of many classes
-    confusion: Tensor | None
     ema: Scores | None = None  # of the weights' moving average
 
     @property
@@ -48,44 +44,32 @@ def evaluate(
     ``feed`` shows this rank images r, r + N, r + 2N, … of N ranks, as `data.EvalFeed` does.
     ``flip``: an image's logits are the mean of its own and of its mirror image's.
     """
-    evaluation = _evaluate(model, feed, flip)
+    scores = _evaluate(model, feed, flip)
     if ema is None:
-        return evaluation
+        return Evaluation(scores)
     with ema.swapped():
-        return evaluation._replace(ema=_evaluate(model, feed, flip).scores)
+        return Evaluation(scores, _evaluate(model, feed, flip))
 
 
-def _evaluate(model: nn.Module, feed: Iterable[Batch], flip: bool) -> Evaluation:
+def _evaluate(model: nn.Module, feed: Iterable[Batch], flip: bool) -> Scores:
     average_buffers(model)  # BatchNorm's running statistics are each rank's own until here
     model.eval()
     try:
         with torch.no_grad():
-            answers = [_answers(model, batch, flip) for batch in feed]
+            sums = torch.stack([_sums(model, batch, flip) for batch in feed]).sum(0)
     finally:
         model.train()
-    (classes, *_), *parts = zip(*answers, strict=True)
-    losses, labels, guesses = map(torch.cat, parts)
-    confusion = None
-    if classes <= MOST_CLASSES:
-        counts = torch.bincount(labels * classes + guesses[:, 0], minlength=classes * classes)
-        confusion = comm.all_reduce(counts).view(classes, classes).cpu()
-    return Evaluation(_scores(losses, labels, guesses), confusion)
+    loss, first, fifth, count = comm.all_reduce(sums).tolist()
+    return Scores(loss / count, 100 * first / count, 100 * fifth / count)
 
 
-def _answers(model: nn.Module, batch: Batch, flip: bool) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Return the number of classes; losses, labels and the five best guesses of the images that count."""
+def _sums(model: nn.Module, batch: Batch, flip: bool) -> Tensor:
+    """Return float64 [4]: summed loss, images right by the first guess, by one of five, and images in all."""
     logits = model(batch.images).float()
     if flip:
         logits = (logits + model(batch.images.flip(3)).float()) / 2
     logits, labels = logits[: batch.valid], batch.labels[: batch.valid]
     losses = F.cross_entropy(logits, labels, reduction="none")
-    classes = logits.shape[1]
-    return classes, losses, labels, logits.topk(min(5, classes), dim=1).indices
-
-
-def _scores(losses: Tensor, labels: Tensor, guesses: Tensor) -> Scores:
-    right = guesses == labels[:, None]
+    right = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
     parts = (losses.double().sum(), right[:, 0].sum(), right.sum(), torch.tensor(len(labels)))
-    sums = torch.stack([part.to(losses.device, torch.float64) for part in parts])
-    loss, first, fifth, count = comm.all_reduce(sums).tolist()
-    return Scores(loss / count, 100 * first / count, 100 * fifth / count)
+    return torch.stack([part.to(logits.device, torch.float64) for part in parts])

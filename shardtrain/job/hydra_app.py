@@ -42,8 +42,6 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         with program_configs() as own:
             return compose(arguments, speak=speak, folder=own)
     flags, overrides = split(arguments)
-    if "--experimental-rerun" in flags:
-        raise UserError("--experimental-rerun is not supported: the same command with run.name goes on")
     folders = [folder, *(Path(text) for flag, text in pairwise(flags) if flag in FOLDER_FLAGS)]
     _register_resolvers(folders)
     groups = {

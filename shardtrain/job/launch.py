@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,17 +39,7 @@ USER_ERROR = 2
 PATIENCE = 10.0  # seconds that a silent rank waits for the one that prints, before it exits by itself
 
 
-class Launch(Protocol):
-    """What a program's settings hold for its launch."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def threads(self) -> int | None: ...
-
-
-Settings = TypeVar("Settings", bound=Launch)
+Settings = TypeVar("Settings")  # has the keys `device` and `threads`
 Result = TypeVar("Result")
 
 
@@ -88,7 +78,7 @@ def start(
     rank_info = RankInfo(0, 1, 0, 1)  # until the environment has said otherwise
     try:
         rank_info = RankInfo.from_environment(os.environ)
-        config = read(sys.argv[1:], rank_info.rank == 0)
+        config: Any = read(sys.argv[1:], rank_info.rank == 0)
         if config is None:
             return None
         device = choose_device(config.device, rank_info)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-import itertools
 import os
 import pickle
 import secrets
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.checkpoint.files import sync_directory, write_tensors
+from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
@@ -165,17 +164,16 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     Matrices and filters decay. Biases and normalisation layers do only with ``optim.decay_all``.
     """
     muon, hidden = isinstance(optim, MuonConfig), set(hidden_matrices(model))
-    groups = []
-    for decays, use_muon in itertools.product((True, False), (True, False) if muon else (False,)):
-        params = [
-            param
-            for param in model.parameters()
-            if (optim.decay_all or param.ndim > 1) is decays and (muon and param in hidden) is use_muon
-        ]
-        kind = {"use_muon": use_muon} if muon else {}
-        if params:
-            groups.append({"params": params, "weight_decay": optim.weight_decay if decays else 0.0, **kind})
-    return groups
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for param in model.parameters():
+        kind = (optim.decay_all or param.ndim > 1, muon and param in hidden)
+        groups.setdefault(kind, []).append(param)
+    made = []
+    for decays, use_muon in sorted(groups, reverse=True):
+        decay = optim.weight_decay if decays else 0.0
+        group = {"params": groups[decays, use_muon], "weight_decay": decay}
+        made.append(group | ({"use_muon": use_muon} if muon else {}))
+    return made
 
 
 def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
@@ -222,12 +220,8 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
         if path.suffix == ".safetensors":
             write_tensors(temporary, state, {"format": "pt"})
         else:
-            with temporary.open("xb") as file:
-                torch.save(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
+            torch.save(dict(state), temporary)
         os.rename(temporary, path)
-        sync_directory(path.parent)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -14,7 +14,7 @@ import operator
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -94,11 +94,6 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     config: Frozen = typed(cls, values, "")
     return config
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """Return ``config`` as nested dicts, with the keys that users write."""
-    return asdict(config)
 
 
 def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingProxyType({})) -> Any:

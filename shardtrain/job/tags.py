@@ -28,7 +28,6 @@ PEAK_MIB = "memory/peak_mib"
 
 # Pictures and texts.
 SAMPLES = "samples/augmented"
-CONFUSION = "val/confusion"
 SUMMARY = ("at_a_glance/1_is_it_learning", "at_a_glance/2_is_it_fast", "at_a_glance/3_does_it_fit")
 TIMELINE_STEP = "timeline/step"
 

@@ -23,7 +23,7 @@ from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
-from shardtrain.job.schema import plain, writing
+from shardtrain.job.schema import writing
 from shardtrain.monitor.metrics import StepMetrics
 from shardtrain.monitor.summary_figure import SummaryFigure
 from shardtrain.monitor.tables import end_table, judge
@@ -88,10 +88,8 @@ class Monitor:
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Log an evaluation's scores, and draw the summary if that is due."""
         self.log(step, evaluation.scalars())
-        if self.summary is not None:
-            self.summary.evaluation = evaluation
-            if time.perf_counter() > self.summary.due_at:
-                self.draw_summary()
+        if self.summary is not None and time.perf_counter() > self.summary.due_at:
+            self.draw_summary()
 
     def draw_summary(self) -> None:
         if self.summary is None or not self.summary.curves:
@@ -155,7 +153,7 @@ def _make_run_dir(path: Path, config: Config) -> None:
     """Make the directory and write the configuration, complete enough to be used again."""
     with writing("run.dir", path):
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(OmegaConf.to_yaml(plain(config)))
+        (path / "config.yaml").write_text(OmegaConf.to_yaml(dataclasses.asdict(config)))
 
 
 def _open(

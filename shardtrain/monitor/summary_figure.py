@@ -1,7 +1,7 @@
 """The curves of a run on TensorBoard: the custom-scalars page and the summary.
 
 The summary is one figure per question: does the run learn, is it fast, does it fit. Its figures come first on
-TensorBoard's first page, whose tags are in alphabetical order. With them comes the confusion matrix.
+TensorBoard's first page, whose tags are in alphabetical order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from shardtrain.job import pictures, tags
 from shardtrain.job.data import Batch, EvalFeed
-from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import PHASES
 
@@ -50,7 +49,6 @@ class SummaryFigure:
     def __init__(self, directory: Path, validation: EvalFeed, first_step: int, memory_mib: float) -> None:
         self.path, self.validation, self.memory_mib = directory / "at_a_glance.png", validation, memory_mib
         self.curves = _curves_until(directory, first_step) if first_step else {}  # tag → step → value
-        self.evaluation: Evaluation | None = None
         self.due_at = time.perf_counter() + REDRAW_S
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -59,21 +57,16 @@ class SummaryFigure:
 
     def samples(self, batch: Batch) -> Picture:
         """Return the first images of a training batch, as the model sees them."""
-        labels = batch.labels[:SAMPLES]
-        classes = labels.argmax(1) if labels.ndim == 2 else labels  # of a mixed image, what it has most of
-        prepare, captions = self.validation.prepare, [str(number) for number in classes.tolist()]
-        return pictures.grid(batch.images[:SAMPLES], captions, prepare.mean, prepare.std)
+        prepare = self.validation.prepare
+        return pictures.grid(batch.images[:SAMPLES], prepare.mean, prepare.std)
 
     def draw(self) -> dict[str, Picture | str]:
-        """Return pictures by tag: the figures, and the confusion matrix of the latest evaluation."""
+        """Return the figures by tag."""
         self.due_at = time.perf_counter() + REDRAW_S
-        drawn = {
+        return {
             tag: pictures.plot(partial(self._draw_page, page), (5.5, 3.2))
             for tag, page in zip(tags.SUMMARY, PAGES, strict=True)
         }
-        if self.evaluation is not None and self.evaluation.confusion is not None:
-            drawn[tags.CONFUSION] = pictures.confusion(self.evaluation.confusion)
-        return drawn
 
     def _draw_page(self, page: str, figure: Any) -> None:
         """Draw the first two charts; beside each stand its tags with their latest values."""

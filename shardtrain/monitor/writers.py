@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from shardtrain.job import tags
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import versions
 from shardtrain.job.pictures import Picture
-from shardtrain.job.schema import plain
 from shardtrain.monitor.summary_figure import PAGES
 
 WIDTH = 24  # characters of the bar
@@ -184,7 +184,7 @@ class TensorBoard(Writer):
             page: {name: ["Multiline", shown] for name, shown in each.items()} for page, each in PAGES.items()
         }
         self.writer.add_custom_scalars(charts)
-        self.writer.add_text("config", f"```yaml\n{OmegaConf.to_yaml(plain(config))}```", self.latest)
+        self.writer.add_text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```", self.latest)
         self.writer.flush()
 
     def step(self, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from shardtrain.job.config import Config, Data
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import read_beside
-from shardtrain.job.schema import UserError, above, at_least, plain, writing
+from shardtrain.job.schema import UserError, above, at_least, writing
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
 
@@ -128,7 +128,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         "plan": report.as_json(asked, rates),
         "largest_batch": largest,
         "curve": [report.as_json(plan, rates) for plan in plans],
-        "config": plain(config),
+        "config": asdict(config),
     }
     (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n")
     (folder / "plan.txt").write_text(text + "\n")

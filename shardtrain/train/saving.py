@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from threading import Thread
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,7 +23,6 @@ from shardtrain.checkpoint.store import Store
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.evaluate import evaluate
-from shardtrain.job.schema import plain
 from shardtrain.job.signals import StoppableFeed, Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
@@ -61,7 +61,7 @@ def facts_of(config: Config, job: Job) -> dict[str, Any]:
             "data.repeats": config.data.repeats,
             "images": job.train.sampler.images,
         },
-        "config": plain(config),
+        "config": asdict(config),
     }
 
 

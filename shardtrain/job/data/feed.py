@@ -75,7 +75,7 @@ class Seeded:
 
 
 class TrainFeed:
-    """This rank's micro-batches of the steps from `first_step` to `last_step`, exclusive.
+    """This rank's micro-batches of the ``steps``.
 
     `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]; it may have a method
     `image` as well, which changes one image, in the loader's workers. `side`: from an epoch to its images'
@@ -92,14 +92,13 @@ class TrainFeed:
         mix: Mix | None = None,
         seed: int,
         workers: int,
-        first_step: int,
-        last_step: int,
+        steps: range,
         repeats: int = 1,
         side: Callable[[int], int] | None = None,
     ) -> None:
         self.share, self.prepare, self.augment, self.mix, self.seed = share, prepare, augment, mix, seed
         side = side or (lambda epoch: prepare.side)
-        self.sampler = TrainSampler(len(data.train), share, seed, first_step, last_step, repeats, side)
+        self.sampler = TrainSampler(len(data.train), share, seed, steps, repeats, side)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
         self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed)
 

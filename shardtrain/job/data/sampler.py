@@ -77,7 +77,7 @@ class Request(NamedTuple):
 
 
 class TrainSampler:
-    """Requests for this rank's micro-batches, step after step, from `first_step` to `last_step`, exclusive.
+    """Requests for this rank's micro-batches, step after step.
 
     What is left of an epoch after its last full batch is dropped; every epoch drops other images.
     `repeats`: see `epoch_order`. `side`: from an epoch to its images' pixels per side.
@@ -88,14 +88,12 @@ class TrainSampler:
         images: int,
         share: Share,
         seed: int,
-        first_step: int,
-        last_step: int,
+        steps: range,
         repeats: int = 1,
         side: Callable[[int], int] = lambda epoch: 0,
     ) -> None:
         self.images, self.share, self.seed, self.repeats, self.side = images, share, seed, repeats, side
-        self.steps_per_epoch = images // share.batch_size
-        self.steps = range(first_step, last_step)
+        self.steps, self.steps_per_epoch = steps, images // share.batch_size
 
     def __len__(self) -> int:
         return len(self.steps) * self.share.accumulate

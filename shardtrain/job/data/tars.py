@@ -97,13 +97,18 @@ def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
     try:
         with tarfile.open(shard, "r:") as tar:
             for member in tar:
-                folder, _, file = member.name.rpartition("/")
-                stem, _, kind = file.partition(".")
+                folder, _, name = member.name.rpartition("/")
+                stem, _, kind = name.partition(".")
                 key = f"{folder}/{stem}"
                 if f".{kind.lower()}" in IMG_EXTENSIONS:
                     images[key] = member.offset_data, member.size
                 elif kind == "cls":
-                    labels[key] = _label(tar, member, shard)
+                    file = tar.extractfile(member)
+                    text = file.read().decode(errors="replace").strip() if file else ""
+                    if not text.isdigit():
+                        found = f"{member.name} holds {text[:20]!r}"
+                        raise UserError(f"{shard}: {found}, expected the number of a class")
+                    labels[key] = int(text)
     except tarfile.TarError as error:
         raise UserError(f"{shard}: {error}; expected an uncompressed tar file") from None
     for key in images.keys() ^ labels.keys():
@@ -112,11 +117,3 @@ def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
     if not images:
         raise UserError(f"{shard}: no images in it; expected <key>.jpg and <key>.cls side by side")
     yield from ((*extent, labels[key]) for key, extent in images.items())
-
-
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, shard: Path) -> int:
-    file = tar.extractfile(member)
-    text = file.read().decode(errors="replace").strip() if file else ""
-    if not text.isdigit():
-        raise UserError(f"{shard}: {member.name} holds {text[:20]!r}, expected the number of a class")
-    return int(text)
