@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import logging
 import os
 import re
 import signal
@@ -11,7 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -24,7 +28,6 @@ from torch import nn
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native
-from shardtrain.comm.guard import Paths
 from shardtrain.comm.movement import ENTER, GATHER, LEAVE
 from shardtrain.comm.reports import Ring
 from shardtrain.comm.signals import Peer, Signals
@@ -131,16 +134,123 @@ def test_survivors_of_a_killed_rank_leave_at_once(
         assert re.match(rf"{named} ended: rank {rank} was at step 3, ", text), text
 
 
-@each_rank(2)
-def test_a_rank_that_stands_still_is_named_at_the_time_out() -> None:
+@each_rank(2, 3)
+def test_a_stopped_rank_is_named_at_the_time_out_of_the_user() -> None:
+    """Of three ranks the one in the middle: over messages it cuts the ring of reports."""
     model, optimizer = trained()
-    with patch.object(Paths, "timeout_s", 0.6):
-        if dist.get_rank() == 1:
-            time.sleep(1.2)
-            return
-        text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
-    where = "(entering the model|gathering the root)"
-    assert re.fullmatch(f"rank 0 waited 1 s for rank 1 at step 3, {where}", text), text
+    process = torch.tensor(os.getpid())
+    dist.broadcast(process, 1)
+    comm.set_time_out(timedelta(seconds=2))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(RuntimeError):
+            train(model, optimizer, 1)
+        return
+    begun = time.monotonic()
+    text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
+    assert 1 < time.monotonic() - begun < 6
+    if dist.get_rank() == 0:
+        time.sleep(1)  # the third rank is as late as this one
+        os.kill(int(process), signal.SIGCONT)
+    waited = f"rank 1 does not answer: rank {dist.get_rank()} has waited [2-4] s"
+    told = f"rank 1 does not answer: rank {dist.get_rank()} was"
+    assert re.match(f"({waited}|{told}) at step 3, (entering|gathering) the ", text), text
+
+
+@each_rank(2, 3)
+def test_a_rank_that_is_busy_alone_is_waited_for() -> None:
+    model, optimizer = trained()
+    comm.set_time_out(timedelta(seconds=0.7))
+    with patch.object(logging.getLogger("shardtrain"), "warning") as told:
+        if is_last():
+            time.sleep(2.5)
+        train(model, optimizer, 1)
+    said = [call.args[0] % call.args[1:] for call in told.call_args_list]
+    if is_last():
+        assert said == []
+    else:
+        where = "step 3, (entering|gathering) the [a-z]+"
+        by = rf"rank {dist.get_rank()} has waited [12] s at {where} for rank {dist.get_world_size() - 1}"
+        assert len(said) == 1
+        assert re.match(f"{by}, still at work: it goes on waiting", said[0]), said
+
+
+@each_rank(2)
+def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
+    """Two models, of which each rank calls another one first."""
+    models = [trained()[0] for _ in range(2)]
+    comm.set_time_out(timedelta(seconds=1))
+    text = raised_soon(comm.PeerLost, lambda: models[dist.get_rank()](torch.ones(2, 3, 5, 5)))
+    assert re.match(
+        r"rank \d (waits elsewhere|has ended): rank \d (has waited \d s|was) at step 3, ", text
+    ), text
+
+
+@each_rank(3)
+def test_ranks_that_ask_for_different_transports_are_named() -> None:
+    transport = ["auto", "process_group", "shared_memory"][dist.get_rank()]
+    text = raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), transport=transport))
+    assert text == (
+        "transport= differs between ranks: rank 1 has 'process_group' where rank 0 has 'auto'; "
+        "rank 2 has 'shared_memory' where rank 0 has 'auto'"
+    )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(5, 5)
+
+    def forward(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        h = x
+        for _ in range(steps):
+            h = self.cell(x, h)
+        return h
+
+
+@pytest.mark.parametrize("steps", [700, pytest.param(10_000, marks=pytest.mark.long)])
+@each_rank(2, 3)
+def test_any_number_of_movements_may_come_without_a_wait(steps: int) -> None:
+    """Sockets hold a few hundred; the logs do not grow with them."""
+    model = shard(Recurrent(), units=[nn.RNNCell])
+    with torch.no_grad():
+        model(torch.ones(2, 5), steps)
+    transport = engine_of(model).transport
+    if isinstance(transport, comm.SharedMemoryTransport):
+        paths = transport.signals.paths
+        assert max(map(len, [paths.own, *paths.theirs.values()])) < 1000
+
+
+@each_rank(3)
+def test_a_model_may_have_hundreds_of_units() -> None:
+    model = shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(500))), units=[nn.Linear])
+    model(torch.ones(2, 3)).sum().backward()
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def held() -> tuple[list[str], int]:
+    """The names of this process's threads, and how many files and sockets it has."""
+    return sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))
+
+
+@each_rank(2, 3)
+def test_nothing_is_kept_of_a_model_that_is_dropped() -> None:
+    trained()
+    gc.collect()
+    dist.barrier()
+    time.sleep(0.5)
+    before = held()
+    models = [trained() for _ in range(3)]
+    assert held() != before
+    del models
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while held() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert held() == before
+    assert not any(thread.startswith("shardtrain") for thread in before[0])
+    dist.barrier()
 
 
 @pytest.mark.parametrize(("what", "told"), [("broadcast", "broadcasting"), ("all_reduce", "all-reducing")])
@@ -198,37 +308,38 @@ def linked(world: int) -> list[Signals]:
         for rank, peer, link in zip((one, other), (other, one), socket.socketpair(), strict=True):
             link.setblocking(False)
             peers[rank].append(Peer(peer, link))
-    return [Signals(rank, peers[rank]) for rank in range(world)]
+    return [Signals(rank, peers[rank], lambda: 0.5) for rank in range(world)]
 
 
-def test_a_rank_that_reads_nothing_is_waited_for_no_longer_than_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Paths, "timeout_s", 0.1)
-    first, silent = linked(2)
+def test_a_stopped_rank_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peer, "runs", lambda _: False)
+    first, stopped = linked(2)
 
     def post_without_end() -> None:
         while True:
             first.post(GATHER, 256, "layer")
 
     text = raised_soon(comm.PeerLost, post_without_end)
-    assert text.startswith("rank 0 waited 0 s for rank 1 at step 0, gathering layer")
-    for signals in (first, silent):
+    assert text.startswith("rank 1 does not answer: rank 0 has waited 1 s at step 0, gathering layer")
+    for signals in (first, stopped):
         signals.close()
 
 
-def test_a_descriptor_arrives_with_the_post_that_offers_it() -> None:
-    """Whenever it is read; what nobody takes is closed with the socket."""
+def test_a_descriptor_arrives_once_all_are_ready_for_it() -> None:
+    """What nobody takes is closed with the socket."""
     first, second = linked(2)
     handle = os.memfd_create("shardtrain")
     os.write(handle, b"shared")
-    for name in ("taken", "left"):
-        first.post(GATHER, 1, name)
-        first.post(ENTER, 2, name, handle=handle)
-        second.post(GATHER, 1, name)
-        second.wait(second.post(ENTER, 2, name))
-    taken, left = second.take_handle(0), second.peers[0].handles[0]
-    assert os.pread(taken, 9, 0) == os.pread(left, 9, 0) == b"shared"
+    with ThreadPoolExecutor() as threads:
+        giving = threads.submit(first.share, 0, handle, 6, "6 bytes")
+        taken = second.share(0, None, 6, "6 bytes")
+        assert giving.result() == handle
+        assert os.pread(taken, 9, 0) == b"shared"
+        second.peers[0].expects_handle = True  # and it ends before it takes it
+        first.send_handle(handle, 0)
+        second.is_done(0)
+    left = second.peers[0].handle
+    assert left is not None
     for signals in (first, second):
         signals.close()
     with pytest.raises(OSError, match="Bad file descriptor"):

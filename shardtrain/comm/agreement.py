@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.comm import native
-from shardtrain.comm.messages import ROW, TEXT, Mailbox, size_tag, start_exchange, wait_all
+from shardtrain.comm.messages import ROW, TEXT, Mailbox, size_tag, start_exchange
 from shardtrain.comm.transport import Pending
 
 _TEXT_BYTES = 1024
@@ -66,7 +66,7 @@ class Agreement:
         if any(rows.faults) or len(set(rows.digests)) > 1 or rows.sent != rows.expected:
             supplied = rows.supply(self._mailbox)
             moving.wait()
-            wait_all(supplied)
+            self._mailbox.wait(supplied)
             raise ValueError("; ".join(rows.complaints(self._texts())))
 
     def _texts(self) -> list[str]:

@@ -15,10 +15,12 @@ reports its latest collectives (``reports.py``). On NCCL and other backends, who
 
 from __future__ import annotations
 
+import logging
 import struct
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,15 @@ from shardtrain.comm.transport import Tag
 
 MESSAGE = struct.Struct("<qiiqq64s")  # position, then an `Entry`
 GRACE_S = 2.0  # once ranks are known to differ: the time that the others have to say where they are
+CHECK_S = 0.2  # how often a rank that waits looks whether the others still run
+
+# Why a rank is lost, and what is said of one and of several.
+ENDED, SILENT, ELSEWHERE = range(3)
+_STATES = (
+    ("has ended", "have ended"),
+    ("does not answer", "do not answer"),
+    ("waits elsewhere", "wait elsewhere"),
+)
 
 
 class PeerLost(RuntimeError):
@@ -67,45 +78,49 @@ def unpack(data: bytes) -> Iterator[tuple[int, Entry]]:
 
 
 class Paths:
-    """The latest collectives of this rank, and of the others as far as they are known, by position."""
+    """The latest collectives of this rank, and of the others as far as they are known, by position.
 
-    def __init__(self, rank: int, others: Iterable[int]) -> None:
-        self.rank = rank
-        self.step = 0  # forwards begun
-        self.end = 0  # position of this rank's next collective
+    ``time_out_s``: callable; returns the time-out of the moment. ``step``: forwards begun. ``end``: the
+    position of this rank's next collective. ``difference``: the first position at which another rank is known
+    to differ from this one.
+    """
+
+    def __init__(self, rank: int, others: Iterable[int], time_out_s: Callable[[], float]) -> None:
+        self.rank, self.time_out_s = rank, time_out_s
+        self.step = 0
+        self.end = 0
         self.own: dict[int, Entry] = {}
         self.theirs: dict[int, dict[int, Entry]] = {other: {} for other in others}
-
-    @property
-    def timeout_s(self) -> float:
-        """Longer at start-up: each rank needs a time of its own to read data and to build the model."""
-        return 120.0 if self.step > 1 else 600.0
+        self.difference: int | None = None
+        self._oldest = 0  # position that is still in `own`
 
     def add(self, kind: Movement, number: int, name: str, value: int = 0) -> tuple[int, bytes]:
         """Add this rank's next collective. Return its position and the message that announces it."""
         position, self.end = self.end, self.end + 1
         entry = Entry(kind.number, number % (1 << 31), self.step, value, name.encode()[-64:])
         self.own[position] = entry
+        for log in self.theirs.values():
+            if position in log:
+                self._compare(position, entry, log[position])
         return position, entry.packed(position)
 
-    def difference(self) -> int | None:
-        """Return the first position at which another rank is known to differ from this one."""
-        positions = [
-            position
-            for log in self.theirs.values()
-            for position in log.keys() & self.own.keys()
-            if log[position][:3] != self.own[position][:3]
-        ]
-        return min(positions, default=None)
+    def hear(self, rank: int, position: int, entry: Entry) -> None:
+        """Add a collective of another rank."""
+        self.theirs[rank][position] = entry
+        if position in self.own:
+            self._compare(position, self.own[position], entry)
+
+    def _compare(self, position: int, one: Entry, other: Entry) -> None:
+        if one[:3] != other[:3] and (self.difference is None or position < self.difference):
+            self.difference = position
 
     def forget_before(self, position: int) -> None:
         """Forget the collectives before ``position`` that every rank has made."""
         logs = [self.own, *self.theirs.values()]
-        for made in [each for each in self.own if each < position]:
-            if any(made not in log for log in logs):
-                return
+        while self._oldest < position and all(self._oldest in log for log in logs):
             for log in logs:
-                del log[made]
+                del log[self._oldest]
+            self._oldest += 1
 
     def diverged(self, position: int) -> Diverged:
         """Return the error that says which rank makes which collective at ``position``."""
@@ -122,16 +137,13 @@ class Paths:
         step = min(entry.step for entry in shown)
         return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}")
 
-    def lost(self, ranks: Sequence[int], position: int) -> PeerLost:
-        """Return the error for ``ranks`` that ended while this one was at ``position``."""
-        have = "has" if len(ranks) == 1 else "have"
-        return PeerLost(f"{named(ranks)} {have} ended: rank {self.rank} was at {self.where(position)}")
-
-    def silent(self, ranks: Sequence[int], position: int) -> PeerLost:
-        """Return the error for ``ranks`` that did not come to ``position`` in time."""
-        return PeerLost(
-            f"rank {self.rank} waited {self.timeout_s:.0f} s for {named(ranks)} at {self.where(position)}"
-        )
+    def lost(
+        self, ranks: Sequence[int], position: int, state: int = ENDED, waited_s: float | None = None
+    ) -> PeerLost:
+        """Return the error for ``ranks`` that are lost, while this one was, or waited, at ``position``."""
+        verb = _STATES[state][len(ranks) > 1]
+        was = "was" if waited_s is None else f"has waited {waited_s:.0f} s"
+        return PeerLost(f"{named(ranks)} {verb}: rank {self.rank} {was} at {self.where(position)}")
 
     def where(self, position: int) -> str:
         """``step 3, gathering layer1``"""
@@ -160,6 +172,71 @@ def named(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 0 and 1``, ``ranks 0, 1 and 3``"""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+class Wait:
+    """A long wait of this process, and when a rank that it waits for was last known to be at work.
+
+    A rank that waits for nobody is at work, and others wait for it for as long as it runs. One that waits
+    passes on what it knows. So a rank that is busy alone is not lost, and ranks that wait for one another,
+    with two models say, give up at the time-out::
+
+        rank 0 waits for rank 1, which waits for rank 2, which computes     both go on waiting
+        rank 0 waits for rank 1, which waits for rank 0                     both give up
+    """
+
+    def __init__(self, paths: Paths, position: int, since: float) -> None:
+        self._paths, self._position, self._since = paths, position, since
+        self._told = False
+        self.at_work = since  # when one of those was last known to be
+        _waits.append(self)
+        _show()
+
+    def is_over_time(self, awaited: Mapping[int, float]) -> bool:
+        """Return whether to give up. ``awaited``: the ranks, and when each was last known to be at work."""
+        self.at_work = max(self.at_work, min(awaited.values()))
+        _show()
+        now, time_out_s = time.monotonic(), self._paths.time_out_s()
+        if self.waited_s > time_out_s and not self._told and now - self.at_work <= time_out_s:
+            self._told = True
+            logging.getLogger("shardtrain").warning(
+                "rank %d has waited %.0f s at %s for %s, still at work: it goes on waiting",
+                self._paths.rank,
+                self.waited_s,
+                self._paths.where(self._position),
+                named(sorted(awaited)),
+            )
+        return now - self.at_work > time_out_s
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def end(self) -> None:
+        _waits.remove(self)
+        _show()
+
+
+class Shows(Protocol):
+    """Who shows other processes whether this one waits, by `last_at_work` (0.0: it does not)."""
+
+    def show(self, moment: float) -> None: ...
+
+
+# Process-wide, as open meters are: backward runs in other threads, and the rank that one model waits for may
+# wait for this one with another model.
+_waits: list[Wait] = []
+shown_by: weakref.WeakSet[Shows] = weakref.WeakSet()
+
+
+def last_at_work() -> float:
+    """Return when this process, or one that it waits for, was last known to be at work; 0.0: it is."""
+    return min((wait.at_work for wait in _waits), default=0.0)
+
+
+def _show() -> None:
+    for each in shown_by:
+        each.show(last_at_work())
 
 
 _BASE, _PRIME = 1_000_003, (1 << 61) - 1  # of the polynomial hash, which fits 64 bits

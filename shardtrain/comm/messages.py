@@ -23,6 +23,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from shardtrain.comm.transport import Pending
 
 CHUNK_BYTES = 2 << 20
 WINDOW = 4
+FOREVER = timedelta(days=300)
 
 # `tag_of(part)`: what marks a part's messages. Both sides of a message must find the same tag.
 TagOf = Callable[[torch.Tensor], int]
@@ -44,12 +46,14 @@ class Mailbox(NamedTuple):
     """This rank's end of the messages within ``group``. A group of one needs no process group.
 
     ``members``: the ranks of ``group`` that take part, if not all do; ranks here count among them.
+    ``guarded``: somebody else decides how long to wait. At gloo's own time-out all connections close.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     world: int
     members: Sequence[int] | None = None
+    guarded: bool = False
 
     def peers(self) -> list[int]:
         """Return the other ranks, nearest first, so that not all ranks turn to the same one at once."""
@@ -65,6 +69,10 @@ class Mailbox(NamedTuple):
         """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
         group, peer = self._to(peer)
         return [group.send([part[span]], peer, tag) for span in chunks(part.numel(), part.element_size())]
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            work.wait(FOREVER) if self.guarded else work.wait()
 
     def _to(self, peer: int) -> tuple[dist.ProcessGroup, int]:
         """Return the group, and the rank of ``peer`` in it."""
@@ -88,7 +96,7 @@ def start_exchange(
     own, mine = outgoing[mailbox.rank], incoming[mailbox.rank]
     if own.data_ptr() != mine.data_ptr():
         mine.copy_(own)
-    return Pending(lambda: wait_all(works))
+    return Pending(lambda: mailbox.wait(works))
 
 
 def start_reduce_scatter(
@@ -124,14 +132,14 @@ def start_reduce_scatter(
 
     def finish() -> None:
         for index, span in enumerate(spans):
-            wait_all(arriving.popleft())
+            mailbox.wait(arriving.popleft())
             mine = own[span]
             came = [slot[: mine.numel()] for slot in inbox[index % slots]]
             came[mailbox.rank] = mine
             merge(came, out[span])
             if index + slots < len(spans):
                 arriving.append(receive(index + slots))
-        wait_all(sends)
+        mailbox.wait(sends)
 
     return Pending(finish)
 
@@ -145,11 +153,6 @@ def chunks(elements: int, element_size: int) -> list[slice]:
     """Cut so many elements into slices of ``CHUNK_BYTES``, the last one shorter; none if there are none."""
     length = CHUNK_BYTES // element_size
     return [slice(start, min(start + length, elements)) for start in range(0, elements, length)]
-
-
-def wait_all(works: Sequence[dist.Work | Pending]) -> None:
-    for work in works:
-        work.wait()
 
 
 # Tags of all messages on a model's group. A message meets one of the same tag from the same rank, the first

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
 from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, intervals, staged
@@ -86,6 +87,19 @@ def set_time_out(time_out: timedelta) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if moves_bytes(group):
             _set_timeout(time_out, group)
+
+
+def time_out_of(group: dist.ProcessGroup) -> Callable[[], float]:
+    """Return a function that returns the time-out of ``group`` at the moment, in seconds."""
+    known, device = weakref.ref(group), torch.device("cpu" if has_gloo(group) else device_types(group)[0])
+
+    def seconds() -> float:
+        alive = known()
+        options = None if alive is None else getattr(alive._get_backend(device), "options", None)
+        time_out: timedelta = getattr(options, "_timeout", default_pg_timeout)
+        return time_out.total_seconds()
+
+    return seconds
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:

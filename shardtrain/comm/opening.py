@@ -27,11 +27,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardtrain.comm.native import device_types, time_out_of
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.signals import Signals, connect
+from shardtrain.comm.texts import require_same
 from shardtrain.comm.transport import Alone, Transport
 
 
@@ -112,7 +114,18 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
         ValueError: ``"shared_memory"`` is asked for and the ranks cannot share memory.
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    return Alone() if group is None or group.size() == 1 else TRANSPORTS[kind](Opening(group))
+    return Alone() if group is None or group.size() == 1 else _agreed(kind, group)(Opening(group))
+
+
+def _agreed(kind: str, group: dist.ProcessGroup) -> Callable[[Opening], Transport]:
+    """Return what opens ``kind``. Collective.
+
+    Raises:
+        ValueError: ranks ask for different kinds; on every rank.
+    """
+    device = torch.device(device_types(group)[0])
+    require_same([repr(kind)], "transport=", ProcessGroupTransport(group), device)
+    return TRANSPORTS[kind]
 
 
 def open_replicated(
@@ -130,9 +143,10 @@ def open_replicated(
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
+    open_shards = _agreed(kind, world)
     opening = Opening(world, groups, inside)
     if len(opening.own) > 1:
-        shards = TRANSPORTS[kind](opening)
+        shards = open_shards(opening)
     else:
         opening.guarded()
         shards = Alone()
@@ -154,7 +168,8 @@ def _connect(plain: ProcessGroupTransport, own: Sequence[int]) -> Signals:
     meeting = f"shardtrain-{token[0].item():x}{token[1].item():x}"
     signals, problem = None, ""
     try:
-        signals = connect(plain.rank, own, meeting, lambda: plain.all_reduce(torch.zeros(1)))
+        barrier = lambda: plain.all_reduce(torch.zeros(1))  # noqa: E731
+        signals = connect(plain.rank, own, meeting, barrier, time_out_of(plain.group))
     except OSError as error:
         problem = f"the ranks cannot reach one another on this host: {error}"
     failed = torch.tensor([1 if problem else 0])

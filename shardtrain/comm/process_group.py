@@ -28,13 +28,22 @@ from shardtrain.comm.messages import (
     segment_number,
     start_exchange,
     start_reduce_scatter,
-    wait_all,
 )
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, ENTER, GATHER, REDUCE, Movement
 from shardtrain.comm.native import Backend, Streams, living
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, intervals, pack_own, sent_by
+from shardtrain.comm.transport import (
+    Flat,
+    Gradient,
+    OneGroup,
+    Pending,
+    Tag,
+    all_of,
+    intervals,
+    pack_own,
+    sent_by,
+)
 from shardtrain.layout import Layout
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -51,6 +60,7 @@ class ProcessGroupTransport(OneGroup):
         self._group = weakref.ref(group)
         self._members: Sequence[int] | None = None  # of a part, their ranks in the group
         self._reports = reports
+        self._number = 0 if reports is None else reports.number  # in the tags of all messages
         self._digests = Digests(group)
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
@@ -75,7 +85,7 @@ class ProcessGroupTransport(OneGroup):
 
     @property
     def _mailbox(self) -> Mailbox:
-        return Mailbox(self.group, self.rank, self.world, self._members)
+        return Mailbox(self.group, self.rank, self.world, self._members, self._reports is not None)
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -176,9 +186,15 @@ class ProcessGroupTransport(OneGroup):
     def _watched(self, kind: Movement, tag: Tag, starts: Sequence[Callable[[TagOf], Pending]]) -> Pending:
         """Start the messages of every segment, each under a tag of its own, and guard them."""
 
+        first = tag.number + self._number
+
+        def tag_of(position: int, segment: int) -> TagOf:
+            number = collective_tag(position, segment_number(first, segment))
+            return lambda _: number
+
         def start(position: int) -> Pending:
-            moving = [each(_tag_of(position, tag, index)) for index, each in enumerate(starts)]
-            return Pending(lambda: wait_all(moving))
+            moving = [each(tag_of(position, index)) for index, each in enumerate(starts)]
+            return all_of(moving)
 
         if self._reports is None:
             return start(0)
@@ -200,7 +216,8 @@ class ProcessGroupTransport(OneGroup):
             yield
             return
         position = self._reports.post(kind, tag)
-        handshake, token = handshake_tag(position, kind.doing, tensor.nbytes), torch.zeros(self.world, 1)
+        handshake = handshake_tag(position, kind.doing, tensor.nbytes + self._number)
+        token = torch.zeros(self.world, 1)
         with self._reports.waiting(position):
             parts = [token[self.rank]] * self.world
             start_exchange(self._mailbox, lambda _: handshake, parts, list(token)).wait()
@@ -210,8 +227,3 @@ class ProcessGroupTransport(OneGroup):
         parts = intervals(gradient.full, gradient.layout)
         parts[self.rank] = pack_own(gradient, self.rank)
         return parts
-
-
-def _tag_of(position: int, tag: Tag, segment: int) -> TagOf:
-    number = collective_tag(position, segment_number(tag.number, segment))
-    return lambda _: number

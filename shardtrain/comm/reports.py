@@ -2,19 +2,24 @@
 
 The tag of a message holds its collective's number and position, so messages of different collectives never
 meet: ranks on different paths wait for each other. Nothing more is needed while all goes well. A rank that
-has waited for ``STALL_S`` seconds reports its latest collectives, round a ring of all ranks. Ranks on another
-path wait too and report theirs, and all ranks see where the paths part::
+has waited for ``STALL_S`` seconds reports its latest collectives, round a ring of all ranks, and the others
+answer with theirs. Ranks on another path wait too, and all ranks see where the paths part::
 
     rank 0   ... 7 gathering layer1   8 gathering layer2   waits    reports 0 to 8
     rank 1   ... 7 gathering layer2                        waits    reports 0 to 7: they differ at 7
 
-A rank that is merely slow reports nothing, and the others wait for it until the time-out. Announcing every
-collective by a message of its own instead, and waiting for the announcements, took 3 to 7 % of a ResNet-18's
-step.
+A rank that computes answers, too, and the others wait for it as long as it does (`guard.Wait`). A stopped one
+answers nothing, and cuts the ring. So that the ranks behind it are asked all the same, each rank sends its
+right neighbour a sign of life now and then, and one that misses its left neighbour's asks in its place.
+Announcing every collective by a message of its own instead, and waiting for the announcements, took 3 to 7 %
+of a ResNet-18's step.
 
 A rank that fails closes its connections before it raises: payloads under way could otherwise arrive in memory
 that the failing step has given back. Where ranks also wait for one another by other means, as those of a host
 do in `Reports.sharing`, it ends that waiting, too.
+
+A rank that drops the model says so to its right neighbour. Its threads end when it has, and its left
+neighbour, too.
 """
 
 from __future__ import annotations
@@ -33,19 +38,33 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import GRACE_S, MESSAGE, Diverged, Paths, PeerLost, unpack
-from shardtrain.comm.messages import report_tag
+from shardtrain.comm.guard import (
+    CHECK_S,
+    ELSEWHERE,
+    ENDED,
+    GRACE_S,
+    MESSAGE,
+    SILENT,
+    Diverged,
+    Paths,
+    PeerLost,
+    Wait,
+    last_at_work,
+    unpack,
+)
+from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.movement import Movement
+from shardtrain.comm.native import time_out_of
 from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
-_CHECK_S = 0.2  # from one look at the clock to the next
 _KEPT = 64  # collectives in a report: as far as replicas may be apart, which meet in backward only
-_HEAD = struct.Struct(
-    "<iii"
-)  # the rank that reports, the rank that it has lost (-1: none), how many collectives
+# Who reports; why; the rank that it has lost (-1: none), and in which state; how long ago it was
+# at work, or a rank that it waits for; how many collectives follow.
+_HEAD = struct.Struct("<iiiidi")
+TELLS, ASKS, LIVES, LEAVES = range(4)  # the last two are for the right neighbour alone
 _REPORT_BYTES = _HEAD.size + _KEPT * MESSAGE.size
-_FOREVER, _A_MOMENT = datetime.timedelta(days=300), datetime.timedelta(milliseconds=20)
+_A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
 class Reports:
@@ -55,24 +74,21 @@ class Reports:
         """``abort``: callable; ends all waiting, of this rank and for it, that is not for messages."""
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
         dist.broadcast(number, group=group, group_src=0)
-        self.paths = Paths(group.rank(), peers_of(group))
-        self._ring = Ring(group, report_tag(int(number.item())), _REPORT_BYTES)
+        self.number = int(number.item())  # so that messages of two models never meet, nor their reports
+        self.paths = Paths(group.rank(), peers_of(group), time_out_of(group))
+        self._ring = Ring(group, report_tag(self.number), _REPORT_BYTES)
         self._changed = threading.Condition()  # guards what follows, and `paths`
         self._waiting: tuple[int, float] | None = None  # position, since when
-        self._reported: tuple[int, float] | None = None  # the wait that has been reported
+        self._wait: Wait | None = None  # the same, once it is long
+        self._asked_s = self._reported_s = time.monotonic()  # when this rank did last
+        self._heard_s = dict.fromkeys(self.paths.theirs, time.monotonic())  # when each peer did
+        self._at_work = dict.fromkeys(self.paths.theirs, 0.0)  # when each was last known to be
         self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
         self._abort, self._is_sharing = abort, False
-        stop, this = threading.Event(), weakref.ref(self)
-        threads = [
-            threading.Thread(
-                target=_receive, args=(self._ring, this), name="shardtrain-reports", daemon=True
-            ),
-            threading.Thread(target=_check, args=(stop, this), name="shardtrain-watch", daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
-        weakref.finalize(group, _end, stop, self._ring, threads)
+        self._ring.start(self)
+        weakref.finalize(group, _end, weakref.ref(self._ring))
+        weakref.finalize(self, _leave, self._ring, self.paths)
 
     def enter(self) -> None:
         """Count a step that begins."""
@@ -95,7 +111,7 @@ class Reports:
 
         Raises:
             Diverged: a peer made another collective there, or near it.
-            PeerLost: a peer has ended, or the time-out has passed.
+            PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
         with self._changed:
             self._waiting = position, time.monotonic()
@@ -106,7 +122,11 @@ class Reports:
             self._raise_cause(position, error)
             raise
         finally:
-            self._waiting = None
+            with self._changed:
+                self._waiting = None
+                if self._wait is not None:
+                    self._wait.end()
+                    self._wait = None
 
     def watch(self, position: int, moving: Pending) -> Pending:
         """Return ``moving``, such that waiting for it is `waiting`."""
@@ -143,11 +163,13 @@ class Reports:
             elif isinstance(error, Diverged):
                 self._fail(error)
             elif self._left_ended():
-                self._fail(self.paths.lost([self._ring.left], position), self._ring.left)
+                self._lose(self._ring.left, ENDED, position)
+            elif self._waiting and (silent := self._silent(self._waiting[1])) is not None:
+                self._lose(silent, SILENT, position)
             elif gone := self._ring.ended():
                 self._fail(self.paths.lost(gone, position), gone[0])
             elif is_time_out(error):
-                self._fail(self.paths.silent(self._missing(position), position))
+                self._lose((self._missing(position) or [self._ring.left])[0], SILENT, position)
         self._raise_failure(error)
 
     def _left_ended(self) -> bool:
@@ -163,30 +185,59 @@ class Reports:
     # The threads call the next three.
 
     def check(self) -> None:
-        """Report where this rank is once it has waited for long. Fail once it has waited for too long."""
+        """Ask where the others are once this rank has waited for long; fail once it has for too long."""
         with self._changed:
             self._compare()
-            if self._waiting is None or self._failure is not None:
+            if self._failure is not None:
                 return
-            position, since = self._waiting
-            waited = time.monotonic() - since
-            if waited > STALL_S and self._reported != self._waiting:
-                self._reported = self._waiting
-                self._report()
-            if waited > self.paths.timeout_s:
-                self._fail(self.paths.silent(self._missing(position), position))
+            now, pause = time.monotonic(), self.paths.time_out_s() / 8
+            position, since = self._waiting or (0, now)
+            is_long = now - since > min(STALL_S, pause)
+            misses_left = now - self._heard_s[self._ring.left] > 3 * pause and not self._ring.left_leaves
+            if (is_long and self._asked_s < since) or (
+                (is_long or misses_left) and now - self._asked_s > pause
+            ):
+                self._asked_s = now
+                self._report(ASKS)
+            elif now - self._reported_s > pause:
+                self._report(LIVES)
+            if is_long:
+                self._be_patient(position, since)
+
+    def _be_patient(self, position: int, since: float) -> None:
+        """Fail if nobody that this rank waits for has been at work for as long as the time-out."""
+        self._wait = self._wait or Wait(self.paths, position, since)
+        missing = self._missing(position)
+        awaited = missing or [*self.paths.theirs]
+        if self._ring.left_leaves and self._ring.left in missing and self._diverged_at is None:
+            self._lose(self._ring.left, ENDED, position)
+        elif self._wait.is_over_time({peer: self._at_work[peer] for peer in awaited}):
+            silent = self._silent(since)
+            if silent is not None:
+                self._lose(silent, SILENT, position)
+            else:
+                self._fail(self.paths.lost(awaited, position, ELSEWHERE, self._wait.waited_s))
+
+    def _silent(self, since: float) -> int | None:
+        """Return the first rank to the left that does not answer; those behind it may be cut off."""
+        limit, ranks = time.monotonic() - self.paths.time_out_s() / 2, 1 + len(self._heard_s)
+        to_the_left = [(self.paths.rank - step) % ranks for step in range(1, ranks)]
+        return next((peer for peer in to_the_left if max(self._heard_s[peer], since) < limit), None)
 
     def receive(self, report: bytes) -> None:
-        """Pass a peer's report on, and compare its collectives with this rank's."""
-        peer, lost, count = _HEAD.unpack_from(report)
-        if peer == self.paths.rank:
-            return
-        if peer != self._ring.right:
-            self._ring.send(report)
+        """Compare a peer's collectives with this rank's, and answer it."""
+        peer, why, lost, state, age_s, count = _HEAD.unpack_from(report)
         with self._changed:
-            self.paths.theirs[peer] = dict(unpack(report[_HEAD.size : _HEAD.size + count * MESSAGE.size]))
-            if lost >= 0 and self._failure is None:
-                self._fail(self.paths.lost([lost], self.paths.end - 1), lost)
+            now = self._heard_s[peer] = time.monotonic()
+            self._at_work[peer] = now - age_s
+            self.paths.theirs[peer] = {}
+            for position, entry in unpack(report[_HEAD.size : _HEAD.size + count * MESSAGE.size]):
+                self.paths.hear(peer, position, entry)
+            if self._failure is None:
+                if lost >= 0:
+                    self._lose(lost, state, self.paths.end - 1)
+                elif why == ASKS and now - self._reported_s > CHECK_S / 4:
+                    self._report()
             self._changed.notify_all()
             self._compare()
 
@@ -197,56 +248,73 @@ class Reports:
 
     def _compare(self) -> None:
         """Fail if ranks differ, once all have said where they are or have had the time to."""
-        position = self.paths.difference()
+        position = self.paths.difference
         if position is None or self._failure is not None:
             return
         now = time.monotonic()
         if self._diverged_at is None:
             self._diverged_at = now
-            self._report()
+            self._report(ASKS)
         if not self._missing(position) or now - self._diverged_at > GRACE_S:
             self._fail(self.paths.diverged(position))
 
     def _missing(self, position: int) -> list[int]:
         return sorted(rank for rank, log in self.paths.theirs.items() if position not in log)
 
-    def _fail(self, failure: RuntimeError, lost: int = -1) -> None:
+    def _lose(self, rank: int, state: int, position: int) -> None:
+        """Fail because ``rank`` is lost."""
+        waited_s = None if self._wait is None or state == ENDED else self._wait.waited_s
+        self._fail(self.paths.lost([rank], position, state, waited_s), rank, state)
+
+    def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
         """From now on raise ``failure``. End this rank's waiting, so that it does."""
         self._failure = failure
-        self._report(lost)
+        self._report(TELLS, lost, state)
         self._changed.notify_all()
         if self._is_sharing:
             self._abort()
         if self._waiting is not None:
             self._ring.close()
 
-    def _report(self, lost: int = -1) -> None:
-        own = self.paths.own
-        body = b"".join(entry.packed(position) for position, entry in own.items())
-        self._ring.send(_HEAD.pack(self.paths.rank, lost, len(own)) + body)
+    def _report(self, why: int = TELLS, lost: int = -1, state: int = ENDED) -> None:
+        self._reported_s = time.monotonic()
+        self._ring.send(_packed(self.paths, why, lost, state))
+
+
+def _packed(paths: Paths, why: int, lost: int = -1, state: int = ENDED) -> bytes:
+    now = time.monotonic()
+    body = b"".join(entry.packed(position) for position, entry in paths.own.items())
+    return _HEAD.pack(paths.rank, why, lost, state, now - (last_at_work() or now), len(paths.own)) + body
 
 
 def _receive(ring: Ring, to_reports: weakref.ref[Reports]) -> None:
-    while (report := ring.receive()) and (reports := to_reports()) is not None:
-        reports.receive(report)
+    while report := ring.receive():
+        if (reports := to_reports()) is not None:
+            reports.receive(report)
         del reports
     if (reports := to_reports()) is not None:
         reports.wake()
+    del reports
+    ring.stop.wait()
+    ring.drain()
 
 
-def _check(stop: threading.Event, to_reports: weakref.ref[Reports]) -> None:
-    while not stop.wait(_CHECK_S) and (reports := to_reports()) is not None:
+def _check(ring: Ring, to_reports: weakref.ref[Reports]) -> None:
+    while not ring.stop.wait(CHECK_S) and (reports := to_reports()) is not None:
         reports.check()
         del reports
 
 
-def _end(stop: threading.Event, ring: Ring, threads: list[threading.Thread]) -> None:
+def _leave(ring: Ring, paths: Paths) -> None:
+    """The model is no more, or the interpreter ends."""
+    ring.send(_packed(paths, LEAVES))
+    ring.stop.set()
+
+
+def _end(to_ring: weakref.ref[Ring]) -> None:
     """The group is no more, or the interpreter ends."""
-    stop.set()
-    ring.abort()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(GRACE_S)
+    if (ring := to_ring()) is not None:
+        ring.abort()
 
 
 class Ring:
@@ -258,8 +326,8 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup, tag: int, size: int) -> None:
         """``size``: of a report, in bytes. ``tag``: of reports; the next one is the pulse's."""
-        rank, world = group.rank(), group.size()
-        self.left, self.right = (rank - 1) % world, (rank + 1) % world
+        self.rank, world = group.rank(), group.size()
+        self.left, self.right = (self.rank - 1) % world, (self.rank + 1) % world
         self._group = weakref.ref(group)
         self._tag, self._size = tag, size
         self._sent: deque[tuple[torch.Tensor, dist.Work]] = deque(maxlen=4 * world)
@@ -267,20 +335,36 @@ class Ring:
         self._nothing = torch.empty(1, dtype=torch.uint8)
         self._pulses = {peer: group.recv([self._nothing], peer, tag + 1) for peer in peers_of(group)}
         self.left_is_gone = False
+        self.left_leaves = False  # the left neighbour has dropped the model
+        self.stop = threading.Event()  # this rank has, or the group is no more
+        self._threads: list[threading.Thread] = []
         self._arriving: deque[tuple[torch.Tensor, dist.Work]] = deque()
         for _ in range(4):  # so that a report goes out even while the right is busy with another
             self._expect(torch.empty(size, dtype=torch.uint8))
 
+    def start(self, reports: Reports) -> None:
+        """Start the threads that receive and that look at the clock for ``reports``."""
+        arguments = self, weakref.ref(reports)
+        for target, name in ((_receive, "shardtrain-reports"), (_check, "shardtrain-watch")):
+            self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
+            self._threads[-1].start()
+
     def receive(self) -> bytes:
-        """Return the next report from the left; empty once there will be none."""
+        """Return the next report from the left, and pass it on; empty once there will be none."""
+        if self.left_leaves:
+            return b""
         try:
             memory, arriving = self._arriving.popleft()
-            arriving.wait(_FOREVER)
+            arriving.wait(FOREVER)
             report = bytes(memory.tolist())
             self._expect(memory)
         except (RuntimeError, IndexError):  # the connection is closed, or this rank has given up
             self.left_is_gone = True
             return b""
+        peer, why, *_ = _HEAD.unpack_from(report)
+        self.left_leaves = why == LEAVES
+        if why in (TELLS, ASKS) and peer != self.right:
+            self.send(report)
         return report
 
     def _expect(self, memory: torch.Tensor) -> None:
@@ -307,6 +391,12 @@ class Ring:
             return is_time_out(error)
         return True
 
+    def drain(self) -> None:
+        """Return when the right has received all, or is gone."""
+        with suppress(RuntimeError, IndexError):
+            while True:
+                self._sent.popleft()[1].wait(FOREVER)
+
     def close(self) -> None:
         """Let the last report go out, then close all connections.
 
@@ -322,10 +412,14 @@ class Ring:
 
     def abort(self) -> None:
         """Close all connections, which ends `receive`; hold nothing more that keeps gloo's threads alive."""
+        self.stop.set()
         self.ended()
         self._sent.clear()
         self._pulses.clear()
         self._arriving.clear()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(GRACE_S)
 
 
 def peers_of(group: dist.ProcessGroup) -> list[int]:

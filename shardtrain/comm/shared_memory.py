@@ -30,7 +30,7 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import PeerLost
 from shardtrain.comm.messages import segment_number
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, SHARE, Movement
+from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, is_in_place, pack_own, sent_by
@@ -101,6 +101,7 @@ class SharedMemoryTransport(OneGroup):
         self.inner, self.signals = inner, signals
         self.rank, self.world = inner.rank, inner.world
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
+        signals.board = self._share(signals.board.nbytes, self.host[0]).view(signals.board.dtype)
         self._largest = 0  # bytes of the largest gradient
         self._arenas: tuple[Arena, Arena] | None = None  # see `_open_arenas`
         self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
@@ -264,8 +265,7 @@ class SharedMemoryTransport(OneGroup):
         try:
             if handle is not None:
                 os.ftruncate(handle, max(size, 1))
-            self.signals.wait(self.signals.post(SHARE, size, f"{size} bytes", owner, handle))
-            handle = self.signals.take_handle(owner) if handle is None else handle
+            handle = self.signals.share(owner, handle, size, f"{size} bytes")
             memory = mmap.mmap(handle, max(size, 1))
         finally:
             if handle is not None:
@@ -325,6 +325,7 @@ class HostsTransport(SharedMemoryTransport):
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         position = self.signals.post(GATHER, tag.number, tag.name)
+        self.signals.send(position)  # other hosts wait for this rank meanwhile
         pairs = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
         moving = self._between.send_to_all(tag, pairs)
 

@@ -1,4 +1,4 @@
-"""Signals between the ranks of one host: which collective each rank has started, and which rank has ended.
+"""Signals between the ranks of one host: which collective each rank has started, and which rank is lost.
 
 Every two ranks share a Unix socket. A rank *posts* its collectives in order. A rank that must not go on
 before the others have come as far *waits* for their posts, and compares them with its own (``guard.py``). The
@@ -6,6 +6,12 @@ kernel does the rest: a waiting rank sleeps, what a rank wrote to shared memory 
 those that receive the post, and a rank that dies closes its sockets, however it dies. A rank that stops
 because it lost another says so first. Otherwise a third rank, which looks later, might name the second as
 the cause.
+
+A socket's buffer holds a few hundred posts. A rank that waits, for a post or for room in a buffer, takes in
+what any other rank sends, so no two ranks wait for each other to read.
+
+A rank that has waited for long asks the kernel whether the others run: a rank that computes by itself for an
+hour is waited for, a stopped one is lost at the time-out.
 
 The sockets live in Linux's abstract namespace: no file, so nothing is left behind.
 """
@@ -15,21 +21,36 @@ from __future__ import annotations
 import os
 import select
 import socket
-import sys
+import struct
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
 
-from shardtrain.comm.guard import GRACE_S, MESSAGE, Entry, Paths, PeerLost, unpack
-from shardtrain.comm.movement import GATHER, Movement
+import torch
+
+from shardtrain.comm.guard import (
+    CHECK_S,
+    ELSEWHERE,
+    ENDED,
+    GRACE_S,
+    MESSAGE,
+    SILENT,
+    Entry,
+    Paths,
+    PeerLost,
+    Wait,
+    shown_by,
+    unpack,
+)
+from shardtrain.comm.movement import GATHER, SHARE, Movement
 
 # Kinds of entries that are no collectives, whose kinds are 0 and above.
 _DONE = -1  # "I have read what your collective at this position offered"
-_LOST = -2  # "the rank of this value has ended, so I stop, too"
-_HANDLE_BYTES = array("i").itemsize
+_LOST = -2  # "the rank of this value is lost, in the state of this number, so I stop, too"
+_HANDLE = -3  # carries a file descriptor
+_LAZY_BYTES = 32 * MESSAGE.size  # gathers that nobody waits for are sent together
 
 
 class Peer:
@@ -38,92 +59,142 @@ class Peer:
     def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank = rank
         self.link = link
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 3 * 4)
+        self.process = struct.unpack("3i", credentials)[0]  # 0 in a container of its own
         self.done: set[int] = set()  # positions of this rank's collectives that it has read
-        self.handles: list[int] = []  # file descriptors that it has sent
-        self.cause = rank  # the rank that ended first, once this one is lost
+        self.handle: int | None = None  # a file descriptor that it has sent
+        self.expects_handle = False
+        self.lost: tuple[int, int] | None = None  # if it is: why, and the rank that was lost first
+        self.has_room = True
+        self.at_work = 0.0  # when it was last known to be
         self._bytes = b""
 
     def receive(self, paths: Paths) -> bool:
         """Take in what has arrived. Return False once the peer has closed its end."""
         try:
-            data, rights, _, _ = self.link.recvmsg(1 << 16, socket.CMSG_SPACE(_HANDLE_BYTES))
+            if self.expects_handle:  # which takes twice as long
+                data, handles, _, _ = socket.recv_fds(self.link, 1 << 16, 1)
+                if handles:
+                    self.handle, self.expects_handle = handles[0], False
+            else:
+                data = self.link.recv(1 << 16)
         except BlockingIOError:
             return True
-        except ConnectionError:
+        except OSError:
+            data = b""
+        if not data:
+            self.lost = self.lost or (ENDED, self.rank)
             return False
-        self.handles += [int.from_bytes(handle, sys.byteorder) for _, _, handle in rights]
-        self._bytes += data
-        whole = len(self._bytes) // MESSAGE.size * MESSAGE.size
-        for position, entry in unpack(self._bytes[:whole]):
-            if entry.kind == _DONE:
+        data = self._bytes + data
+        whole = len(data) // MESSAGE.size * MESSAGE.size
+        for position, entry in unpack(data[:whole]):
+            if entry.kind >= 0:
+                paths.hear(self.rank, position, entry)
+            elif entry.kind == _DONE:
                 self.done.add(position)
             elif entry.kind == _LOST:
-                self.cause = entry.value
-            else:
-                paths.theirs[self.rank][position] = entry
-        self._bytes = self._bytes[whole:]
-        return bool(data)
+                self.lost = entry.number, entry.value
+        self._bytes = data[whole:]
+        return True
+
+    def runs(self) -> bool:
+        """Return whether the kernel says that the process is neither stopped nor dead."""
+        try:
+            status = Path(f"/proc/{self.process}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] not in "TtZX"
 
 
 class Signals:
     """This rank's sockets to the other ranks of its host."""
 
-    def __init__(self, rank: int, peers: list[Peer]) -> None:
+    def __init__(self, rank: int, peers: list[Peer], time_out_s: Callable[[], float]) -> None:
         self.rank = rank
         self.peers = peers
-        self.paths = Paths(rank, [peer.rank for peer in peers])
+        self.paths = Paths(rank, [peer.rank for peer in peers], time_out_s)
+        # When each rank was last known to be at work, see `Wait`; soon in memory that they share.
+        self.board = torch.zeros(1 + max(rank, *(peer.rank for peer in peers)), dtype=torch.float64)
+        self._unsent = b""
         self._awaited: set[int] = set()  # positions that `wait` will ask for
+        self._open = {peer.link.fileno(): peer for peer in peers}
+        self._poll = select.poll()
+        for number in self._open:
+            self._poll.register(number, select.POLLIN)
         self.close = weakref.finalize(self, _close, tuple(peers))
-        this = weakref.ref(self)
-        # A forked data loader must not keep a dead rank's sockets open.
-        os.register_at_fork(after_in_child=lambda: (alive := this()) and alive.close())
+        shown_by.add(self)
 
-    def post(self, kind: Movement, number: int, name: str, value: int = 0, handle: int | None = None) -> int:
+    def post(self, kind: Movement, number: int, name: str, value: int = 0) -> int:
         """Send this rank's next collective to every peer. Return its position.
 
-        Every collective but a gather must be waited for. ``handle``: a file descriptor to send with it.
+        Every collective but a gather must be waited for. Gathers may be sent later, with others.
         """
         position, message = self.paths.add(kind, number, name, value)
+        self._unsent += message
         if kind is not GATHER:
             self._awaited.add(position)
-        self._send(message, position, handle)
+            self.send(position)
+        elif len(self._unsent) >= _LAZY_BYTES:
+            self.send(position)
+            self.compare()
         return position
 
     def done(self, position: int) -> None:
         """Tell every peer that this rank has read what their collective at ``position`` offered."""
-        self._send(Entry(_DONE, 0, 0, 0, b"").packed(position), position)
+        self._unsent += Entry(_DONE, 0, 0, 0, b"").packed(position)
+        self.send(position)
 
     def wait(self, position: int) -> dict[int, int]:
         """Wait until every peer has come to ``position``. Return the value that each rank offered there.
 
         Raises:
             Diverged: a peer made another collective there, or earlier.
-            PeerLost: a peer has ended, or the time-out has passed.
+            PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
         theirs = self.paths.theirs
-        self._receive_until(lambda peer: position in theirs[peer.rank], position)
+        self._wait_until(lambda peer: position in theirs[peer.rank], position)
         self._awaited.discard(position)
         return {rank: log[position].value for rank, log in theirs.items()}
 
     def wait_done(self, position: int) -> None:
         """Wait until every peer has read what this rank's collective at ``position`` offered."""
-        self._receive_until(lambda peer: position in peer.done, position)
+        self._wait_until(lambda peer: position in peer.done, position)
         for peer in self.peers:
             peer.done.discard(position)
 
     def is_done(self, position: int) -> bool:
         """Return whether `wait_done` would return at once."""
-        self._receive_all()
+        if not all(position in peer.done for peer in self.peers):
+            self._take_in()
         return all(position in peer.done for peer in self.peers)
 
     def compare(self) -> None:
         """Raise Diverged if what peers have said so far shows that one takes another path."""
-        self._receive_all()
+        self._take_in()
         self._compare()
 
-    def take_handle(self, owner: int) -> int:
-        """Return the file descriptor that ``owner`` sent with a collective that has been waited for."""
-        return next(peer for peer in self.peers if peer.rank == owner).handles.pop(0)
+    def share(self, owner: int, handle: int | None, number: int, name: str) -> int:
+        """Return the file descriptor ``handle`` of rank ``owner`` on every rank. Collective."""
+        giver = next((peer for peer in self.peers if peer.rank == owner), None)
+        if giver is not None:
+            giver.expects_handle = True  # before the post, which tells the owner that it may send
+        position = self.post(SHARE, number, name, owner)
+        self.wait(position)
+        if giver is None:
+            assert handle is not None
+            self.send_handle(handle, position)
+            return handle
+        self._wait_until(lambda peer: peer is not giver or peer.handle is not None, position)
+        handle, giver.handle = giver.handle, None
+        assert handle is not None
+        return handle
+
+    def send_handle(self, handle: int, position: int) -> None:
+        self._unsent += Entry(_HANDLE, 0, 0, 0, b"").packed(position)
+        self.send(position, [handle])
+
+    def show(self, moment: float) -> None:
+        self.board[self.rank] = moment
 
     def abort(self) -> None:
         """End all waiting, here and at the peers: something else has failed. Any thread may call this."""
@@ -131,99 +202,128 @@ class Signals:
             with suppress(OSError):
                 peer.link.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, message: bytes, position: int, handle: int | None = None) -> None:
-        rights = [] if handle is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [handle]))]
+    def send(self, position: int, handles: Sequence[int] = ()) -> None:
+        """Send what has not been sent, up to the collective at ``position``."""
+        message, self._unsent = self._unsent, b""
         for peer in self.peers:
-            try:
-                self._send_to(peer, message, position, rights)
-            except OSError:
-                peer.receive(self.paths)
+            rest, with_it = message, handles
+            while rest:
+                try:
+                    sent = socket.send_fds(peer.link, [rest], with_it) if with_it else peer.link.send(rest)
+                    rest, with_it = rest[sent:], ()
+                except BlockingIOError:
+                    peer.has_room = False
+                    self._wait_until(lambda each: each.has_room, position)
+                except OSError:
+                    self.compare()
+                    raise self._lost([peer], position) from None
+
+    def _wait_until(self, has_come: Callable[[Peer], bool], position: int) -> None:
+        """Take in what any peer sends until ``has_come(peer)`` holds for every peer."""
+        since, wait = time.monotonic(), None
+        try:
+            while True:
                 self._compare()
-                raise self._lost([peer], position) from None
+                late = [peer for peer in self.peers if not has_come(peer)]
+                if not late:
+                    return
+                if gone := [peer for peer in late if peer.lost]:
+                    raise self._lost(gone, position)
+                if not self._take_in(CHECK_S, [peer for peer in late if not peer.has_room]):
+                    wait = wait or Wait(self.paths, position, since)
+                    self._check(wait, late, position)
+        finally:
+            if wait is not None:
+                wait.end()
 
-    def _send_to(self, peer: Peer, message: bytes, position: int, rights: list[Any]) -> None:
-        while message:
-            try:
-                message, rights = message[peer.link.sendmsg([message], rights) :], []
-            except BlockingIOError:
-                room = select.poll()
-                room.register(peer.link, select.POLLOUT)
-                if not room.poll(self.paths.timeout_s * 1000):
-                    raise self.paths.silent([peer.rank], position) from None
+    def _check(self, wait: Wait, late: Sequence[Peer], position: int) -> None:
+        """Raise PeerLost if nobody that this rank waits for has been at work for as long as the time-out."""
+        for peer in late:
+            if peer.runs():
+                peer.at_work = self.board[peer.rank].item() or time.monotonic()
+        if not wait.is_over_time({peer.rank: peer.at_work for peer in late}):
+            return
+        # Those for whom this rank waits may in turn wait for one that is stopped.
+        stopped = [peer.rank for peer in self.peers if not (peer.lost or peer.runs())]
+        for peer in late:
+            peer.lost = (SILENT, stopped[0]) if stopped else (ELSEWHERE, peer.rank)
+        raise self._lost(late, position, wait.waited_s)
 
-    def _receive_all(self) -> None:
-        for peer in self.peers:
-            peer.receive(self.paths)
+    def _take_in(self, seconds: float = 0.0, full: Sequence[Peer] = ()) -> bool:
+        """Receive what peers send within ``seconds``, or until one that was ``full`` has room.
 
-    def _receive_until(self, arrived: Callable[[Peer], bool], position: int) -> None:
-        """Receive until ``arrived(peer)`` holds for every peer."""
-        deadline = time.monotonic() + self.paths.timeout_s
-        while True:
-            self._compare()
-            missing = [peer for peer in self.peers if not arrived(peer)]
-            if not missing:
-                return
-            ended = self._receive_some(missing, deadline)
-            if ended is None:
-                raise self.paths.silent([peer.rank for peer in missing], position)
-            gone = [peer for peer in ended if not arrived(peer)]
-            if gone:
-                self._compare()
-                raise self._lost(gone, position)
-
-    def _receive_some(self, peers: list[Peer], deadline: float) -> list[Peer] | None:
-        """Receive what any of ``peers`` sends next. Return those that have ended, or None at the deadline.
-
-        A peer that has lost another counts as ended: it may live on, but makes no collective any more.
+        Returns whether anything has happened.
         """
-        if stopped := [peer for peer in peers if peer.cause != peer.rank]:
-            return stopped
-        poll = select.poll()
-        by_number = {peer.link.fileno(): peer for peer in peers}
-        for number in by_number:
-            poll.register(number, select.POLLIN)
-        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if not ready:
-            return None
-        return [by_number[number] for number, _ in ready if not by_number[number].receive(self.paths)]
+        for peer in full:
+            self._poll.modify(peer.link, select.POLLIN | select.POLLOUT)
+        ready = self._poll.poll(seconds * 1000)
+        for peer in full:
+            self._poll.modify(peer.link, select.POLLIN)
+        for number, event in ready:
+            peer = self._open[number]
+            peer.has_room = peer.has_room or bool(event & select.POLLOUT)
+            if not peer.receive(self.paths):
+                self._poll.unregister(number)
+        return bool(ready)
 
-    def _lost(self, ended: Sequence[Peer], position: int) -> PeerLost:
-        """Return the error for ``ended`` peers, which names who ended first, and tell the other peers so."""
-        causes = sorted({peer.cause for peer in ended})
-        message = Entry(_LOST, 0, 0, causes[0], b"").packed(position)
+    def _lost(self, lost: Sequence[Peer], position: int, waited_s: float | None = None) -> PeerLost:
+        """Return the error for ``lost`` peers, which names who was lost first, and tell the other peers."""
+        causes = sorted({peer.lost or (ENDED, peer.rank) for peer in lost})
+        state = causes[0][0]
+        ranks = [rank for each, rank in causes if each == state]
+        message = Entry(_LOST, state, 0, ranks[0], b"").packed(position)
         for peer in self.peers:
             with suppress(OSError):
                 peer.link.send(message)
-        return self.paths.lost(causes, position)
+        return self.paths.lost(ranks, position, state, waited_s)
 
     def _compare(self) -> None:
         """Compare every peer's collectives with this rank's, as far as both are known."""
-        position = self.paths.difference()
+        position = self.paths.difference
         if position is None:
             self.paths.forget_before(min(self._awaited, default=self.paths.end))
             return
         # Most ranks are right: give those that have not said where they are a moment to say so.
         deadline = time.monotonic() + GRACE_S
-        missing = [peer for peer in self.peers if position not in self.paths.theirs[peer.rank]]
-        while missing and (ended := self._receive_some(missing, deadline)) is not None:
-            missing = [p for p in missing if p not in ended and position not in self.paths.theirs[p.rank]]
+        theirs = self.paths.theirs
+        while any(position not in theirs[peer.rank] and not peer.lost for peer in self.peers):
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._take_in(left):
+                break
         raise self.paths.diverged(position)
 
 
 def _close(peers: Sequence[Peer]) -> None:
     for peer in peers:
         peer.link.close()
-        for handle in peer.handles:
-            os.close(handle)
+        if peer.handle is not None:
+            os.close(peer.handle)
 
 
-def connect(rank: int, ranks: Sequence[int], name: str, barrier: Callable[[], None]) -> Signals:
+def _close_all() -> None:
+    for each in list(shown_by):
+        if isinstance(each, Signals):
+            each.close()
+
+
+# A forked data loader must not keep a dead rank's sockets open.
+os.register_at_fork(after_in_child=_close_all)
+
+
+def connect(
+    rank: int,
+    ranks: Sequence[int],
+    name: str,
+    barrier: Callable[[], None],
+    time_out_s: Callable[[], float],
+) -> Signals:
     """Connect this rank with every other rank of the host.
 
     Args:
         rank, ranks: this rank and all of the host's.
         name: of the sockets; known to these ranks alone, the same on all of them.
         barrier: callable; returns when all ranks have called it.
+        time_out_s: callable; returns the seconds that a rank may not answer.
 
     Raises:
         OSError: the ranks cannot reach one another this way.
@@ -243,4 +343,4 @@ def connect(rank: int, ranks: Sequence[int], name: str, barrier: Callable[[], No
             links[int.from_bytes(link.recv(8, socket.MSG_WAITALL), "big")] = link
     for link in links.values():
         link.setblocking(False)
-    return Signals(rank, [Peer(other, links[other]) for other in ranks if other != rank])
+    return Signals(rank, [Peer(other, links[other]) for other in ranks if other != rank], time_out_s)

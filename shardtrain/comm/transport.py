@@ -90,6 +90,16 @@ class Pending:
             finish()
 
 
+def all_of(movements: Sequence[Pending]) -> Pending:
+    """Return all ``movements`` as one."""
+
+    def finish() -> None:
+        for each in movements:
+            each.wait()
+
+    return Pending(finish)
+
+
 def staged(start: Callable[[], Pending], finish: Callable[[], None]) -> Pending:
     """Start a movement now with ``start``, and ``finish`` it when it is waited for."""
     moving = start()
