@@ -57,9 +57,8 @@ class Offloaded(TransportWrapper):
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         assert not inner.in_place or inner.world == 1
-        super().__init__(inner)
+        super().__init__(inner, OnDevice(inner.all_ranks, device))
         self.device, self.in_place = device, False
-        self.all_ranks = OnDevice(inner.all_ranks, device)
         self._stream = devices.new_stream(device) if devices.is_accelerator(device) else None
         self._last: Any = None  # event of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way

@@ -34,9 +34,9 @@ from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, ENTER, GATHER, REDUC
 from shardtrain.comm.native import Backend, Streams, living
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.transport import (
+    Carrier,
     Flat,
     Gradient,
-    OneGroup,
     Pending,
     Tag,
     all_of,
@@ -44,17 +44,12 @@ from shardtrain.comm.transport import (
     pack_own,
     sent_by,
 )
-from shardtrain.layout import Layout
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class ProcessGroupTransport(OneGroup):
+class ProcessGroupTransport(Carrier):
     """Collectives between the ranks of ``group``, or a `part` of it."""
-
-    in_place = False
-    silent = False
-    reserved = 0
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         self._group = weakref.ref(group)
@@ -86,11 +81,6 @@ class ProcessGroupTransport(OneGroup):
     @property
     def _mailbox(self) -> Mailbox:
         return Mailbox(self.group, self.rank, self.world, self._members, self._reports is not None)
-
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
 
     def fence(self, what: Movement) -> None:
         """Count steps. No rank waits, because nothing is shared."""

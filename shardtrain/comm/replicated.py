@@ -62,10 +62,13 @@ class Replicated(TransportWrapper):
     def __init__(
         self, inside: Transport, across: ReplicaGroup, all_ranks: AllRanks, primary_ranks: Sequence[int]
     ) -> None:
-        super().__init__(inside)
-        self.across, self._guard = across, all_ranks
-        self.all_ranks, self.primary_ranks = all_ranks, primary_ranks
+        super().__init__(inside, all_ranks)
+        self.across, self._guard, self._primary_ranks = across, all_ranks, primary_ranks
         self.silent = across.silent
+
+    @property
+    def primary_ranks(self) -> Sequence[int]:
+        return self._primary_ranks
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if self.in_place:

@@ -33,7 +33,7 @@ from shardtrain.comm.meter import count
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
-from shardtrain.comm.transport import Flat, Gradient, OneGroup, Pending, Tag, is_in_place, pack_own, sent_by
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, is_in_place, pack_own, sent_by
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes; a cache line, so that no two ranks write to the same one
@@ -88,14 +88,13 @@ def _aligned(size: int) -> int:
     return max(1, -(-size // _ALIGN)) * _ALIGN
 
 
-class SharedMemoryTransport(OneGroup):
+class SharedMemoryTransport(Transport):
     """Collectives between ranks that share memory; what is not shared goes through ``inner``.
 
     ``signals`` connects the ranks of this host, and gives them their numbers: those in ``host``.
     """
 
     in_place = True
-    silent = False
 
     def __init__(self, inner: ProcessGroupTransport, signals: Signals) -> None:
         self.inner, self.signals = inner, signals

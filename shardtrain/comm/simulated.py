@@ -7,7 +7,7 @@ So the real engine can be asked what one rank of 1,024 would hold and send, in o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,7 +27,6 @@ from shardtrain.comm.transport import (
     Transport,
     pack_own,
     sent_by,
-    staged,
 )
 from shardtrain.layout import Layout
 
@@ -62,10 +61,13 @@ class Simulated(Absent):
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         self._largest = max(self._largest, layout.padded * reduced.itemsize)
-        self.reserved = 3 * self._largest if self.in_place else 0
         full = like.new_empty(layout.padded)
         local = full[layout.interval(self.rank)]
         return full, local if self.in_place else torch.empty_like(local)
+
+    @property
+    def reserved(self) -> int:
+        return 3 * self._largest if self.in_place else 0
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         """Over shared memory: from the arena while there is room, as `SharedMemoryTransport` does."""
@@ -98,14 +100,6 @@ class Simulated(Absent):
             del self._unread[:-1]  # other ranks may be one reduction behind
 
         return Pending(finish)
-
-    def exchange(self, tag: Tag, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
-        return Pending()
-
-    def staged(
-        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
-    ) -> Pending:
-        return staged(start, finish)
 
     def _room(self, gradient: Gradient) -> list[Tensor]:
         """Return the memory that a reduction takes until it is done; some of it becomes the gradient."""

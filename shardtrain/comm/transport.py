@@ -13,7 +13,7 @@ apart from ranks that read them where ranks share memory. Elsewhere it costs not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -124,31 +124,40 @@ class Ranks(Protocol):
         """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
 
 
-class Transport(Protocol):
+class Transport:
     """Moves bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
-    ``all_ranks``: all ranks that train the model, of one shard group or of several; errors name their
-    numbers. ``primary_ranks``: the ranks of the first shard group in their order, which answer for what all
-    replicas hold alike. ``in_place``: `allocate` returns a local interval that lies inside the full
-    vector, so a gather copies nothing and a release can give nothing back. ``silent``: nothing comes from
-    other ranks, because there are none, so what this rank lacks is not to be had. ``reserved``: bytes of
-    this rank's memory that are set aside for gradients under way.
+    ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a gather copies
+    nothing and a release can give nothing back. ``silent``: nothing comes from other ranks, because there are
+    none, so what this rank lacks is not to be had.
     """
 
     rank: int
     world: int
-    in_place: bool
-    silent: bool
+    in_place = False
+    silent = False
 
     @property
     def reserved(self) -> int:
+        """Bytes of this rank's memory that are set aside for gradients under way."""
         return 0
 
     @property
-    def all_ranks(self) -> Ranks: ...
+    def all_ranks(self) -> Ranks:
+        """All ranks that train the model, of one shard group or of several; errors name their numbers."""
+        return self
 
     @property
-    def primary_ranks(self) -> Sequence[int]: ...
+    def primary_ranks(self) -> Sequence[int]:
+        """The ranks of the first shard group in their order: they answer for what all replicas hold alike."""
+        return range(self.world)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """See `Ranks`, and so for the next one. Both concern a transport whose shard group is all ranks."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        raise NotImplementedError
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a full vector and this rank's interval, of ``like``'s dtype and device; values undefined.
@@ -156,25 +165,28 @@ class Transport(Protocol):
         ``reduced``: the dtype that its gradients will have. Collective. Unless ``in_place``, the full
         vector's storage may be resized at will.
         """
+        return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         """Return memory for a full gradient that `reduce` will read; 1-D, ``like``'s dtype, undefined."""
+        return like.new_empty(layout.padded)
 
     def discard(self, gradient: Tensor) -> None:
         """Take back memory that `gradient` gave and that will not be reduced."""
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         """Start filling every ``full`` from all ranks' ``local``."""
+        raise NotImplementedError
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Start turning each ``own`` into the mean over all ranks; each ``full`` is then the transport's."""
+        raise NotImplementedError
 
     def fence(self, what: Movement) -> None:
         """Return when every rank is there: at ``ENTER``, before parameters are read, or at ``LEAVE``."""
 
 
-@runtime_checkable
-class Carrier(Transport, Protocol):
+class Carrier(Transport):
     """A transport that also carries what others make of a movement: int8 packets, say."""
 
     def exchange(self, tag: Tag, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
@@ -183,49 +195,35 @@ class Carrier(Transport, Protocol):
         Both are 1-D, in rank order; from every rank come equally many. This carries a reduction: whoever
         asks for that counts it.
         """
+        return Pending()
 
     def staged(
         self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
     ) -> Pending:
         """Start a movement and finish it: when it is waited for, or on ``device``'s communication stream."""
+        return staged(start, finish)
 
 
-Itself = TypeVar("Itself")
-
-
-class OneGroup:
-    """A transport whose shard group is all ranks."""
-
-    world: int
-
-    @property
-    def all_ranks(self: Itself) -> Itself:
-        return self
-
-    @property
-    def primary_ranks(self) -> Sequence[int]:
-        return range(self.world)
-
-    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        return like.new_empty(layout.padded)
-
-    def discard(self, gradient: Tensor) -> None:
-        """Memory that is this rank's own goes with the tensor."""
-
-
-class TransportWrapper:
+class TransportWrapper(Transport):
     """A transport around ``inner``, to which it passes on what subclasses do not change."""
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, all_ranks: Ranks | None = None) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
         self.in_place, self.silent = inner.in_place, inner.silent
-        self.all_ranks: Ranks = inner.all_ranks
-        self.primary_ranks = inner.primary_ranks
+        self._all_ranks = all_ranks or inner.all_ranks
 
     @property
     def reserved(self) -> int:
         return self.inner.reserved
+
+    @property
+    def all_ranks(self) -> Ranks:
+        return self._all_ranks
+
+    @property
+    def primary_ranks(self) -> Sequence[int]:
+        return self.inner.primary_ranks
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.inner.allocate(layout, like, reduced)
@@ -240,14 +238,13 @@ class TransportWrapper:
         self.inner.fence(what)
 
 
-class Alone(OneGroup):
+class Alone(Carrier):
     """The transport of a single rank: the interval is the whole vector, and nothing ever moves."""
 
     rank = 0
     world = 1
     in_place = True
     silent = True
-    reserved = 0
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         full = like.new_empty(layout.padded)
@@ -261,9 +258,6 @@ class Alone(OneGroup):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         return Pending()
-
-    def fence(self, what: Movement) -> None:
-        pass
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         pass
