@@ -1,19 +1,17 @@
 """How the ranks of a public collective find out whether they all mean the same call.
 
-Every rank sends every other one a row of numbers that says what it is about to do. All ranks judge
-the same table, so they come to the same verdict. Only a refusal needs texts. A rank whose own arguments are
-wrong says so in its row and takes part to the end: if it raised at once, the others would wait for it. Two
-ranks, one gathering int64 ``[2]`` and the other ``[3]``::
+Every rank sends every other one a row of numbers: what it is about to do, or that its arguments are wrong.
+All ranks judge the same table, so they come to the same verdict. Only a refusal needs texts. Two ranks, one
+gathering int64 ``[2]`` and the other ``[3]``::
 
     row of rank 0    0   digest of (all_gather, int64, [2], cpu)   1   16 16   16 16
     row of rank 1    0   another digest                            1   24 24   24 24
 
 On gloo rows are messages, and the payload does not wait for them, since one more round of messages costs
-milliseconds on busy machines. So payloads must do no harm where ranks disagree. Their tags hold their sizes,
-and only messages of one size meet. A refusal reads from the rows which messages have no counterpart, and
-sends or receives that. On other backends the rows are one small all-gather before the payload, for which the
-host waits: tens of microseconds, and the calls of that group issued earlier. Over torch's fake process group,
-which moves nothing, a rank checks its own arguments only.
+milliseconds on busy machines. Where ranks disagree it does no harm: tags hold sizes, so only messages of one
+size meet, and a refusal sends or receives what has no counterpart. On other backends the rows are one small
+all-gather before the payload, for which the host waits. Over torch's fake process group, which moves nothing,
+a rank checks its own arguments only.
 """
 
 from __future__ import annotations

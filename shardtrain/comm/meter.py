@@ -4,9 +4,9 @@ A movement is counted under its own name whatever carried it: a gather built fro
 one ``all_gather``. Bytes are those that this rank sends: N ranks gathering K bytes in all send (N-1)/N * K
 bytes each.
 
-A movement that computation hides costs nothing. What is not hidden is *exposed*: the time between asking for
-a movement's result and having it. On the CPU that includes adding up what came. On an accelerator it is the
-time that the compute stream stands still, measured by events, so that the host need not stop.
+A wait that computation does not hide is *exposed*: the time between asking for a movement's result and having
+it. On the CPU that includes adding up what came. On an accelerator it is the time that the compute stream
+stands still, measured by events, so that the host need not stop.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@ rank says which host it is on, and::
     or no sockets between processes
 
 ``"process_group"`` is the last of these at once, and ``"shared_memory"`` an error instead of it. With several
-replicas the same holds of every shard group, which must be on one host. A single rank has nothing between
-ranks: `Alone`. Over messages there is a guard wherever these go over gloo.
-
-A transport of another kind is one more entry in `TRANSPORTS`.
+replicas the same holds of every shard group, which must be on one host. A transport of another kind is one
+more entry in `TRANSPORTS`.
 """
 
 from __future__ import annotations
@@ -108,10 +106,10 @@ TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
 def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
     """Open the transport ``kind`` of `TRANSPORTS` between the ranks of ``group`` (default: the world).
 
-    Collective. ``"auto"`` shares memory where it can, and logs one line where it cannot.
+    Collective.
 
     Raises:
-        ValueError: ``"shared_memory"`` is asked for and the ranks cannot share memory.
+        ValueError: ranks ask for different kinds, or for shared memory, which they cannot share.
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     return Alone() if group is None or group.size() == 1 else _agreed(kind, group)(Opening(group))
@@ -139,7 +137,7 @@ def open_replicated(
         inside, across: this rank's shard group and column, for the backend's own collectives.
 
     Raises:
-        ValueError: ``"shared_memory"`` is asked for and the ranks of a shard group cannot share memory.
+        ValueError: as `open_transport`.
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"

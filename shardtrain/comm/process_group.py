@@ -7,7 +7,6 @@ which `Digests` guards.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -126,15 +125,13 @@ class ProcessGroupTransport(Carrier):
             dist.all_reduce(tensor, _OPS[op], group=self.group)
 
     def note(self, kind: Movement, tag: Tag) -> None:
-        """Let the guard know of a collective that is made by other means."""
         if self._reports is not None:
             self._reports.post(kind, tag)
         else:
             self._digests.add(kind, tag)
 
     def sharing(self) -> AbstractContextManager[None]:
-        """Inside, this rank waits for others by other means than messages; all ranks hear of its errors."""
-        return contextlib.nullcontext() if self._reports is None else self._reports.sharing()
+        return super().sharing() if self._reports is None else self._reports.sharing()
 
     def backend_for(self, kind: Movement, tag: Tag) -> Backend:
         """Return the backend's own collectives, for a collective that the guard then knows of."""

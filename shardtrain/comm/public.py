@@ -3,20 +3,15 @@
 ``from shardtrain import comm as dist`` runs torch's documented examples. What is different:
 
 - on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
-  twice as fast as gloo's own at tens of megabytes; below one the agreement outweighs that. Stacked outputs
-  and uneven lists, which gloo refuses, work;
+  twice as fast as gloo's own at tens of megabytes, slower below one. Stacked outputs and uneven lists, which
+  gloo refuses, work;
 - arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank
-  (``agreement.py``). What the outputs then hold is undefined, those of other calls under way on that group
-  too; the group remains usable;
+  (``agreement.py``). Outputs of calls under way on that group are then undefined; the group remains usable;
 - inputs may be strided; outputs must be contiguous.
 
-Each call has three steps: check this rank's arguments, agree with the others, move. On gloo the last two go
-on together. With ``async_op=True`` a thread completes them on gloo, so that they proceed while the caller
-computes, and ``wait()`` raises what they raise. On other backends the agreement is reached inside the call,
-and the backend's own ``Work`` is returned.
-
-The meter counts the payload that this rank sends, not the agreement: two ranks that gather 8 bytes in all
-send 4 each.
+With ``async_op=True`` a thread completes the call on gloo, and ``wait()`` raises what it raises. On other
+backends the agreement is reached inside the call, and the backend's own ``Work`` is returned. The meter
+counts the payload, not the agreement.
 """
 
 from __future__ import annotations
@@ -241,12 +236,7 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
 
 
 class Background(Work):
-    """Runs ``move`` in a thread of its own.
-
-    gloo's messages do not say whether they have arrived except to a thread that waits for them. So the thread
-    is what makes ``is_completed()`` true without a ``wait()``, and merges what arrives while the caller
-    computes.
-    """
+    """Runs ``move`` in a thread of its own, since gloo tells only who waits that a message has arrived."""
 
     def __init__(self, move: Callable[[], None]) -> None:
         super().__init__()

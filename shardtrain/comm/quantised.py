@@ -12,10 +12,9 @@ max|block| / 254, besides fp32's own rounding. Two ranks, a block of two element
 
 What is not quantised (norms, vectors) is sent beside it, in the same packet: one per rank and collective.
 
-A gather quantises each rank's interval. The rank replaces its own interval, too, by what the others decode:
-replicas must compute with equal weights, or their gradients would belong to different models. Shards stay
-exact, and so does all that is gathered for users. A reduction is an exchange of packets: each rank decodes
-what it received and adds it up in rank order in fp32, with its own gradient exactly as it was.
+In a gather the rank replaces its own interval, too, by what the others decode: replicas must compute with
+equal weights. Shards stay exact, and so does all that is gathered for users. In a reduction each rank decodes
+the packets that it received and adds them up in rank order in fp32, with its own gradient as it was.
 
 Codes go from -127 to 127. ``ABSENT`` stands for -0.0, which means that a rank has no gradient here (see
 ``reduce.py``); what rounds to nothing arrives as +0.0. A block with an inf or a nan has no finite scale, so

@@ -25,19 +25,17 @@ After Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from shardtrain import device
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import AVERAGE, GATHER, REDUCE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.transport import (
+    Carrier,
     Flat,
     Gradient,
     Interval,
     Pending,
-    Ranks,
     Tag,
     Transport,
     TransportWrapper,
@@ -46,21 +44,11 @@ from shardtrain.comm.transport import (
 )
 
 
-class AllRanks(Ranks, Protocol):
-    """All ranks, and their guard: see `ProcessGroupTransport`."""
-
-    def note(self, kind: Movement, tag: Tag) -> None: ...
-
-    def sharing(self) -> AbstractContextManager[None]: ...
-
-    def fence(self, what: Movement) -> None: ...
-
-
 class Replicated(TransportWrapper):
     """Collectives ``inside`` a shard group and ``across`` the replicas, under the guard of ``all_ranks``."""
 
     def __init__(
-        self, inside: Transport, across: ReplicaGroup, all_ranks: AllRanks, primary_ranks: Sequence[int]
+        self, inside: Transport, across: ReplicaGroup, all_ranks: Carrier, primary_ranks: Sequence[int]
     ) -> None:
         super().__init__(inside, all_ranks)
         self.across, self._guard, self._primary_ranks = across, all_ranks, primary_ranks

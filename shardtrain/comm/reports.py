@@ -80,7 +80,8 @@ class Reports:
         self._changed = threading.Condition()  # guards what follows, and `paths`
         self._waiting: tuple[int, float] | None = None  # position, since when
         self._wait: Wait | None = None  # the same, once it is long
-        self._asked_s = self._reported_s = time.monotonic()  # when this rank did last
+        # When this rank last asked, reported to all, sent anything.
+        self._asked_s = self._told_s = self._sent_s = time.monotonic()
         self._heard_s = dict.fromkeys(self.paths.theirs, time.monotonic())  # when each peer did
         self._at_work = dict.fromkeys(self.paths.theirs, 0.0)  # when each was last known to be
         self._diverged_at: float | None = None  # when it became known that ranks differ
@@ -199,7 +200,7 @@ class Reports:
             ):
                 self._asked_s = now
                 self._report(ASKS)
-            elif now - self._reported_s > pause:
+            elif now - self._sent_s > pause:
                 self._report(LIVES)
             if is_long:
                 self._be_patient(position, since)
@@ -236,7 +237,7 @@ class Reports:
             if self._failure is None:
                 if lost >= 0:
                     self._lose(lost, state, self.paths.end - 1)
-                elif why == ASKS and now - self._reported_s > CHECK_S / 4:
+                elif why == ASKS and now - self._told_s > CHECK_S / 4:
                     self._report()
             self._changed.notify_all()
             self._compare()
@@ -274,10 +275,12 @@ class Reports:
         if self._is_sharing:
             self._abort()
         if self._waiting is not None:
-            self._ring.close()
+            self._ring.close(0.0 if lost == self._ring.right else GRACE_S)
 
     def _report(self, why: int = TELLS, lost: int = -1, state: int = ENDED) -> None:
-        self._reported_s = time.monotonic()
+        self._sent_s = time.monotonic()
+        if why != LIVES:
+            self._told_s = self._sent_s
         self._ring.send(_packed(self.paths, why, lost, state))
 
 
@@ -397,13 +400,13 @@ class Ring:
             while True:
                 self._sent.popleft()[1].wait(FOREVER)
 
-    def close(self) -> None:
-        """Let the last report go out, then close all connections.
+    def close(self, patience_s: float = GRACE_S) -> None:
+        """Let the last report go out, unless that takes longer than ``patience_s``; close all connections.
 
         A second thread that closes waits, too, or it would cut that report off.
         """
         with self._closing:
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + patience_s
             while self._sent:
                 left = max(0.001, deadline - time.monotonic())
                 with suppress(RuntimeError):

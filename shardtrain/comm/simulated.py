@@ -6,9 +6,7 @@ So the real engine can be asked what one rank of 1,024 would hold and send, in o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -33,12 +31,6 @@ from shardtrain.layout import Layout
 
 class Absent(Alone):
     """Ranks of which only this one is there: nothing comes from the others, and nothing is waited for."""
-
-    def note(self, kind: Movement, tag: Tag) -> None:
-        pass
-
-    def sharing(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])

@@ -1,7 +1,7 @@
 """What the engine asks of a transport: memory for flat vectors, and two movements between ranks.
 
-A transport moves the intervals of one shard group. What is not cut concerns all ranks: buffers, initial
-values, the gradient's norm. With several replicas there are more ranks than one shard group has::
+A transport moves the intervals of one shard group; buffers and the gradient's norm concern all ranks. With
+several replicas there are more ranks than one shard group has::
 
     all ranks      ranks 0, 1, 2, 3
     shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
@@ -13,6 +13,7 @@ apart from ranks that read them where ranks share memory. Elsewhere it costs not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -187,7 +188,7 @@ class Transport:
 
 
 class Carrier(Transport):
-    """A transport that also carries what others make of a movement: int8 packets, say."""
+    """A transport that also serves others, which make movements of their own of it: int8 packets, say."""
 
     def exchange(self, tag: Tag, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
         """Start sending ``sizes[r]`` elements of ``outgoing`` to rank r, and filling ``incoming`` from all.
@@ -196,6 +197,13 @@ class Carrier(Transport):
         asks for that counts it.
         """
         return Pending()
+
+    def note(self, kind: Movement, tag: Tag) -> None:
+        """Let the guard know of a collective that is made by other means."""
+
+    def sharing(self) -> AbstractContextManager[None]:
+        """Inside, this rank waits for others by other means than messages; all ranks hear of its errors."""
+        return nullcontext()
 
     def staged(
         self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
