@@ -216,7 +216,7 @@ def test_any_number_of_movements_may_come_without_a_wait(steps: int) -> None:
     model = shard(Recurrent(), units=[nn.RNNCell])
     with torch.no_grad():
         model(torch.ones(2, 5), steps)
-    transport = engine_of(model).transport
+    transport = shardtrain.introspect(model).transport
     if isinstance(transport, comm.SharedMemoryTransport):
         paths = transport.signals.paths
         assert max(map(len, [paths.own, *paths.theirs.values()])) < 1000

@@ -32,33 +32,22 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The spans that began and ended while the trace was open."""
+    """The spans that began and ended while the trace was open; see `begin`, `end` and `note`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         devices.synchronize(device)
         self._zero, self._zero_s = devices.moment(device), time.perf_counter()
-        self._begun: dict[tuple[str, str], Any] = {}  # the moments
-        self._noted: list[tuple[str, str, Any, Any]] = []
-
-    def begin(self, kind: str, name: str) -> None:
-        self._begun[kind, name] = devices.moment(self.device)
-
-    def end(self, kind: str, name: str) -> None:
-        start = self._begun.pop((kind, name), None)
-        if start is not None:
-            self.note(kind, name, start, devices.moment(self.device))
-
-    def note(self, kind: str, name: str, start: Any, end: Any) -> None:
-        self._noted.append((kind, name, start, end))
+        self.begun: dict[tuple[str, str], Any] = {}  # the moments
+        self.noted: list[tuple[str, str, Any, Any]] = []
 
     def spans(self) -> list[Span]:
         """Return all that have ended, by their start."""
-        found = [
+        spans = [
             Span(kind, name, *(self._zero_s + devices.seconds(self._zero, at) for at in (start, end)))
-            for kind, name, start, end in self._noted
+            for kind, name, start, end in self.noted
         ]
-        return sorted(found, key=lambda span: span.start)
+        return sorted(spans, key=lambda span: span.start)
 
 
 # Process-wide for the reason that open meters are: backward runs in other threads.
@@ -79,19 +68,21 @@ def record(device: torch.device) -> Iterator[Trace]:
 def begin(kind: str, name: str) -> None:
     """Begin a span now, and forget one of the same kind and name that has not ended."""
     for current in _open:
-        current.begin(kind, name)
+        current.begun[kind, name] = devices.moment(current.device)
 
 
 def end(kind: str, name: str) -> None:
     """End the span now, if it began since the trace was opened."""
     for current in _open:
-        current.end(kind, name)
+        start = current.begun.pop((kind, name), None)
+        if start is not None:
+            current.noted.append((kind, name, start, devices.moment(current.device)))
 
 
 def note(kind: str, name: str, start: Any, end: Any) -> None:
     """Add a span between two moments of `device.moment`."""
     for current in _open:
-        current.note(kind, name, start, end)
+        current.noted.append((kind, name, start, end))
 
 
 def is_open() -> bool:
