@@ -112,18 +112,15 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
         ValueError: ranks ask for different kinds, or for shared memory, which they cannot share.
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    return Alone() if group is None or group.size() == 1 else _agreed(kind, group)(Opening(group))
+    if group is None or group.size() == 1:
+        return Alone()
+    _require_same_kind(kind, group)
+    return TRANSPORTS[kind](Opening(group))
 
 
-def _agreed(kind: str, group: dist.ProcessGroup) -> Callable[[Opening], Transport]:
-    """Return what opens ``kind``. Collective.
-
-    Raises:
-        ValueError: ranks ask for different kinds; on every rank.
-    """
+def _require_same_kind(kind: str, group: dist.ProcessGroup) -> None:
     device = torch.device(device_types(group)[0])
     require_same([repr(kind)], "transport=", ProcessGroupTransport(group), device)
-    return TRANSPORTS[kind]
 
 
 def open_replicated(
@@ -141,10 +138,10 @@ def open_replicated(
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    open_shards = _agreed(kind, world)
+    _require_same_kind(kind, world)
     opening = Opening(world, groups, inside)
     if len(opening.own) > 1:
-        shards = open_shards(opening)
+        shards = TRANSPORTS[kind](opening)
     else:
         opening.guarded()
         shards = Alone()
