@@ -177,10 +177,12 @@ def assert_at_rest(model: nn.Module) -> None:
                 assert segment.full.untyped_storage().nbytes() == 0, unit.name
             rows = zip(segment.params, segment.pieces, segment.shapes, strict=True)
             for param, piece, shape in rows:
-                if not segment.layout.whole:
-                    assert param.shape == (piece.numel,)
-                elif shape:
-                    assert param.shape == (shape if piece.numel == shape.numel() else (0, *shape[1:]))
+                assert param.ndim == max(1, len(shape))
+                assert param.numel() == piece.numel
+                if segment.layout.whole and shape and piece.numel == shape.numel():
+                    assert param.shape == shape
+                else:
+                    assert param.shape[1:].numel() == 1
                 assert param.grad is None or param.grad.shape == param.shape
 
 

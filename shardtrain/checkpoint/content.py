@@ -58,7 +58,7 @@ class LocalShard(NamedTuple):
 
     def shown(self, piece: torch.Tensor) -> torch.Tensor:
         """Return ``piece`` (1-D, this rank's elements) in the parameter's shape at rest."""
-        return shown(piece, self.param.shape, self.entry.stride)
+        return shown(piece, self.param.shape, self.entry.spec.shape, self.entry.stride)
 
 
 def local_shards(engine: Engine) -> list[LocalShard]:

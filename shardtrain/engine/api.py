@@ -39,10 +39,10 @@ def shard(
     """Shard the parameters of ``module`` over the ranks, in place, and return ``module``.
 
     From then on every rank holds 1/N of each unit's parameters, gradients and optimizer state. The parameters
-    stay the same objects under the same names, and at rest each holds its local piece (by default 1-D,
-    possibly empty); a unit's parameters are whole while it computes. Gradients are the mean over ranks.
-    Initial parameters and buffers are rank 0's on every rank. With no process group and no ``WORLD_SIZE``
-    above 1 it works as a single rank and communicates nothing.
+    stay the same objects under the same names. At rest each holds its local piece, with as many dimensions as
+    the parameter: n elements of a filter are (n, 1, 1, 1). A unit's parameters are whole while it computes.
+    Gradients are the mean over ranks. Initial parameters and buffers are rank 0's on every rank. With no
+    process group and no ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
 
     Args:
         module: the root. It may come from `deferred`; or be on the meta device without values, and
@@ -62,7 +62,7 @@ def shard(
         ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
         layout: ``"even"`` cuts each unit into equal intervals, wherever they fall. ``"whole"`` gives each
             parameter to one rank, for optimizers that look at all of it (Muon): there it has its own shape
-            at rest, on other ranks ``(0, *shape[1:])``. Ranks hold as much as whole parameters allow.
+            at rest, on other ranks ``(0, 1, ...)``. Ranks hold as much as whole parameters allow.
         device: where shards and buffers are to lie and units to compute; ``None`` is where they lie now, for
             a deferred model the CPU. No more than one unit at a time is whole there.
         offload: keep shards, their gradients and optimizer state in host memory, pinned, instead of on the

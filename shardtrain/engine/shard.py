@@ -86,6 +86,8 @@ class Segment:
         sizes = zip(self.pieces, self.layout.sizes, strict=True)
         missing = [index for index, (piece, size) in enumerate(sizes) if piece.numel < size]
         self.owned_elsewhere = frozenset(missing if self.layout.whole else ())
+        shaped = zip(self.shapes, self.pieces, strict=True)
+        self.rest_shapes = [shape_at_rest(shape, piece.numel, self.layout.whole) for shape, piece in shaped]
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
         self.transport = transport
@@ -146,12 +148,8 @@ class Segment:
         return local[piece.offset : piece.offset + piece.numel]
 
     def shown(self, index: int, piece: torch.Tensor) -> torch.Tensor:
-        """Return a view of ``piece`` (1-D, of parameter ``index`` or its gradient) as it is shown at rest.
-
-        A piece is 1-D, unless parameters are whole: then it has their shape, or on the ranks that have
-        nothing of them as many dimensions. Nothing without dimensions is empty, so such a parameter has one.
-        """
-        return shown(piece, self.shapes[index] or (1,), self.strides[index]) if self.layout.whole else piece
+        """Return a view of ``piece`` (1-D, of parameter ``index`` or its gradient) as it is shown at rest."""
+        return shown(piece, self.rest_shapes[index], self.shapes[index], self.strides[index])
 
     def flattened(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Undo `shown`: 1-D, in the order of the flat vector."""
@@ -294,6 +292,10 @@ def segments_of(
 #
 #     flattened   1-D, in the order of the parameter's memory: what moves between ranks and into files
 #     shown       in the shape that the parameter has at rest: what an optimizer and its state have
+#
+# At rest a piece of n elements has as many dimensions as its parameter, (n, 1, 1, 1) for a filter, so that
+# parameter groups chosen by ``p.ndim`` are the same before and after `shard`. A scalar's piece has one
+# dimension, since it may be empty. The owner of a whole parameter shows it in its own shape.
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -322,13 +324,18 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
     return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def shown(piece: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
-    """Return ``piece`` (1-D, in the order of ``stride``) viewed in ``shape``, or ``(0, *shape[1:])``."""
-    if len(shape) == 1:
-        return piece
-    if piece.numel() == math.prod(shape):
-        return piece.as_strided(shape, stride)
-    return piece.view(0, *shape[1:])
+def shape_at_rest(shape: Sequence[int], numel: int, whole: bool) -> tuple[int, ...]:
+    """Return the shape in which ``numel`` elements of a parameter are shown; ``whole``: all or nothing."""
+    if whole and shape and numel == math.prod(shape):
+        return tuple(shape)
+    return numel, *(1 for _ in shape[1:])
+
+
+def shown(
+    piece: torch.Tensor, at_rest: Sequence[int], shape: Sequence[int], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """Return ``piece`` (1-D, in the order of ``stride``) viewed in the shape ``at_rest``."""
+    return piece.as_strided(shape, stride) if tuple(at_rest) == tuple(shape) else piece.view(at_rest)
 
 
 def flattened(tensor: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
