@@ -1,7 +1,7 @@
 """Fully sharded data parallel training on PyTorch. docs/engine.md says in which order to read the files."""
 
 from shardtrain import checkpoint, comm
-from shardtrain.engine.api import no_sync, shard
+from shardtrain.engine.api import forward_method, no_sync, shard
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspect import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
@@ -21,6 +21,7 @@ __all__ = [
     "comm",
     "compile_units",
     "deferred",
+    "forward_method",
     "full_state_dict",
     "introspect",
     "load_full_state_dict",

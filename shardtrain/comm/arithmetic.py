@@ -57,6 +57,8 @@ def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
     Long ones are taken in spans that stay in the cache from the first operation to the last; on a GPU, where
     each operation is a launch, all at once.
     """
+    if out.is_complex():  # a complex quotient would lose the sign of zero, which says that nothing is there
+        parts, out = [torch.view_as_real(part).flatten() for part in parts], torch.view_as_real(out).view(-1)
     wide = _accumulator(out.dtype, op)
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), length):
@@ -76,7 +78,7 @@ def _merge_span(parts: Sequence[Tensor], out: Tensor, op: object, wide: torch.dt
     for part in parts[2:]:
         combine(total, _as(part, wide), out=total)
     if op == ReduceOp.AVG:
-        total.div_(len(parts), rounding_mode=None if wide.is_floating_point or wide.is_complex else "trunc")
+        total.div_(len(parts), rounding_mode=None if wide.is_floating_point else "trunc")
     if total is not out:
         out.copy_(total)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine.deferred_init import InitialValues, become
-from shardtrain.engine.hooks import Engine, engine_of, is_sharded
+from shardtrain.engine.hooks import Engine, engine_of, is_entrance, is_sharded
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, dense_stride, in_memory_order, segments_of
 from shardtrain.engine.unit import Unit
@@ -133,6 +136,46 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         schedule.reduce_gradients = before
+
+
+def forward_method(module: nn.Module, *names: str) -> None:
+    """Declare that these methods of ``module``, too, need whole parameters, as its ``forward`` does.
+
+    ``module``: what `shard` returned, or one of its units. All hooks of forward then run around them. What
+    torch calls ``register_fsdp_forward_method``.
+
+    Raises:
+        ValueError: ``module`` is something else, or has no such method.
+    """
+    if not is_entrance(module):
+        raise ValueError(
+            f"{type(module).__name__} is neither a sharded model nor one of its units; call shard() first"
+        )
+    for name in names:
+        method = getattr(type(module), name, None)
+        if not callable(method):
+            raise ValueError(f"{type(module).__name__} has no method {name}")
+        setattr(module, name, MethodType(partial(_call_as_forward, method), module))
+
+
+def _call_as_forward(method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call ``method`` in place of forward, once: what it calls in turn finds forward again."""
+    before = module.__dict__.get("forward")
+
+    def restore() -> None:
+        module.__dict__.pop("forward", None)
+        if before is not None:
+            module.__dict__["forward"] = before
+
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return method(module, *args, **kwargs)
+
+    module.__dict__["forward"] = instead
+    try:
+        return module(*args, **kwargs)
+    finally:
+        restore()
 
 
 def _check(

@@ -2,8 +2,9 @@
 
 - before and after a unit's module runs (and, for the root, each module that holds a root parameter, so
   that a child called by itself finds its parameters);
-- on the gradient of each of its outputs: backward is about to need the unit;
-- after a parameter's gradient has been accumulated. Images need no gradient, so a hook on a module's
+- on the gradient of each tensor that it returns, and of those that modules inside it return, which a loss
+  may depend on alone: backward is about to need the unit;
+- before and after a parameter's gradient is accumulated. Images need no gradient, so a hook on a module's
   inputs would never fire for the first unit; counting parameters' gradients has no such hole.
 
 A fourth checks each optimizer before it steps: see ``optimizer_check.py``.
@@ -14,21 +15,24 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
-from shardtrain.engine.precision import Precision, cast, tensors_in
+from shardtrain.engine.precision import Precision, cast, leaves
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.unit import Account, Unit
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
 
 class Engine:
@@ -48,7 +52,8 @@ class Engine:
         self.segments = [segment for unit in units for segment in unit.segments]
         self.transport = units[0].transport
         self.precision = precision
-        self.schedule = Schedule(units, reshard_after_forward, tell_reduced=call_postponed)
+        this = weakref.ref(self)
+        self.schedule = Schedule(units, reshard_after_forward, lambda: _postpone(this), call_postponed)
         self.account = Account()
         for unit in units:
             unit.account = self.account
@@ -76,8 +81,12 @@ class Engine:
         """Make the module a sharded one: register all hooks."""
         self._hook_parameters()
         for unit in self.units:
-            for module in self.entrances(unit):
+            entrances = self.entrances(unit)
+            for module in entrances:
                 self._hook_module(unit, module)
+            holders = [m for s in unit.segments for info in s.infos for m, _ in info.holders]
+            for module in dict.fromkeys(holder for holder in holders if holder not in entrances):
+                self._hook_inside(unit, module)
         self._hook_casts()
         self.handles.append(self.module.register_load_state_dict_pre_hook(self._refuse_whole))
         # `copy` and `pickle` ask an object for these two, and so find them on this one module.
@@ -141,38 +150,47 @@ class Engine:
                     f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
                     "parameters only; copy the model that shardtrain.shard() returned"
                 )
+            _refuse_transforms()
             self.settle()
             if called is self.module:
-                self.schedule.begin_forward()
+                self.schedule.begin_forward(sys._getframe(1))
             self.schedule.before_forward(unit)
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is not module:
                 return
             failed = output is None and sys.exc_info()[0] is not None
-            self.schedule.after_forward(unit, self._hook_outputs(unit, output), failed)
+            self.schedule.after_forward(unit, self._announce(unit, output), failed)
             if called is self.module:
                 self.schedule.end_forward(failed)
 
         self.handles.append(module.register_forward_pre_hook(before, prepend=True))
         self.handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _hook_outputs(self, unit: Unit, output: Any) -> bool:
-        """Let each output's gradient announce the unit's backward; return whether that is sure to work."""
-        if not torch.is_grad_enabled() or output is None or not self.schedule.outermost(unit):
-            return True
+    def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
+        """Let gradients of what ``module`` inside ``unit`` returns announce the unit, too."""
 
-        def announce(grad: torch.Tensor) -> None:
-            if not self.schedule.in_backward:
-                postpone(self._sharded(), self._own_hooks)
-            self.schedule.before_backward(unit)
+        def after(called: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._announce(unit, output)
 
-        tensors = list(tensors_in(output))
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(announce)
-                self.schedule.expect_backward(unit)
-        return bool(tensors)
+        self.handles.append(module.register_forward_hook(after))
+
+    def _announce(self, unit: Unit, output: Any) -> bool:
+        """Let the gradient of each tensor of ``output`` announce the unit's backward.
+
+        Returns whether the unit must stay in full: ``output`` may hide tensors, or shows its parameters.
+        """
+        call, stays = self.schedule.call_to_announce(unit), False
+        for leaf in leaves(output):
+            if not isinstance(leaf, torch.Tensor):
+                stays = stays or not isinstance(leaf, _PLAIN)
+                continue
+            if call is not None and leaf.grad_fn is not None:
+                leaf.register_hook(partial(self.schedule.before_backward, call))
+                call.announced = True
+            stays = stays or unit.shows(leaf)
+        return stays
 
     def _hook_casts(self) -> None:
         """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
@@ -217,11 +235,17 @@ class Engine:
         # the parameter in turn would keep the whole model for ever.
         to_schedule, to_unit = weakref.ref(self.schedule), weakref.ref(unit)
 
+        def arrives(grad: torch.Tensor) -> None:
+            schedule, its_unit = to_schedule(), to_unit()
+            if schedule is not None and its_unit is not None:
+                schedule.gradient_arrives(its_unit, segment, index, grad.shape)
+
         def arrived(_: torch.Tensor) -> None:
             schedule, its_unit = to_schedule(), to_unit()
             if schedule is not None and its_unit is not None:
                 schedule.gradient_arrived(its_unit, segment, index)
 
+        self.handles.append(param.register_hook(arrives))
         self.handles.append(param.register_post_accumulate_grad_hook(arrived))
         self._own_hooks[param] = self.handles[-1].id
 
@@ -245,6 +269,7 @@ class Engine:
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
+        self.schedule.root.show_local()
 
     # between steps
 
@@ -253,6 +278,7 @@ class Engine:
         self.schedule.recover()
         if not self.schedule.at_rest:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
+        self.schedule.root.show_local()
         self.settle()
 
     def settle(self) -> None:
@@ -307,6 +333,14 @@ def is_sharded(module: nn.Module) -> bool:
     return _ENGINE in module.__dict__
 
 
+def is_entrance(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` makes a unit whole."""
+    hooks = module._forward_pre_hooks.values()
+    return any(
+        getattr(hook, "__qualname__", "").startswith(Engine._hook_module.__qualname__) for hook in hooks
+    )
+
+
 # Every module with its children and its number of parameters: none can join without a change of one of them.
 Modules = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
 
@@ -337,16 +371,24 @@ class Postponed:
         pass
 
 
-def postpone(params: Iterable[nn.Parameter], ours: Mapping[nn.Parameter, int]) -> None:
-    """Take users' hooks from autograd, under the handles that they were given.
+def _postpone(to_engine: weakref.ref[Engine]) -> None:
+    """Take users' hooks from autograd, under the handles that they were given."""
+    engine = to_engine()
+    for param in engine._sharded() if engine is not None else ():
+        if engine is not None and _has_several_hooks(param):
+            hooks = param._post_accumulate_grad_hooks or {}
+            for number, hook in hooks.items():
+                if number != engine._own_hooks.get(param) and not isinstance(hook, Postponed):
+                    hooks[number] = Postponed(hook)
 
-    ``ours``: the number of the engine's own hook of each parameter.
-    """
-    for param in [param for param in params if _has_several_hooks(param)]:
-        hooks = param._post_accumulate_grad_hooks or {}
-        for number, hook in hooks.items():
-            if number != ours.get(param) and not isinstance(hook, Postponed):
-                hooks[number] = Postponed(hook)
+
+def _refuse_transforms() -> None:
+    """Refuse to run inside ``torch.func``'s transforms, which see pieces where parameters belong."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise ValueError(
+            "a sharded model cannot run inside jvp, vmap or another transform of torch.func: transform an "
+            "unsharded copy of it, with the weights of full_state_dict(model)"
+        )
 
 
 def call_postponed(params: Iterable[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
 
 NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -98,32 +99,37 @@ class Precision:
         return isinstance(module, self.keep) and not isinstance(module, _NormBase)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor inside nested lists, tuples, dicts and dataclasses, as modules take and return."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is inside nested containers, as modules take and return: pytrees, mappings, dataclasses."""
+    for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
+        if isinstance(leaf, Mapping):
+            yield from leaves(list(leaf.values()))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every floating-point tensor that `tensors_in` sees as ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        items = {key: cast(item, dtype) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
-        parts = [cast(item, dtype) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: cast(getattr(value, name), dtype) for name in fields})
-    return value
+    """Return ``value`` with every floating-point tensor that `leaves` sees as ``dtype``.
+
+    That is ``value`` itself if there is nothing to do: a unit may append to a list that it was given.
+    """
+    if all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors_in(value)):
+        return value
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if isinstance(leaf, Mapping):
+            return type(leaf)({key: cast(item, dtype) for key, item in leaf.items()})  # type: ignore[call-arg]
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = [field.name for field in dataclasses.fields(leaf) if field.init]
+            return dataclasses.replace(leaf, **{name: cast(getattr(leaf, name), dtype) for name in fields})
+        return leaf
+
+    return tree_map(of_leaf, value)

@@ -9,21 +9,26 @@ One step over units ``A B`` and the root ``R`` (what no unit took)::
 The root is never released between forward and backward, which would buy nothing. Besides the root at most two
 units are gathered at once: the one that computes and the next one. At most one reduction is under way.
 
-Ranks must start the same movements in the same order. Gathers follow the order in which units run. Reductions
-are started in the reverse of the order in which forward first entered the units. A rank on which some
-gradient never comes (a parameter unused there) joins all the same: autograd runs nodes latest first, so once
-the backward of a unit begins, every unit entered after it in forward is over, and what has not arrived there
-counts as zero. For the same reason frozen parameters, whose last use no gradient announces, can be released
-then. A unit whose outputs the loss does not depend on, here, is gathered and reduced when its turn is over:
-on another rank the loss may depend on them.
+Ranks must start the same movements in the same order. Forward follows the order in which units are called,
+and notes each call with the moments at which it began and ended. Backward replays the calls from the last to
+the first. Autograd runs the node that was made last first. So once the gradient of an output of one call is
+known, all that was computed after that call is over: the calls noted later are replayed if they have not
+been, and a unit whose calls all began later is released, and gets no further gradient. That holds for calls
+inside others, for repeated ones and for frozen parameters. A unit whose outputs the loss does not depend on,
+here, is gathered and reduced when its turn comes: on another rank the loss may depend on them.
+
+Reductions are started in the reverse of the order in which forward first entered the units. A parameter whose
+gradient never comes (it is unused here) counts as zero.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 
 import torch
 from torch import nn
@@ -35,79 +40,80 @@ from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
 
 
-class Order:
-    """The sequence of units seen last time, followed for as long as it repeats itself."""
+@dataclass(eq=False)
+class Call:
+    """An outermost call of a unit's modules. Moments are counted, and shared by all calls.
 
-    def __init__(self) -> None:
-        self._expected: list[Unit] = []
-        self.seen: list[Unit] = []
-        self._repeats = False
+    ``record``: the calls of the same forward that have ended, by their ends. ``announced``: an output's
+    gradient tells when backward comes to it.
+    """
 
-    def begin(self) -> None:
-        self._expected, self.seen = self.seen, []
-        self._repeats = True
-
-    def next_after(self, unit: Unit) -> Unit | None:
-        """Note that ``unit`` is entered now; return the unit that will follow if all is as last time."""
-        at = len(self.seen)
-        self.seen.append(unit)
-        self._repeats = self._repeats and at < len(self._expected) and self._expected[at] is unit
-        return self._expected[at + 1] if self._repeats and at + 1 < len(self._expected) else None
+    unit: Unit
+    record: list[Call]
+    began: int
+    ended: int = sys.maxsize
+    announced: bool = False
 
 
 @dataclass(eq=False)
 class Backward:
     """One backward under way."""
 
-    position: dict[Unit, int]  # when forward first entered each unit
-    to_reduce: deque[Unit]  # units whose reduction has not been started, in order
+    record: list[Call]
+    ahead: list[Call]  # calls of the record that autograd has not come to, the next one last
+    first: dict[Unit, int]  # when each unit's first call began
+    order: list[Unit]  # in which reductions are started
+    to_reduce: deque[Unit]  # of these, those to which it has not come
+    moment: int = sys.maxsize  # what was computed later is over
     entered: dict[Unit, None] = field(default_factory=dict)  # units whose backward has begun, in that order
-    current: list[Unit] = field(default_factory=list)  # those of them that autograd has not left behind
+    current: list[Unit] = field(default_factory=list)  # those of them that are not over
     completed: set[Unit] = field(default_factory=set)  # units all of whose gradients have arrived
     launched: list[Unit] = field(default_factory=list)  # units whose reduction has been started
-
-    def enter(self, unit: Unit) -> None:
-        self.entered[unit] = None
-        self.current.append(unit)
+    arriving: dict[nn.Parameter, str] = field(default_factory=dict)  # whose gradient is being accumulated
 
 
 class Schedule:
     """The life of all units of one sharded module. Hooks call it, and nothing else does.
 
-    ``tell_reduced`` is called at the end of a backward, with the parameters that got a reduced gradient in
-    it.
+    ``tell_begun`` is called as a backward begins. ``tell_reduced`` is called at its end, with the parameters
+    that got a reduced gradient in it.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         reshard_after_forward: bool,
+        tell_begun: Callable[[], None],
         tell_reduced: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
         self.units = tuple(units)
         self.root = units[0]
         self.reshard_after_forward = reshard_after_forward
-        self._tell_reduced = tell_reduced
+        self._tell_begun, self._tell_reduced = tell_begun, tell_reduced
         self.reduce_gradients = True  # False inside `no_sync`
         self._reductions = {unit: Reduction(unit) for unit in units}
-        self._forward_order, self._backward_order = Order(), Order()
         self._depth = dict.fromkeys(units, 0)  # calls of a unit's modules that are under way
-        self._in_forward = False  # inside the root module's forward
+        self._moment = 0
+        self._calls: dict[Unit, Call] = {}  # outermost ones under way
+        self._record: list[Call] = []
+        self._entries: list[Unit] = []  # units in the order in which this forward has called them
+        self._expected: list[Unit] = []  # the same of the last forward
+        self._forward: FrameType | None = None  # the root module's call under way
         self._backward: Backward | None = None
-        self._left: dict[Unit, None] = {}  # units whose backward must come, in the order forward left them
+        self._awaited: set[Unit] = set()  # units in full, of whose backward no output may tell
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
 
     @property
     def at_rest(self) -> bool:
         """Whether no step is under way, so that every parameter shows its local piece."""
-        return not (self._in_forward or self._backward or self.root.pinned)
+        return not (self._forward or self._backward or self.root.pinned)
 
     @property
     def under_way(self) -> tuple[str, Unit | None]:
         """The phase of the step, and the unit that computes if it is known."""
         if self._backward:
             return "backward", next(reversed(self._backward.entered), None)
-        if self._in_forward:
+        if self._forward:
             return "forward", next((unit for unit in reversed(self.units) if self._depth[unit]), None)
         return "rest", None
 
@@ -117,12 +123,8 @@ class Schedule:
 
     # forward
 
-    def outermost(self, unit: Unit) -> bool:
-        """Return whether just one call of ``unit``'s modules is under way: its output leaves the unit."""
-        return self._depth[unit] == 1
-
-    def begin_forward(self) -> None:
-        """Start anew as the root module is entered: what was gathered may be older than the last update.
+    def begin_forward(self, frame: FrameType) -> None:
+        """Start anew as ``frame`` calls the root module: what was gathered may be older than the last update.
 
         A forward that is still under way was interrupted from the keyboard, which runs no hooks.
         """
@@ -133,15 +135,16 @@ class Schedule:
             unit.release()
             unit.cast()
         self._fence(ENTER)
-        self._forward_order.begin()
-        self._left.clear()
-        self._in_forward = True
+        self._entries, self._expected = [], self._entries
+        self._record = []
+        self._awaited.clear()
+        self._forward = frame
 
     def end_forward(self, failed: bool) -> None:
         """Leave nothing half gathered as the root module returns or (``failed``) raises."""
         if self._backward:
             return
-        self._in_forward = False
+        self._forward = None
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.release()
@@ -153,70 +156,101 @@ class Schedule:
         self._depth[unit] += 1
         if self._depth[unit] > 1:
             return
-        if not (self._in_forward or self._backward):
+        if not (self._forward or self._backward):
             unit.release()  # called by itself: gathered before some update, perhaps
             unit.cast()
             self._fence(ENTER)
         unit.open_full()
-        if self._in_forward and not self._backward:
-            self._prefetch(self._forward_order.next_after(unit))
+        self._moment += 1
+        self._calls[unit] = Call(unit, self._record, self._moment)
+        if not self._backward:
+            self._entries.append(unit)
+            self._prefetch(self._next_in_forward())
         trace.begin("forward", unit.title)
 
-    def after_forward(self, unit: Unit, backward_will_tell: bool, failed: bool) -> None:
+    def _next_in_forward(self) -> Unit | None:
+        """Return the unit that will be called next if all is as last time."""
+        at = len(self._entries)
+        alike = at < len(self._expected) and self._expected[at - 1] is self._entries[-1]
+        return self._expected[at] if alike and self._forward else None
+
+    def call_to_announce(self, unit: Unit) -> Call | None:
+        """Return the call of ``unit`` under way if gradients of what it computes are to announce it."""
+        outermost = self._depth[unit] == 1 and not self._backward
+        return self._calls[unit] if outermost and torch.is_grad_enabled() else None
+
+    def after_forward(self, unit: Unit, stays: bool, failed: bool) -> None:
         """Release ``unit`` as one of its modules is left, if this was the outermost call.
 
-        ``backward_will_tell``: whether ``before_backward`` is sure to be called before the parameters are
-        needed again. If not, they stay in full until the end of backward.
+        ``stays``: nothing may tell when its parameters are needed again, or something still shows them. So
+        they stay in full until the end of backward.
         """
         self._depth[unit] = max(0, self._depth[unit] - 1)
-        if not self._depth[unit]:
-            trace.end("forward", unit.title)
-        if self._depth[unit] or self._backward or unit.pinned:
+        call = None if self._depth[unit] else self._calls.pop(unit, None)
+        if call is None:  # not the outermost one, or an error kept it from beginning
             return
-        if not (self._in_forward or failed):
+        trace.end("forward", unit.title)
+        self._moment += 1
+        call.ended = self._moment
+        if self._backward or unit.pinned:
+            return
+        self._record.append(call)
+        if not (self._forward or failed):
             self._fence(LEAVE)
-        if not backward_will_tell:
-            return
-        if torch.is_grad_enabled() and not failed and (unit is self.root or not self.reshard_after_forward):
+        unit.refuse_edits()
+        if torch.is_grad_enabled() and not failed:
+            stays = stays or unit is self.root or not self.reshard_after_forward
+            if stays:
+                self._awaited.add(unit)
+            if unit is self.root:  # a loss may use its parameters, CLIP's temperature for one
+                unit.show_grads()
+                return
+        if stays:
             unit.show_local()
         else:
             unit.release()
 
-    def expect_backward(self, unit: Unit) -> None:
-        """Note that forward leaves ``unit`` with outputs whose gradients will announce its backward."""
-        if self._in_forward and not self._backward:
-            self._left.pop(unit, None)
-            self._left[unit] = None
-
     # backward
 
-    @property
-    def in_backward(self) -> bool:
-        return self._backward is not None
+    def before_backward(self, call: Call, _: torch.Tensor) -> None:
+        """Come to ``call``, as the gradient of something that it computed is known."""
+        backward = self._backward or self._begin_backward(call.record)
+        if call.began > backward.moment:
+            return  # a tensor that passed through: autograd has come below this call
+        if call.record is not backward.record:  # two forwards, one backward
+            backward.record, backward.ahead = call.record, list(call.record)
+        while backward.ahead and backward.ahead[-1].ended >= call.ended:
+            skipped = backward.ahead.pop()
+            if skipped.announced:
+                self._enter(backward, skipped)
+        self._enter(backward, call)
 
-    def before_backward(self, unit: Unit) -> None:
-        """Make ``unit`` whole as the gradient of one of its outputs is known."""
-        backward = self._backward or self._begin_backward()
-        if unit in backward.entered:
-            unit.open_full()
-            return
-        if unit in self._left:
-            self._enter_skipped(unit)
-        self._pass_over_units_after(backward, unit)
+    def _enter(self, backward: Backward, call: Call) -> None:
+        """Make the unit of ``call`` whole; close every unit that was called only after ``call`` ended.
+
+        The same movements in the same order, whether the gradient of an output has come or never will.
+        """
+        unit = call.unit
+        if call.ended < backward.moment:
+            backward.moment = call.ended
+            for other in [other for other in backward.current if backward.first[other] > call.ended]:
+                backward.current.remove(other)
+                self._complete(backward, other)
+                if not self._depth[other]:
+                    other.release()
+            self._launch_completed(backward)
         unit.open_full()
-        backward.enter(unit)
-        self._prefetch(self._backward_order.next_after(unit))
-        trace.begin("backward", unit.title)
+        self._begin_unit(backward, unit, call.began)
+        self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.announced), None))
 
-    def _enter_skipped(self, until: Unit | None = None) -> None:
-        """Enter units whose outputs have got no gradient on this rank: last left first, down to ``until``."""
-        while self._left:
-            unit, _ = self._left.popitem()
-            if unit is until:
-                break
-            self.before_backward(unit)
+    def _begin_unit(self, backward: Backward, unit: Unit, began: int) -> None:
+        if unit not in backward.current:
+            backward.first[unit] = min(began, backward.first[unit])
+            backward.current.append(unit)
+            backward.entered[unit] = None
+            trace.begin("backward", unit.title)
 
-    def _begin_backward(self) -> Backward:
+    def _begin_backward(self, record: list[Call]) -> Backward:
         """Prepare at the first sign of a backward.
 
         Raises ValueError if it is to be differentiated in turn.
@@ -226,53 +260,56 @@ class Schedule:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        self._backward_order.begin()
+        self._tell_begun()
+        self.root.put_grads_away()
         for reduction in self._reductions.values():
             reduction.begin_backward()
-        seen = dict.fromkeys(self._forward_order.seen)
-        unseen = [unit for unit in self.units if unit not in seen]
-        order = [*reversed(seen), *reversed(unseen)]
-        self._backward = backward = Backward(
-            position={unit: position for position, unit in enumerate([*seen, *unseen])},
-            to_reduce=deque(unit for unit in order if self._reductions[unit].trainable),
-        )
+        first = dict.fromkeys(self.units, 0)
+        first |= {call.unit: call.began for call in sorted(record, key=lambda call: -call.began)}
+        order = [unit for unit in reversed(self.units) if self._reductions[unit].trainable]
+        order.sort(key=lambda unit: -first[unit])
+        self._backward = backward = Backward(record, list(record), first, order, deque(order))
         end = partial(self._end_backward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         return backward
 
-    def _pass_over_units_after(self, backward: Backward, unit: Unit) -> None:
-        """Close every unit that forward entered after ``unit`` was left: autograd is done with it."""
-        position = backward.position
-        at = position[unit]
-        for other in [o for o in backward.current if position[o] > at and not unit.holds(o)]:
-            backward.current.remove(other)
-            self._complete(backward, other)
-            if not self._depth[other]:
-                other.release()
+    def gradient_arrives(self, unit: Unit, segment: int, index: int, shape: torch.Size) -> None:
+        """Make way for the gradient that autograd is about to accumulate in one parameter."""
+        held = unit.segments[segment]
+        if not held.shows_full:
+            if unit not in self._awaited or shape != held.shapes[index]:
+                return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
+            unit.open_full()
+        backward = self._backward or self._begin_backward(self._record)
+        self._begin_unit(backward, unit, backward.first[unit])
+        backward.arriving[held.params[index]] = held.infos[index].name
 
     def gradient_arrived(self, unit: Unit, segment: int, index: int) -> None:
         """Take the gradient that autograd has accumulated in one parameter."""
-        if not unit.segments[segment].shows_full:
-            return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
-        backward = self._backward or self._begin_backward()
-        if unit not in backward.entered:
-            backward.enter(unit)
-        reduction = self._reductions[unit]
-        if reduction.collect(segment, index):
+        held, backward = unit.segments[segment], self._backward
+        param = held.params[index]
+        if backward is None or backward.arriving.pop(param, None) is None or param.grad is None:
+            return  # a loss on the local piece, or a parameter frozen since forward
+        if self._reductions[unit].collect(segment, index):
             self._complete(backward, unit)
-            # Autograd accumulates a gradient after every use of the parameter that feeds it.
-            if reduction.all_trainable and not self._depth[unit]:
-                unit.release()
+            self._launch_completed(backward)
 
     def _complete(self, backward: Backward, unit: Unit) -> None:
-        """Start the reductions whose turn it is, now that ``unit`` gets no further gradient."""
+        """Note that ``unit`` gets no further gradient."""
         trace.end("backward", unit.title)
         self._reductions[unit].begin_again()
         backward.completed.add(unit)
-        while backward.to_reduce and backward.to_reduce[0] in backward.completed:
-            next_unit = backward.to_reduce.popleft()
-            if self.reduce_gradients:
-                self._launch(backward, next_unit)
+
+    def _launch_completed(self, backward: Backward) -> None:
+        """Start the reductions whose turn it is."""
+        while backward.to_reduce:
+            unit = backward.to_reduce[0]
+            over = unit not in backward.entered and backward.first[unit] > backward.moment
+            if not over and unit not in backward.completed:
+                break
+            backward.to_reduce.popleft()
+            if self.reduce_gradients and not over:
+                self._launch(backward, unit)
 
     def _launch(self, backward: Backward, unit: Unit) -> None:
         self._finish_last(backward)
@@ -285,7 +322,17 @@ class Schedule:
 
     def _end_backward(self, backward: Backward) -> None:
         """Reduce what had to wait, now that autograd is done; return to rest, and tell users."""
-        self._enter_skipped()
+        if backward.arriving:
+            names = ", ".join(backward.arriving.values())
+            self._forget(backward)
+            raise ValueError(
+                f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
+                "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
+            )
+        while backward.ahead:
+            skipped = backward.ahead.pop()
+            if skipped.announced:
+                self._enter(backward, skipped)
         if self.reduce_gradients:
             self._reduce_the_rest(backward)
         else:
@@ -300,7 +347,7 @@ class Schedule:
 
     def _reduce_the_rest(self, backward: Backward) -> None:
         due = self._unreduced.union(backward.entered)
-        late = [unit for unit in backward.to_reduce if unit in due]
+        late = [unit for unit in backward.order if unit in due and unit not in backward.launched]
         again = [unit for unit in backward.launched if self._reductions[unit].waiting]
         for unit in [*late, *again]:
             self._launch(backward, unit)
@@ -315,24 +362,44 @@ class Schedule:
                 "no_sync first, or clear them with zero_grad() and run another one"
             )
 
+    # after errors
+
     def recover(self) -> None:
-        """Forget a backward that an exception ended, if there is one."""
-        if self._backward is None or torch._C._current_graph_task_id() != -1:  # still inside autograd
-            return
+        """Forget a backward that an exception ended, and a forward that the keyboard interrupted."""
+        if self._backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
+            self._forget(self._backward)
+        if self._forward and not _is_running(self._forward):
+            self._forward = None
+            self._depth = dict.fromkeys(self.units, 0)
+            self._rest()
+
+    def _forget(self, backward: Backward) -> None:
         for reduction in self._reductions.values():
             reduction.drop()
-        for unit in self._backward.entered:
+        for unit in backward.entered:
             for segment in unit.segments:
                 segment.drop_kept_grads()
         self._unreduced.clear()
         self._rest()
 
     def _rest(self) -> None:
+        """Release what no forward under way computes with."""
         self._backward = None
-        self._left.clear()
+        if not self._forward:
+            self._awaited.clear()
+            self._record = []
         for unit in self.units:
-            unit.release()
+            if not self._depth[unit]:
+                unit.release()
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.state is State.SHARDED and not unit.pinned:
             unit.launch()
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Return whether ``frame`` is among those that have led here."""
+    at: FrameType | None = sys._getframe()
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None

@@ -50,8 +50,12 @@ class ParamInfo(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         module, attribute = self.holders[0]
-        parameter = module._parameters[attribute]
-        assert parameter is not None
+        parameter = module._parameters.get(attribute)
+        if parameter is None:
+            raise ValueError(
+                f"{self.name} is no longer where shard() found it; remove, prune or parametrize parameters "
+                "before shard(), or shard another model, with the weights of full_state_dict(model)"
+            )
         return parameter
 
 
@@ -90,6 +94,8 @@ class Segment:
         self.rest_shapes = [shape_at_rest(shape, piece.numel, self.layout.whole) for shape, piece in shaped]
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
+        self._shows_grads = False  # those of the pieces, though parameters show their full values
+        self._versions: list[int] = []  # of the parameters when they were shown in full
         self.transport = transport
         like = torch.empty(0, dtype=self.params[0].dtype, device=initial.device(self.params[0]))
         self._adopt(self.from_rank_0(self.params, like))
@@ -131,6 +137,7 @@ class Segment:
         self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
         self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
+        self.memory = self._storage._cdata
         self._releases = not (self.transport.in_place or self.full.is_meta)
         self.full_views = self.views_of(self.full)
         self.local_views = [self.shown(i, self.part_of(self.local, i)) for i in range(len(self.pieces))]
@@ -180,9 +187,42 @@ class Segment:
                 param.grad = None
             param.data = view
         self.shows_full = True
+        self._versions = [param._version for param in self.params]
+
+    def show_grads(self) -> None:
+        """Show the gradients of the local pieces, so that users may clear them; parameters stay in full."""
+        if not self.shows_full:
+            return
+        rows = zip(self.params, self.kept_grads, self.local_views, self.full_views, strict=True)
+        for param, grad, local, full in rows:
+            if grad is not None:  # it has the piece's shape, which torch compares
+                param.data = local
+                param.grad = grad
+                param.data = full
+        self._shows_grads = True
+
+    def put_grads_away(self) -> None:
+        """Undo `show_grads`."""
+        if self._shows_grads:
+            self.kept_grads = [param.grad for param in self.params]
+            for param in self.params:
+                param.grad = None
+            self._shows_grads = False
+
+    def edited(self) -> list[str]:
+        """Return the names of parameters that were changed or replaced since they were shown in full."""
+        if not self.shows_full:
+            return []
+        rows = zip(self.infos, self.params, self._versions, self.full_views, strict=True)
+        return [
+            info.name
+            for info, param, version, view in rows
+            if param._version != version or param.data_ptr() != view.data_ptr()
+        ]
 
     def show_local(self) -> None:
         """Show every parameter's local piece, with its gradient."""
+        self.put_grads_away()
         if self.shows_full:
             for param in self.params:
                 param.grad = None
@@ -208,7 +248,8 @@ class Segment:
 
     def held_grad(self, index: int) -> torch.Tensor | None:
         """Return the gradient of this rank's piece of parameter ``index``, on show or put away."""
-        return self.kept_grads[index] if self.shows_full else self.params[index].grad
+        away = self.shows_full and not self._shows_grads
+        return self.kept_grads[index] if away else self.params[index].grad
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Replace the gradient of this rank's piece of parameter ``index``."""
@@ -224,7 +265,7 @@ class Segment:
         """
         for info, param, address in zip(self.infos, self.params, self._addresses, strict=True):
             module, attribute = info.holders[0]
-            if module._parameters[attribute] is not param or _address(param) != address:
+            if module._parameters.get(attribute) is not param or _address(param) != address:
                 return True
         return False
 

@@ -97,11 +97,35 @@ class Unit:
     def full_bytes(self) -> int:
         return sum([segment.full_bytes for segment in self.segments])
 
+    def shows(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in the unit's full vectors."""
+        memory = tensor.untyped_storage()._cdata
+        return any(segment.memory == memory for segment in self.segments)
+
     def show_local(self) -> None:
         """Let the parameters show their local pieces; the full vector stays."""
         for segment in self.segments:
             if segment.shows_full:
                 segment.show_local()
+
+    def show_grads(self) -> None:
+        """Show the gradients of the local pieces, while the parameters stay in full."""
+        for segment in self.segments:
+            segment.show_grads()
+
+    def put_grads_away(self) -> None:
+        """Undo `show_grads`."""
+        for segment in self.segments:
+            segment.put_grads_away()
+
+    def refuse_edits(self) -> None:
+        """Raise ValueError if a parameter was changed since it was shown in full: ranks would not agree."""
+        edited = [name for segment in self.segments for name in segment.edited()]
+        if edited:
+            raise ValueError(
+                f"forward changed {', '.join(edited)} while {self.title} was whole, which would be lost or "
+                "done once per rank; change parameters between steps, inside shardtrain.unsharded(model)"
+            )
 
     def cast(self) -> None:
         """Bring what is gathered up to date with the last update."""
