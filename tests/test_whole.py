@@ -50,7 +50,7 @@ def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
         shape, owners = full.shape or (1,), torch.tensor(float(param.numel() > 0))
         dist.all_reduce(owners)
         assert owners == 1, name
-        assert param.shape == (shape if param.numel() else (0, *shape[1:])), name
+        assert param.shape == (shape if param.numel() else (0, *(1 for _ in shape[1:]))), name
         if param.numel() and full.ndim:
             assert param.stride() == full.stride(), name
             assert torch.equal(param, full), name

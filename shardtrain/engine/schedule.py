@@ -177,7 +177,7 @@ class Schedule:
     def call_to_announce(self, unit: Unit) -> Call | None:
         """Return the call of ``unit`` under way if gradients of what it computes are to announce it."""
         outermost = self._depth[unit] == 1 and not self._backward
-        return self._calls[unit] if outermost and torch.is_grad_enabled() else None
+        return self._calls.get(unit) if outermost and torch.is_grad_enabled() else None
 
     def after_forward(self, unit: Unit, stays: bool, failed: bool) -> None:
         """Release ``unit`` as one of its modules is left, if this was the outermost call.
