@@ -16,7 +16,6 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
-from shardtrain.engine.precision import Precision, cast, leaves
+from shardtrain.engine.precision import Precision, cast, leaves, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.unit import Account, Unit
 from shardtrain.layout import Policy
@@ -171,8 +170,9 @@ class Engine:
         """Let gradients of what ``module`` inside ``unit`` returns announce the unit, too."""
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._announce(unit, output)
+            if not torch.compiler.is_compiling() and (call := self.schedule.call_to_hook(unit)):
+                for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+                    call.hook(tensor)
 
         self.handles.append(module.register_forward_hook(after))
 
@@ -181,14 +181,13 @@ class Engine:
 
         Returns whether the unit must stay in full: ``output`` may hide tensors, or shows its parameters.
         """
-        call, stays = self.schedule.call_to_announce(unit), False
-        for leaf in leaves(output):
+        call, stays = self.schedule.call_to_hook(unit), False
+        for leaf in (output,) if isinstance(output, torch.Tensor) else leaves(output):
             if not isinstance(leaf, torch.Tensor):
                 stays = stays or not isinstance(leaf, _PLAIN)
                 continue
-            if call is not None and leaf.grad_fn is not None:
-                leaf.register_hook(partial(self.schedule.before_backward, call))
-                call.announced = True
+            if call is not None:
+                call.hook(leaf)
             stays = stays or unit.shows(leaf)
         return stays
 
@@ -269,7 +268,7 @@ class Engine:
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self._optimizers[optimizer] = len(groups)
         self.schedule.require_reduced("an optimizer's step()")
-        self.schedule.root.show_local()
+        self.schedule.show_pieces()
 
     # between steps
 
@@ -278,7 +277,7 @@ class Engine:
         self.schedule.recover()
         if not self.schedule.at_rest:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
-        self.schedule.root.show_local()
+        self.schedule.show_pieces()
         self.settle()
 
     def settle(self) -> None:

@@ -101,7 +101,7 @@ class Precision:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Yield what is inside nested containers, as modules take and return: pytrees, mappings, dataclasses."""
-    for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, Mapping):
             yield from leaves(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -40,19 +40,30 @@ from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """An outermost call of a unit's modules. Moments are counted, and shared by all calls.
 
-    ``record``: the calls of the same forward that have ended, by their ends. ``announced``: an output's
-    gradient tells when backward comes to it.
+    ``record``: the calls of the same forward that have ended, by their ends. ``hooked``: autograd calls this
+    before it runs one of the nodes that made what the call has computed.
     """
 
+    schedule: Schedule
     unit: Unit
     record: list[Call]
     began: int
     ended: int = sys.maxsize
-    announced: bool = False
+    hooked: bool = False
+
+    def hook(self, tensor: torch.Tensor) -> None:
+        """Let backward announce the call before it needs what ``tensor`` was computed from."""
+        node = tensor.grad_fn
+        if node is not None:  # else it is no result of the call
+            node.register_prehook(self)
+            self.hooked = True
+
+    def __call__(self, _: object) -> None:
+        self.schedule.before_backward(self)
 
 
 @dataclass(eq=False)
@@ -64,6 +75,7 @@ class Backward:
     first: dict[Unit, int]  # when each unit's first call began
     order: list[Unit]  # in which reductions are started
     to_reduce: deque[Unit]  # of these, those to which it has not come
+    call: Call | None = None  # the one that autograd has come to
     moment: int = sys.maxsize  # what was computed later is over
     entered: dict[Unit, None] = field(default_factory=dict)  # units whose backward has begun, in that order
     current: list[Unit] = field(default_factory=list)  # those of them that are not over
@@ -100,7 +112,7 @@ class Schedule:
         self._expected: list[Unit] = []  # the same of the last forward
         self._forward: FrameType | None = None  # the root module's call under way
         self._backward: Backward | None = None
-        self._awaited: set[Unit] = set()  # units in full, of whose backward no output may tell
+        self._awaited: set[Unit] = set()  # units left in full, of whose backward no output may tell
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
 
     @property
@@ -162,7 +174,7 @@ class Schedule:
             self._fence(ENTER)
         unit.open_full()
         self._moment += 1
-        self._calls[unit] = Call(unit, self._record, self._moment)
+        self._calls[unit] = Call(self, unit, self._record, self._moment)
         if not self._backward:
             self._entries.append(unit)
             self._prefetch(self._next_in_forward())
@@ -174,10 +186,9 @@ class Schedule:
         alike = at < len(self._expected) and self._expected[at - 1] is self._entries[-1]
         return self._expected[at] if alike and self._forward else None
 
-    def call_to_announce(self, unit: Unit) -> Call | None:
-        """Return the call of ``unit`` under way if gradients of what it computes are to announce it."""
-        outermost = self._depth[unit] == 1 and not self._backward
-        return self._calls.get(unit) if outermost and torch.is_grad_enabled() else None
+    def call_to_hook(self, unit: Unit) -> Call | None:
+        """Return the call of ``unit`` under way, unless it only computes again in backward."""
+        return None if self._backward else self._calls.get(unit)
 
     def after_forward(self, unit: Unit, stays: bool, failed: bool) -> None:
         """Release ``unit`` as one of its modules is left, if this was the outermost call.
@@ -199,31 +210,36 @@ class Schedule:
             self._fence(LEAVE)
         unit.refuse_edits()
         if torch.is_grad_enabled() and not failed:
-            stays = stays or unit is self.root or not self.reshard_after_forward
-            if stays:
+            if stays or unit is self.root:  # a loss may use the root's parameters: CLIP's temperature is one
                 self._awaited.add(unit)
-            if unit is self.root:  # a loss may use its parameters, CLIP's temperature for one
                 unit.show_grads()
                 return
+            stays = not self.reshard_after_forward
         if stays:
             unit.show_local()
         else:
             unit.release()
 
+    def show_pieces(self) -> None:
+        """Show local pieces where a forward without its backward has left whole parameters on show."""
+        for unit in self._awaited:
+            unit.show_local()
+
     # backward
 
-    def before_backward(self, call: Call, _: torch.Tensor) -> None:
+    def before_backward(self, call: Call) -> None:
         """Come to ``call``, as the gradient of something that it computed is known."""
         backward = self._backward or self._begin_backward(call.record)
-        if call.began > backward.moment:
-            return  # a tensor that passed through: autograd has come below this call
+        if call is backward.call or call.began > backward.moment:
+            return  # the latter is a tensor that passed through: autograd has come below this call
         if call.record is not backward.record:  # two forwards, one backward
             backward.record, backward.ahead = call.record, list(call.record)
         while backward.ahead and backward.ahead[-1].ended >= call.ended:
             skipped = backward.ahead.pop()
-            if skipped.announced:
+            if skipped.hooked:
                 self._enter(backward, skipped)
         self._enter(backward, call)
+        backward.call = call
 
     def _enter(self, backward: Backward, call: Call) -> None:
         """Make the unit of ``call`` whole; close every unit that was called only after ``call`` ended.
@@ -241,7 +257,7 @@ class Schedule:
             self._launch_completed(backward)
         unit.open_full()
         self._begin_unit(backward, unit, call.began)
-        self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.announced), None))
+        self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.hooked), None))
 
     def _begin_unit(self, backward: Backward, unit: Unit, began: int) -> None:
         if unit not in backward.current:
@@ -261,7 +277,8 @@ class Schedule:
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
         self._tell_begun()
-        self.root.put_grads_away()
+        for unit in self._awaited:
+            unit.put_grads_away()
         for reduction in self._reductions.values():
             reduction.begin_backward()
         first = dict.fromkeys(self.units, 0)
@@ -275,12 +292,13 @@ class Schedule:
 
     def gradient_arrives(self, unit: Unit, segment: int, index: int, shape: torch.Size) -> None:
         """Make way for the gradient that autograd is about to accumulate in one parameter."""
-        held = unit.segments[segment]
+        held, backward = unit.segments[segment], self._backward
         if not held.shows_full:
             if unit not in self._awaited or shape != held.shapes[index]:
                 return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
-            unit.open_full()
-        backward = self._backward or self._begin_backward(self._record)
+            unit.open_full()  # which `show_pieces` has hidden since forward
+        if backward is None:
+            backward = self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first[unit])
         backward.arriving[held.params[index]] = held.infos[index].name
 
@@ -331,7 +349,7 @@ class Schedule:
             )
         while backward.ahead:
             skipped = backward.ahead.pop()
-            if skipped.announced:
+            if skipped.hooked:
                 self._enter(backward, skipped)
         if self.reduce_gradients:
             self._reduce_the_rest(backward)

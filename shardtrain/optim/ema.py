@@ -88,6 +88,6 @@ class Ema:
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each average with the tensor that it follows."""
-        self._engine.schedule.root.show_local()  # a forward without a backward leaves them whole
+        self._engine.schedule.show_pieces()  # a forward without a backward leaves them whole
         pairs = [*self.averages.items(), *self._buffer_averages.items()]
         return [(average, now.data) for now, average in pairs]
