@@ -29,7 +29,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native
 from shardtrain.comm.movement import ENTER, GATHER, LEAVE
-from shardtrain.comm.reports import Ring
+from shardtrain.comm.ring import Ring
 from shardtrain.comm.signals import Peer, Signals
 from shardtrain.layout import even
 

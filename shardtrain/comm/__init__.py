@@ -7,7 +7,7 @@ Read in this order; imports point upwards:
 - ``arithmetic``, ``messages``, ``native``: how values are added up; movements made of messages, and of the
   backend's own collectives
 - ``guard``: which path every rank takes through the model, and who takes another; ranks tell one another by
-  ``signals`` on one host, by ``reports`` over gloo
+  ``signals`` on one host, by ``reports`` over gloo, round a ``ring``
 - ``process_group``: the transport over a process group
 - ``shared_memory``: the transport inside a host; ``hosts``: that one inside hosts, messages between them
 - ``replicated``: several shard groups

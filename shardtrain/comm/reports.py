@@ -24,16 +24,13 @@ neighbour, too.
 
 from __future__ import annotations
 
-import datetime
 import os
-import struct
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -52,19 +49,24 @@ from shardtrain.comm.guard import (
     last_at_work,
     unpack,
 )
-from shardtrain.comm.messages import FOREVER, report_tag
+from shardtrain.comm.messages import report_tag
 from shardtrain.comm.movement import Movement
 from shardtrain.comm.native import time_out_of
+from shardtrain.comm.ring import (
+    ASKS,
+    HEAD,
+    KEPT,
+    LEAVES,
+    LIVES,
+    REPORT_BYTES,
+    TELLS,
+    Ring,
+    is_time_out,
+    peers_of,
+)
 from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
-_KEPT = 64  # collectives in a report: as far as replicas may be apart, which meet in backward only
-# Who reports; why; the rank that it has lost (-1: none), and in which state; how long ago it was
-# at work, or a rank that it waits for; how many collectives follow.
-_HEAD = struct.Struct("<iiiidi")
-TELLS, ASKS, LIVES, LEAVES = range(4)  # the last two are for the right neighbour alone
-_REPORT_BYTES = _HEAD.size + _KEPT * MESSAGE.size
-_A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
 class Reports:
@@ -76,7 +78,7 @@ class Reports:
         dist.broadcast(number, group=group, group_src=0)
         self.number = int(number.item())  # so that messages of two models never meet, nor their reports
         self.paths = Paths(group.rank(), peers_of(group), time_out_of(group))
-        self._ring = Ring(group, report_tag(self.number), _REPORT_BYTES)
+        self._ring = Ring(group, report_tag(self.number), REPORT_BYTES)
         self._changed = threading.Condition()  # guards what follows, and `paths`
         self._waiting: tuple[int, float] | None = None  # position, since when
         self._wait: Wait | None = None  # the same, once it is long
@@ -87,7 +89,8 @@ class Reports:
         self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
         self._abort, self._is_sharing = abort, False
-        self._ring.start(self)
+        self._ring.start(_receive, weakref.ref(self))
+        self._ring.start(_check, weakref.ref(self))
         weakref.finalize(group, _end, weakref.ref(self._ring))
         weakref.finalize(self, _leave, self._ring, self.paths)
 
@@ -99,7 +102,7 @@ class Reports:
         """Add this rank's next collective. Return its position."""
         with self._changed:
             position, _ = self.paths.add(kind, tag.number, tag.name)
-            self.paths.own.pop(position - _KEPT, None)
+            self.paths.own.pop(position - KEPT, None)
             self._compare()
             if self._diverged_at is not None:
                 self._changed.wait_for(lambda: self._failure is not None, 2 * GRACE_S)
@@ -227,12 +230,12 @@ class Reports:
 
     def receive(self, report: bytes) -> None:
         """Compare a peer's collectives with this rank's, and answer it."""
-        peer, why, lost, state, age_s, count = _HEAD.unpack_from(report)
+        peer, why, lost, state, age_s, count = HEAD.unpack_from(report)
         with self._changed:
             now = self._heard_s[peer] = time.monotonic()
             self._at_work[peer] = now - age_s
             self.paths.theirs[peer] = {}
-            for position, entry in unpack(report[_HEAD.size : _HEAD.size + count * MESSAGE.size]):
+            for position, entry in unpack(report[HEAD.size : HEAD.size + count * MESSAGE.size]):
                 self.paths.hear(peer, position, entry)
             if self._failure is None:
                 if lost >= 0:
@@ -287,7 +290,7 @@ class Reports:
 def _packed(paths: Paths, why: int, lost: int = -1, state: int = ENDED) -> bytes:
     now = time.monotonic()
     body = b"".join(entry.packed(position) for position, entry in paths.own.items())
-    return _HEAD.pack(paths.rank, why, lost, state, now - (last_at_work() or now), len(paths.own)) + body
+    return HEAD.pack(paths.rank, why, lost, state, now - (last_at_work() or now), len(paths.own)) + body
 
 
 def _receive(ring: Ring, to_reports: weakref.ref[Reports]) -> None:
@@ -318,118 +321,3 @@ def _end(to_ring: weakref.ref[Ring]) -> None:
     """The group is no more, or the interpreter ends."""
     if (ring := to_ring()) is not None:
         ring.abort()
-
-
-class Ring:
-    """This rank's place in a ring of all ranks, round which reports go; its connections say who has ended.
-
-    A receive is posted at every peer for a message that never comes, the *pulse*: only that peer's end
-    completes it, with an error.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, tag: int, size: int) -> None:
-        """``size``: of a report, in bytes. ``tag``: of reports; the next one is the pulse's."""
-        self.rank, world = group.rank(), group.size()
-        self.left, self.right = (self.rank - 1) % world, (self.rank + 1) % world
-        self._group = weakref.ref(group)
-        self._tag, self._size = tag, size
-        self._sent: deque[tuple[torch.Tensor, dist.Work]] = deque(maxlen=4 * world)
-        self._closing = threading.Lock()
-        self._nothing = torch.empty(1, dtype=torch.uint8)
-        self._pulses = {peer: group.recv([self._nothing], peer, tag + 1) for peer in peers_of(group)}
-        self.left_is_gone = False
-        self.left_leaves = False  # the left neighbour has dropped the model
-        self.stop = threading.Event()  # this rank has, or the group is no more
-        self._threads: list[threading.Thread] = []
-        self._arriving: deque[tuple[torch.Tensor, dist.Work]] = deque()
-        for _ in range(4):  # so that a report goes out even while the right is busy with another
-            self._expect(torch.empty(size, dtype=torch.uint8))
-
-    def start(self, reports: Reports) -> None:
-        """Start the threads that receive and that look at the clock for ``reports``."""
-        arguments = self, weakref.ref(reports)
-        for target, name in ((_receive, "shardtrain-reports"), (_check, "shardtrain-watch")):
-            self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
-            self._threads[-1].start()
-
-    def receive(self) -> bytes:
-        """Return the next report from the left, and pass it on; empty once there will be none."""
-        if self.left_leaves:
-            return b""
-        try:
-            memory, arriving = self._arriving.popleft()
-            arriving.wait(FOREVER)
-            report = bytes(memory.tolist())
-            self._expect(memory)
-        except (RuntimeError, IndexError):  # the connection is closed, or this rank has given up
-            self.left_is_gone = True
-            return b""
-        peer, why, *_ = _HEAD.unpack_from(report)
-        self.left_leaves = why == LEAVES
-        if why in (TELLS, ASKS) and peer != self.right:
-            self.send(report)
-        return report
-
-    def _expect(self, memory: torch.Tensor) -> None:
-        group = self._group()
-        if group is not None:
-            self._arriving.append((memory, group.recv([memory], self.left, self._tag)))
-
-    def send(self, report: bytes) -> None:
-        """Send to the right, unless that rank is gone."""
-        group = self._group()
-        data = torch.frombuffer(bytearray(report.ljust(self._size, b"\0")), dtype=torch.uint8)
-        if group is not None:
-            with suppress(RuntimeError):
-                self._sent.append((data, group.send([data], self.right, self._tag)))
-
-    def ended(self) -> list[int]:
-        """Return the peers whose connections are gone. This closes the others: gloo does at a time-out."""
-        return [peer for peer in self._pulses if not self._is_alive(peer)]
-
-    def _is_alive(self, peer: int) -> bool:
-        try:
-            self._pulses[peer].wait(_A_MOMENT)
-        except RuntimeError as error:
-            return is_time_out(error)
-        return True
-
-    def drain(self) -> None:
-        """Return when the right has received all, or is gone."""
-        with suppress(RuntimeError, IndexError):
-            while True:
-                self._sent.popleft()[1].wait(FOREVER)
-
-    def close(self, patience_s: float = GRACE_S) -> None:
-        """Let the last report go out, unless that takes longer than ``patience_s``; close all connections.
-
-        A second thread that closes waits, too, or it would cut that report off.
-        """
-        with self._closing:
-            deadline = time.monotonic() + patience_s
-            while self._sent:
-                left = max(0.001, deadline - time.monotonic())
-                with suppress(RuntimeError):
-                    self._sent.popleft()[1].wait(datetime.timedelta(seconds=left))
-            self.ended()
-
-    def abort(self) -> None:
-        """Close all connections, which ends `receive`; hold nothing more that keeps gloo's threads alive."""
-        self.stop.set()
-        self.ended()
-        self._sent.clear()
-        self._pulses.clear()
-        self._arriving.clear()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(GRACE_S)
-
-
-def peers_of(group: dist.ProcessGroup) -> list[int]:
-    return [rank for rank in range(group.size()) if rank != group.rank()]
-
-
-def is_time_out(error: RuntimeError) -> bool:
-    """Return whether a wait timed out: this one, or another, upon which gloo ends them all."""
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text

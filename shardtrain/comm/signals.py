@@ -271,11 +271,15 @@ class Signals:
         causes = sorted({peer.lost or (ENDED, peer.rank) for peer in lost})
         state = causes[0][0]
         ranks = [rank for each, rank in causes if each == state]
-        message = Entry(_LOST, state, 0, ranks[0], b"").packed(position)
+        self._tell(Entry(_LOST, state, 0, ranks[0], b"").packed(position))
+        return self.paths.lost(ranks, position, state, waited_s)
+
+    def _tell(self, message: bytes = b"") -> None:
+        """Send what has not been sent, and ``message``, to peers that have room for it."""
+        message, self._unsent = self._unsent + message, b""
         for peer in self.peers:
             with suppress(OSError):
                 peer.link.send(message)
-        return self.paths.lost(ranks, position, state, waited_s)
 
     def _compare(self) -> None:
         """Compare every peer's collectives with this rank's, as far as both are known."""
@@ -283,6 +287,7 @@ class Signals:
         if position is None:
             self.paths.forget_before(min(self._awaited, default=self.paths.end))
             return
+        self._tell()  # the others must see that it is another path
         # Most ranks are right: give those that have not said where they are a moment to say so.
         deadline = time.monotonic() + GRACE_S
         theirs = self.paths.theirs
