@@ -6,7 +6,13 @@ from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.introspect import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.recompute import checkpoint_activations, compile_units
-from shardtrain.engine.state_dict import average_buffers, full_state_dict, load_full_state_dict, unsharded
+from shardtrain.engine.state_dict import (
+    average_buffers,
+    full_state_dict,
+    load_full_state_dict,
+    optimizer_state_dict,
+    unsharded,
+)
 from shardtrain.optim import GradScaler, clip_grad_norm_
 
 __all__ = [
@@ -26,6 +32,7 @@ __all__ = [
     "introspect",
     "load_full_state_dict",
     "no_sync",
+    "optimizer_state_dict",
     "shard",
     "unsharded",
 ]

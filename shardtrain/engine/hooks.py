@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from shardtrain.engine import pieces
 from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
 from shardtrain.engine.precision import Precision, cast, leaves, tensors_in
 from shardtrain.engine.schedule import Schedule
@@ -88,6 +89,7 @@ class Engine:
                 self._hook_inside(unit, module)
         self._hook_casts()
         self.handles.append(self.module.register_load_state_dict_pre_hook(self._refuse_whole))
+        self.handles.extend(pieces.attach(self.units))
         # `copy` and `pickle` ask an object for these two, and so find them on this one module.
         self.module.__dict__.update(
             {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self._refuse_pickling}
@@ -267,6 +269,7 @@ class Engine:
                 return
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self._optimizers[optimizer] = len(groups)
+            pieces.watch(optimizer, self.segments)
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
 

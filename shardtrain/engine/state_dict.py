@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.pieces import watch
 from shardtrain.engine.shard import Segment, in_memory_order
 from shardtrain.engine.unit import Unit
 
@@ -191,6 +192,25 @@ def load_full_state_dict(
             if name in given:
                 tensor.copy_(given[name])
             all_ranks.broadcast(tensor)
+
+
+def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state by parameter names, as torch's ``get_optimizer_state_dict`` lays it out.
+
+    ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``. Tensors are the
+    optimizer's own, as pieces (see ``pieces.py``): ``torch.distributed.checkpoint`` saves them as parts of
+    the whole and loads into them. Options loaded with them reach the optimizer by ``load_state_dict`` of
+    the result. An optimizer without state gets some first, by a step with a learning rate of 0.
+
+    Raises:
+        ValueError: called inside forward, backward or `unsharded`.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    engine = engine_of(module)
+    engine.require_rest("optimizer_state_dict() cannot be called")
+    watch(optimizer, engine.segments)
+    return dict(get_optimizer_state_dict(module, optimizer))
 
 
 def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) -> tuple[list[str], list[str]]:
