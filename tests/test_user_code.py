@@ -437,3 +437,51 @@ def test_other_methods_than_forward() -> None:
         shardtrain.forward_method(model, "decode")
     with pytest.raises(ValueError, match="LayerNorm is neither a sharded model nor one of its units"):
         shardtrain.forward_method(model.blocks[0].norm, "forward")
+
+
+class Tied(nn.Module):
+    """The root reads the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.blocks = nn.Embedding(97, 7), nn.ModuleList(Unit() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.emb((x * 100).long().abs() % 97).mean(1)
+        for block in self.blocks:
+            h = block(h)
+        return F.linear(h, self.emb.weight)
+
+
+@each_rank(2)
+def test_a_layer_whose_weight_is_read_around_it() -> None:
+    model = like_a_replica(Tied, units=None)
+    assert "emb" not in [unit.name for unit in shardtrain.introspect(model).units]
+    model = shard(Tied(), units=[nn.Embedding])
+    way_out = r"emb.weight is this rank's piece while emb does not run, and the forward of Tied reads it: choose"
+    with pytest.raises(RuntimeError, match=way_out):
+        model(batch(0))
+
+
+@pytest.mark.parametrize("way", ["model", "units before", "method"])
+@each_rank(2)
+def test_compiled_models(way: str) -> None:
+    torch.manual_seed(0)
+    replica = Net()
+    net = copy.deepcopy(replica)
+    for block in net.blocks if way == "units before" else ():
+        block.compile(backend="eager")
+    model = shard(net, units=[Unit])
+    if way == "method":
+        model.compile(backend="eager")
+    run = torch.compile(model, backend="eager") if way == "model" else model
+    for called, net in ((replica, replica), (run, model)):
+        optimizer = sgd(net)
+        for number in range(3):
+            optimizer.zero_grad()
+            called(batch(number)).square().mean().backward()
+            if net is replica:
+                average_gradients(net)
+            optimizer.step()
+    assert_same_parameters(model, replica)
+    torch.compiler.reset()

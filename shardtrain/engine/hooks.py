@@ -13,6 +13,7 @@ A fourth checks each optimizer before it steps: see ``optimizer_check.py``.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +32,10 @@ from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
 from shardtrain.engine.precision import Precision, cast, leaves, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.unit import Account, Unit
+from shardtrain.engine.units import note_pieces
 from shardtrain.layout import Policy
+
+Hook = Callable[..., None]
 
 _ENGINE = "_shardtrain_engine"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
@@ -154,19 +160,21 @@ class Engine:
             _refuse_transforms()
             self.settle()
             if called is self.module:
-                self.schedule.begin_forward(sys._getframe(1))
+                self.schedule.begin_forward()
             self.schedule.before_forward(unit)
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is not module:
                 return
             failed = output is None and sys.exc_info()[0] is not None
+            if failed:
+                note_pieces(sys.exc_info()[1], self.units)
             self.schedule.after_forward(unit, self._announce(unit, output), failed)
             if called is self.module:
                 self.schedule.end_forward(failed)
 
-        self.handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self.handles.append(module.register_forward_hook(after, always_call=True))
+        self.handles.append(module.register_forward_pre_hook(_uncompiled(before), prepend=True))
+        self.handles.append(module.register_forward_hook(_uncompiled(after), always_call=True))
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         """Let gradients of what ``module`` inside ``unit`` returns announce the unit, too."""
@@ -278,6 +286,7 @@ class Engine:
     def require_rest(self, refusal: str) -> None:
         """Take in what users changed since the last step; refuse inside one or inside `unsharded`."""
         self.schedule.recover()
+        self.schedule.recover_forward()
         if not self.schedule.at_rest:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
         self.schedule.show_pieces()
@@ -382,6 +391,23 @@ def _postpone(to_engine: weakref.ref[Engine]) -> None:
             for number, hook in hooks.items():
                 if number != engine._own_hooks.get(param) and not isinstance(hook, Postponed):
                     hooks[number] = Postponed(hook)
+
+
+def _uncompiled(hook: Hook) -> Hook:
+    """Return ``hook`` such that a compiled model breaks its graph there, and runs it as it is.
+
+    Only where Dynamo is at work: what torch makes of a function takes some 50 µs for each call.
+    """
+    broken = _disable_dynamo(hook)
+
+    @functools.wraps(hook)
+    def either(*args: Any) -> None:
+        if torch.compiler.is_compiling() or get_eval_frame_callback():
+            broken(*args)
+        else:
+            hook(*args)
+
+    return either
 
 
 def _refuse_transforms() -> None:

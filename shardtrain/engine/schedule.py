@@ -135,8 +135,8 @@ class Schedule:
 
     # forward
 
-    def begin_forward(self, frame: FrameType) -> None:
-        """Start anew as ``frame`` calls the root module: what was gathered may be older than the last update.
+    def begin_forward(self) -> None:
+        """Start anew as the root module is called: what was gathered may be older than the last update.
 
         A forward that is still under way was interrupted from the keyboard, which runs no hooks.
         """
@@ -150,7 +150,7 @@ class Schedule:
         self._entries, self._expected = [], self._entries
         self._record = []
         self._awaited.clear()
-        self._forward = frame
+        self._forward = _calling_frame()
 
     def end_forward(self, failed: bool) -> None:
         """Leave nothing half gathered as the root module returns or (``failed``) raises."""
@@ -383,9 +383,12 @@ class Schedule:
     # after errors
 
     def recover(self) -> None:
-        """Forget a backward that an exception ended, and a forward that the keyboard interrupted."""
+        """Forget a backward that an exception ended."""
         if self._backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
             self._forget(self._backward)
+
+    def recover_forward(self) -> None:
+        """Forget a forward that the keyboard interrupted."""
         if self._forward and not _is_running(self._forward):
             self._forward = None
             self._depth = dict.fromkeys(self.units, 0)
@@ -413,6 +416,14 @@ class Schedule:
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.state is State.SHARDED and not unit.pinned:
             unit.launch()
+
+
+def _calling_frame() -> FrameType:
+    """Return the innermost frame in which torch calls a module; the outermost of all if that is compiled."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
+        frame = frame.f_back
+    return frame
 
 
 def _is_running(frame: FrameType) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 
 from torch import nn
 
 from shardtrain.engine.shard import ParamInfo
+from shardtrain.engine.unit import Unit
 
 UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
@@ -85,6 +87,8 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
       children are looked at;
     - more than half of the model (an "encoder" that is nearly everything): its children are looked at, but
       not those of ``nn.MultiheadAttention``, which reads its children's weights without calling them;
+    - a single layer whose parameters a module around it reads (``F.linear(x, self.embedding.weight)``): it
+      stays with that module;
     - small, at most 16,384 elements or 1/64 of the model, whichever is less: it stays with the root,
       which is whole during the entire step. A message costs as much as moving some 10,000 elements.
 
@@ -98,8 +102,10 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
     small = min(_SMALL, total // 64)
     chosen: dict[str, nn.Module] = {}
 
-    def visit(name: str, module: nn.Module) -> None:
+    def visit(name: str, module: nn.Module, around: tuple[nn.Module, ...] = ()) -> None:
         if sizes[name] == 0 or sizes[name] <= small:
+            return
+        if next(module.children(), None) is None and _is_read(name, module, around):
             return
         whole = isinstance(module, nn.MultiheadAttention) or next(module.children(), None) is None
         too_large = 2 * sizes[name] > total and not whole
@@ -109,10 +115,47 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
         for child_name, child in module.named_children():
             full_name = f"{name}.{child_name}" if name else child_name
             if full_name in sizes:  # a module reachable by two names is listed under its first
-                visit(full_name, child)
+                visit(full_name, child, (*around, module))
 
     visit("", root)
     return chosen
+
+
+def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
+    """Return whether code of a module ``around`` reads a parameter of its ``layer``, other than to set it up.
+
+    That is code that mentions both names, as ``self.embedding.weight`` does.
+    """
+    attribute = name.rpartition(".")[2]
+    for module in around:
+        for method in vars(type(module)).values():
+            code = getattr(method, "__code__", None)
+            mentioned = code.co_names if code is not None and "init" not in code.co_name else ()
+            if attribute in mentioned and not layer._parameters.keys().isdisjoint(mentioned):
+                return True
+    return False
+
+
+def note_pieces(error: BaseException | None, units: Iterable[Unit]) -> None:
+    """Add to ``error`` which parameters the code that raised it reads, though they show pieces there."""
+    infos = [
+        (info, unit) for unit in units for s in unit.segments if not s.shows_full for info in s.infos
+    ]
+    for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
+        names = frame.f_code.co_names
+        around = frame.f_locals.get("self")
+        if not isinstance(around, nn.Module) or error is None:
+            continue
+        for info, unit in infos:
+            *_, layer, attribute = ("", *info.name.split("."))
+            if attribute in names and (layer in names or around is info.holder):
+                note = (
+                    f"{info.name} is this rank's piece while {unit.title} does not run, and the forward of "
+                    f"{type(around).__name__} reads it: choose units so that they are in one, "
+                    "shard(units=...), or read it inside shardtrain.unsharded(model)"
+                )
+                error.args = (f"{error}. {note}",)
+                return
 
 
 def _is_container(module: nn.Module) -> bool:
