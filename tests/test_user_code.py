@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -458,7 +459,9 @@ def test_a_layer_whose_weight_is_read_around_it() -> None:
     model = like_a_replica(Tied, units=None)
     assert "emb" not in [unit.name for unit in shardtrain.introspect(model).units]
     model = shard(Tied(), units=[nn.Embedding])
-    way_out = r"emb.weight is this rank's piece while emb does not run, and the forward of Tied reads it: choose"
+    way_out = (
+        r"emb.weight is this rank's piece while emb does not run, and the forward of Tied reads it: choose"
+    )
     with pytest.raises(RuntimeError, match=way_out):
         model(batch(0))
 
@@ -475,6 +478,9 @@ def test_compiled_models(way: str) -> None:
     if way == "method":
         model.compile(backend="eager")
     run = torch.compile(model, backend="eager") if way == "model" else model
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+    )  # Dynamo's
     for called, net in ((replica, replica), (run, model)):
         optimizer = sgd(net)
         for number in range(3):

@@ -13,17 +13,12 @@ A fourth checks each optimizer before it steps: see ``optimizer_check.py``.
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -33,9 +28,8 @@ from shardtrain.engine.precision import Precision, cast, leaves, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.unit import Account, Unit
 from shardtrain.engine.units import note_pieces
+from shardtrain.engine.user_hooks import call_postponed, postpone, refuse_transforms, uncompiled
 from shardtrain.layout import Policy
-
-Hook = Callable[..., None]
 
 _ENGINE = "_shardtrain_engine"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
@@ -59,7 +53,7 @@ class Engine:
         self.transport = units[0].transport
         self.precision = precision
         this = weakref.ref(self)
-        self.schedule = Schedule(units, reshard_after_forward, lambda: _postpone(this), call_postponed)
+        self.schedule = Schedule(units, reshard_after_forward, lambda: _begin(this), call_postponed)
         self.account = Account()
         for unit in units:
             unit.account = self.account
@@ -157,7 +151,7 @@ class Engine:
                     f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
                     "parameters only; copy the model that shardtrain.shard() returned"
                 )
-            _refuse_transforms()
+            refuse_transforms()
             self.settle()
             if called is self.module:
                 self.schedule.begin_forward()
@@ -173,8 +167,8 @@ class Engine:
             if called is self.module:
                 self.schedule.end_forward(failed)
 
-        self.handles.append(module.register_forward_pre_hook(_uncompiled(before), prepend=True))
-        self.handles.append(module.register_forward_hook(_uncompiled(after), always_call=True))
+        self.handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
+        self.handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         """Let gradients of what ``module`` inside ``unit`` returns announce the unit, too."""
@@ -329,6 +323,12 @@ class Engine:
             )
 
 
+def _begin(to_engine: weakref.ref[Engine]) -> None:
+    engine = to_engine()
+    if engine is not None:
+        postpone(engine._sharded(), engine._own_hooks)
+
+
 def engine_of(module: nn.Module) -> Engine:
     """Return the engine behind a sharded root; raise ValueError for any other module."""
     engine = module.__dict__.get(_ENGINE)
@@ -365,67 +365,3 @@ def _have_changed(modules: Modules) -> bool:
         if len(module._parameters) != parameters or tuple(module._modules.values()) != children:
             return True
     return False
-
-
-# Autograd would call a user's post-accumulate hook with a gradient that is whole, and this rank's alone. So
-# the engine takes such hooks from it when a backward begins, and calls each once when a backward that reduces
-# ends. Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
-
-
-class Postponed:
-    """A user's hook in the place where autograd looks for it; does nothing there."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
-        self.hook = hook
-
-    def __call__(self, param: torch.Tensor) -> None:
-        pass
-
-
-def _postpone(to_engine: weakref.ref[Engine]) -> None:
-    """Take users' hooks from autograd, under the handles that they were given."""
-    engine = to_engine()
-    for param in engine._sharded() if engine is not None else ():
-        if engine is not None and _has_several_hooks(param):
-            hooks = param._post_accumulate_grad_hooks or {}
-            for number, hook in hooks.items():
-                if number != engine._own_hooks.get(param) and not isinstance(hook, Postponed):
-                    hooks[number] = Postponed(hook)
-
-
-def _uncompiled(hook: Hook) -> Hook:
-    """Return ``hook`` such that a compiled model breaks its graph there, and runs it as it is.
-
-    Only where Dynamo is at work: what torch makes of a function takes some 50 µs for each call.
-    """
-    broken = _disable_dynamo(hook)
-
-    @functools.wraps(hook)
-    def either(*args: Any) -> None:
-        if torch.compiler.is_compiling() or get_eval_frame_callback():
-            broken(*args)
-        else:
-            hook(*args)
-
-    return either
-
-
-def _refuse_transforms() -> None:
-    """Refuse to run inside ``torch.func``'s transforms, which see pieces where parameters belong."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        raise ValueError(
-            "a sharded model cannot run inside jvp, vmap or another transform of torch.func: transform an "
-            "unsharded copy of it, with the weights of full_state_dict(model)"
-        )
-
-
-def call_postponed(params: Iterable[nn.Parameter]) -> None:
-    """Call the hooks that were postponed, those of each parameter once."""
-    for param in dict.fromkeys([param for param in params if _has_several_hooks(param)]):
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            if isinstance(hook, Postponed):
-                hook.hook(param)
-
-
-def _has_several_hooks(param: nn.Parameter) -> bool:
-    return len(param._post_accumulate_grad_hooks or ()) > 1

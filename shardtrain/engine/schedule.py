@@ -23,10 +23,8 @@ gradient never comes (it is unused here) counts as zero.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 
@@ -36,52 +34,9 @@ from torch import nn
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.movement import ENTER, LEAVE, Movement
+from shardtrain.engine.calls import Backward, Call, calling_frame, is_running
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """An outermost call of a unit's modules. Moments are counted, and shared by all calls.
-
-    ``record``: the calls of the same forward that have ended, by their ends. ``hooked``: autograd calls this
-    before it runs one of the nodes that made what the call has computed.
-    """
-
-    schedule: Schedule
-    unit: Unit
-    record: list[Call]
-    began: int
-    ended: int = sys.maxsize
-    hooked: bool = False
-
-    def hook(self, tensor: torch.Tensor) -> None:
-        """Let backward announce the call before it needs what ``tensor`` was computed from."""
-        node = tensor.grad_fn
-        if node is not None:  # else it is no result of the call
-            node.register_prehook(self)
-            self.hooked = True
-
-    def __call__(self, _: object) -> None:
-        self.schedule.before_backward(self)
-
-
-@dataclass(eq=False)
-class Backward:
-    """One backward under way."""
-
-    record: list[Call]
-    ahead: list[Call]  # calls of the record that autograd has not come to, the next one last
-    first: dict[Unit, int]  # when each unit's first call began
-    order: list[Unit]  # in which reductions are started
-    to_reduce: deque[Unit]  # of these, those to which it has not come
-    call: Call | None = None  # the one that autograd has come to
-    moment: int = sys.maxsize  # what was computed later is over
-    entered: dict[Unit, None] = field(default_factory=dict)  # units whose backward has begun, in that order
-    current: list[Unit] = field(default_factory=list)  # those of them that are not over
-    completed: set[Unit] = field(default_factory=set)  # units all of whose gradients have arrived
-    launched: list[Unit] = field(default_factory=list)  # units whose reduction has been started
-    arriving: dict[nn.Parameter, str] = field(default_factory=dict)  # whose gradient is being accumulated
 
 
 class Schedule:
@@ -150,7 +105,7 @@ class Schedule:
         self._entries, self._expected = [], self._entries
         self._record = []
         self._awaited.clear()
-        self._forward = _calling_frame()
+        self._forward = calling_frame()
 
     def end_forward(self, failed: bool) -> None:
         """Leave nothing half gathered as the root module returns or (``failed``) raises."""
@@ -174,7 +129,7 @@ class Schedule:
             self._fence(ENTER)
         unit.open_full()
         self._moment += 1
-        self._calls[unit] = Call(self, unit, self._record, self._moment)
+        self._calls[unit] = Call(self.before_backward, unit, self._record, self._moment)
         if not self._backward:
             self._entries.append(unit)
             self._prefetch(self._next_in_forward())
@@ -389,7 +344,7 @@ class Schedule:
 
     def recover_forward(self) -> None:
         """Forget a forward that the keyboard interrupted."""
-        if self._forward and not _is_running(self._forward):
+        if self._forward and not is_running(self._forward):
             self._forward = None
             self._depth = dict.fromkeys(self.units, 0)
             self._rest()
@@ -416,19 +371,3 @@ class Schedule:
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.state is State.SHARDED and not unit.pinned:
             unit.launch()
-
-
-def _calling_frame() -> FrameType:
-    """Return the innermost frame in which torch calls a module; the outermost of all if that is compiled."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(frame: FrameType) -> bool:
-    """Return whether ``frame`` is among those that have led here."""
-    at: FrameType | None = sys._getframe()
-    while at is not None and at is not frame:
-        at = at.f_back
-    return at is not None

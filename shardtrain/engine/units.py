@@ -138,9 +138,7 @@ def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
 
 def note_pieces(error: BaseException | None, units: Iterable[Unit]) -> None:
     """Add to ``error`` which parameters the code that raised it reads, though they show pieces there."""
-    infos = [
-        (info, unit) for unit in units for s in unit.segments if not s.shows_full for info in s.infos
-    ]
+    infos = [(info, unit) for unit in units for s in unit.segments if not s.shows_full for info in s.infos]
     for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
         names = frame.f_code.co_names
         around = frame.f_locals.get("self")
