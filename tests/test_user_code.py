@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
 import shardtrain
+from shardtrain import comm
 
 from pool import each_rank
-from small import assert_same_parameters, average_gradients, sgd, shard
+from small import assert_same_parameters, average_gradients, raised_soon, sgd, shard
+from test_uses import Lars
 
 Step = Callable[[nn.Module, torch.Tensor], Any]
 
@@ -491,3 +493,56 @@ def test_compiled_models(way: str) -> None:
             optimizer.step()
     assert_same_parameters(model, replica)
     torch.compiler.reset()
+
+
+# optimizers
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@each_rank(2, 3)
+def test_ranks_that_step_differently_are_told(fused: bool) -> None:
+    """By torch's own GradScaler, when one rank's gradients overflow."""
+    model = shard(Net(), units=[Unit])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for number in range(2):
+        scaler.scale(model(batch(number)).square().mean()).backward()
+        if number == 1 and dist.get_rank() == 1:
+            for param in model.parameters():
+                param.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    text = raised_soon(comm.Diverged, lambda: model(batch(2)).sum().backward())
+    assert "stepping the optimizer" in text
+    assert "use shardtrain.GradScaler" in text
+
+
+@each_rank(2)
+def test_groups_chosen_by_dimensions() -> None:
+    def groups(net: nn.Module) -> list[int]:
+        return [sum(param.ndim >= 2 for param in net.parameters()), sum(p.ndim < 2 for p in net.parameters())]
+
+    expected = groups(Net())
+    assert groups(shard(Net(), units=[Unit])) == expected
+    assert groups(shard(Net(), units=[Unit], layout="whole")) == expected
+
+
+class Sam(torch.optim.Optimizer):
+    """Cannot be built from groups alone."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
+        super().__init__(params, {})
+        self.base = base(self.param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+@each_rank(2)
+def test_optimizers_in_warm_up_and_those_that_cannot_be_tried() -> None:
+    model = shard(Net(), units=[Unit])
+    model(batch(0)).sum().backward()
+    with pytest.raises(ValueError, match="Lars cannot step on a sharded model: it gives a piece"):
+        Lars(model.parameters(), lr=0.0).step()
+    with pytest.warns(UserWarning, match=r"Sam cannot be tried on pieces .*ignored"):
+        Sam(model.parameters(), torch.optim.SGD).step()

@@ -26,12 +26,16 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import native
-from shardtrain.comm.movement import ENTER, MOVEMENTS, Movement
+from shardtrain.comm.movement import ENTER, MOVEMENTS, STEP, Movement
 from shardtrain.comm.transport import Tag
 
 MESSAGE = struct.Struct("<qiiqq64s")  # position, then an `Entry`
 GRACE_S = 2.0  # once ranks are known to differ: the time that the others have to say where they are
 CHECK_S = 0.2  # how often a rank that waits looks whether the others still run
+
+_STEP_HINT = (
+    ". Ranks must step alike: torch.amp.GradScaler lets each rank decide by itself, use shardtrain.GradScaler"
+)
 
 # Why a rank is lost, and what is said of one and of several.
 ENDED, SILENT, ELSEWHERE = range(3)
@@ -135,7 +139,8 @@ class Paths:
             number = f" (number {entry.number}, step {entry.step})" if ambiguous else ""
             texts.append(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {entry.text}{number}")
         step = min(entry.step for entry in shown)
-        return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}")
+        hint = _STEP_HINT if any(entry.kind == STEP.number for entry in shown) else ""
+        return Diverged(f"step {step}: {odd_ones_out(keys)}: {', '.join(texts)}{hint}")
 
     def lost(
         self, ranks: Sequence[int], position: int, state: int = ENDED, waited_s: float | None = None

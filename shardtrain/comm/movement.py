@@ -21,6 +21,7 @@ class Movement(Enum):
     ALL_TO_ALL = "all_to_all", "", "exchanging"
     ENTER = "fence", "", "entering"
     LEAVE = "fence", "", "leaving"
+    STEP = "fence", "", "stepping"  # the optimizer, since the last forward
     SHARE = "", "", "sharing"  # memory, between the ranks of a host
     COPY = "all_gather", "", "copying"  # a gather into memory that is not shared, where other memory is
 
@@ -31,4 +32,4 @@ class Movement(Enum):
 
 # Every unit of every step makes some: on Python 3.11 `Movement.GATHER` takes ten times as long as a global.
 MOVEMENTS = tuple(Movement)
-GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, SHARE, COPY = Movement
+GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, COPY = Movement

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from shardtrain import device
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import AVERAGE, GATHER, REDUCE, Movement
+from shardtrain.comm.movement import AVERAGE, GATHER, REDUCE, STEP, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.transport import (
     Carrier,
@@ -78,7 +78,8 @@ class Replicated(TransportWrapper):
     def fence(self, what: Movement) -> None:
         self._guard.fence(what)
         if self.in_place and self.world > 1:
-            self._guard.note(what, Tag(0, "the model"))
+            if what is not STEP:  # which the guard knows of already
+                self._guard.note(what, Tag(0, "the model"))
             with self._guard.sharing():
                 self.inner.fence(what)
 

@@ -30,7 +30,7 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import PeerLost
 from shardtrain.comm.messages import segment_number
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, Movement
+from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, STEP, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, is_in_place, pack_own, sent_by
@@ -161,6 +161,9 @@ class SharedMemoryTransport(Transport):
 
     def fence(self, what: Movement) -> None:
         """Return when every rank of the host is at the same fence."""
+        if what is STEP:
+            self.signals.post(STEP, 0, "the optimizer")
+            return
         if what is ENTER:
             self.signals.paths.step += 1
             self._open_arenas()  # all ranks come here alike; not all of them ask for a unit's first gradient

@@ -44,7 +44,7 @@ from shardtrain.comm.guard import (
     shown_by,
     unpack,
 )
-from shardtrain.comm.movement import GATHER, SHARE, Movement
+from shardtrain.comm.movement import GATHER, SHARE, STEP, Movement
 
 # Kinds of entries that are no collectives, whose kinds are 0 and above.
 _DONE = -1  # "I have read what your collective at this position offered"
@@ -131,7 +131,7 @@ class Signals:
         """
         position, message = self.paths.add(kind, number, name, value)
         self._unsent += message
-        if kind is not GATHER:
+        if kind not in (GATHER, STEP):
             self._awaited.add(position)
             self.send(position)
         elif len(self._unsent) >= _LAZY_BYTES:

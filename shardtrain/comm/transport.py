@@ -184,7 +184,10 @@ class Transport:
         raise NotImplementedError
 
     def fence(self, what: Movement) -> None:
-        """Return when every rank is there: at ``ENTER``, before parameters are read, or at ``LEAVE``."""
+        """Return when every rank is there: at ``ENTER``, before parameters are read, or at ``LEAVE``.
+
+        ``STEP`` waits for nobody: it lets the others know that an optimizer has stepped on this rank.
+        """
 
 
 class Carrier(Transport):

@@ -274,6 +274,8 @@ class Engine:
             pieces.watch(optimizer, self.segments)
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
+        skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
+        self.schedule.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
 
     # between steps
 

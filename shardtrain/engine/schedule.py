@@ -33,7 +33,7 @@ from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.movement import ENTER, LEAVE, Movement
+from shardtrain.comm.movement import ENTER, LEAVE, STEP, Movement
 from shardtrain.engine.calls import Backward, Call, calling_frame, is_running
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
@@ -58,6 +58,7 @@ class Schedule:
         self.reshard_after_forward = reshard_after_forward
         self._tell_begun, self._tell_reduced = tell_begun, tell_reduced
         self.reduce_gradients = True  # False inside `no_sync`
+        self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}
         self._depth = dict.fromkeys(units, 0)  # calls of a unit's modules that are under way
         self._moment = 0
@@ -85,6 +86,9 @@ class Schedule:
         return "rest", None
 
     def _fence(self, what: Movement) -> None:
+        if what is ENTER and self.stepped:
+            self.root.transport.fence(STEP)
+            self.stepped = False
         with waiting(what, "the model", self.root.device):
             self.root.transport.fence(what)
 
