@@ -211,7 +211,7 @@ def test_clipping_equals_ddp_s() -> None:
         theirs = nn.utils.clip_grad_norm_(replica.parameters(), 0.1, norm_type)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
         assert meter.calls["all_reduce"] == (dist.get_world_size() > 1)
-        assert meter.bytes["all_reduce"] <= 8
+        assert meter.bytes["all_reduce"] <= 12
         with shardtrain.unsharded(model, grads=True, writeback=False):
             for (name, ours_p), theirs_p in zip(model.named_parameters(), replica.parameters(), strict=True):
                 torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)

@@ -527,6 +527,32 @@ def test_groups_chosen_by_dimensions() -> None:
     assert groups(shard(Net(), units=[Unit], layout="whole")) == expected
 
 
+@each_rank(2, 3)
+def test_an_optimizer_with_state_built_before_shard() -> None:
+    torch.manual_seed(0)
+    replica = Net()
+    net = copy.deepcopy(replica)
+    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (replica, net)]
+    model = shard(net, units=[Unit])
+    for called, optimizer in zip((replica, model), optimizers, strict=True):
+        for number in range(3):
+            optimizer.zero_grad()
+            called(batch(number)).square().mean().backward()
+            if called is replica:
+                average_gradients(called)
+            optimizer.step()
+    assert_same_parameters(model, replica)
+
+
+@each_rank(2)
+def test_a_nan_on_one_rank_is_in_the_largest_gradient() -> None:
+    model = shard(Net(), units=[Unit])
+    model(batch(0)).sum().backward()
+    if dist.get_rank() == 1:
+        model.head.weight.grad.fill_(torch.nan)
+    assert shardtrain.clip_grad_norm_(model, 1.0, norm_type=torch.inf).isnan()
+
+
 class Sam(torch.optim.Optimizer):
     """Cannot be built from groups alone."""
 

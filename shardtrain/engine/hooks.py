@@ -271,6 +271,8 @@ class Engine:
                 return
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self._optimizers[optimizer] = len(groups)
+            for segment in self.segments:
+                segment.cut_state(optimizer)
             pieces.watch(optimizer, self.segments)
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()

@@ -258,6 +258,16 @@ class Segment:
         else:
             self.params[index].grad = grad
 
+    def cut_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this rank's part of state that ``optimizer`` has made of whole parameters, before `shard`."""
+        for index, (param, piece) in enumerate(zip(self.params, self.pieces, strict=True)):
+            state = optimizer.state.get(param, {})
+            for key, value in state.items():
+                whole = isinstance(value, torch.Tensor) and value.shape == self.shapes[index]
+                if whole and key != "step" and self.rest_shapes[index] != self.shapes[index]:
+                    flat = in_memory_order(value, self.strides[index])
+                    state[key] = self.shown(index, flat[piece.start : piece.stop].clone())
+
     def was_replaced(self) -> bool:
         """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage.
 

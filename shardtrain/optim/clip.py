@@ -19,8 +19,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
 
-    Gives what ``torch.nn.utils.clip_grad_norm_`` gives on the unsharded model. One all-reduce of one
-    element, whatever the model. ``max_norm=inf`` only measures.
+    Gives what ``torch.nn.utils.clip_grad_norm_`` gives on the unsharded model. One all-reduce of at
+    most two elements, whatever the model. ``max_norm=inf`` only measures.
 
     Returns:
         0-dim fp32 tensor on the model's device, equal on all ranks.
@@ -41,7 +41,12 @@ def clip_grad_norm_(
     if all_ranks.rank not in engine.transport.primary_ranks:
         cut.zero_()  # replicas have the same gradient, which counts once; so all get the same bits, too
     with waiting(ALL_REDUCE, "the gradient's norm", engine.device):
-        all_ranks.all_reduce(cut, "max" if norm_type == math.inf else "sum")
+        if norm_type == math.inf:  # gloo's maximum of a nan and a number is the number
+            both = torch.stack([cut.nan_to_num(torch.inf), cut.isnan().float()])
+            all_ranks.all_reduce(both, "max")
+            cut = torch.where(both[1] > 0, torch.nan, both[0])
+        else:
+            all_ranks.all_reduce(cut)
     norm = torch.maximum(cut, whole) if norm_type == math.inf else (cut + whole) ** (1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
