@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 from collections.abc import Callable
 from itertools import combinations_with_replacement
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import fully_shard
 
 import shardtrain
+from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.engine.pieces import LocalPiece, Part
 
 from pool import each_rank
@@ -257,3 +260,39 @@ def test_whole_optimizer_state_is_refused() -> None:
     state["state"]["fc.weight"]["momentum_buffer"] = torch.zeros(5, 7)
     with pytest.raises(ValueError, match=r"state of shape \(5, 7\) for fc.weight, of which a rank has"):
         optimizer.load_state_dict(state)
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest["optimizer"])
+    text = json.dumps(manifest)
+    (path / "manifest.json").write_text(text)
+    (path / "manifest.sha256").write_text(digest_line(text))
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "TypeError: 'int' object is not iterable": lambda o: o["groups"][0]["options"].update(betas=5),
+    "not enough values to unpack": lambda o: o["groups"][1]["options"].update(betas=[0.9]),
+    "group 1 has options or state that cannot be": lambda o: o["groups"][1]["options"].update(lr="fast"),
+    "KeyError: 'exp_avg'": lambda o: o["state"]["fc.weight"].pop("exp_avg"),
+    "group 0 has options or state": lambda o: o["state"]["scale"].update(step={"value": "many"}),
+}
+
+
+@pytest.mark.parametrize("text", list(FORGERIES))
+@each_rank(2, transport="auto")
+def test_a_checkpoint_that_asks_for_the_impossible_changes_nothing(text: str, tmp_path: Path) -> None:
+    model, plain = various(1)
+    optimizer = trained(model)
+    shardtrain.checkpoint.save(tmp_path / "one", model, optimizer)
+    if dist.get_rank() == 0:
+        forge(tmp_path / "one", FORGERIES[text])
+    dist.barrier()
+    other, plain = various(2)
+    its_optimizer = adam(other, lr=7.0)
+    with pytest.raises(ValueError, match="does not fit, nothing was loaded: its optimizer's ") as caught:
+        shardtrain.checkpoint.load(tmp_path / "one", other, its_optimizer)
+    assert text in str(caught.value)
+    assert_same(other, plain)
+    assert not its_optimizer.state
+    assert its_optimizer.param_groups[0]["lr"] == 7.0

@@ -182,7 +182,53 @@ def _compare_optimizer(
         if odd:
             where = "is missing from" if odd[0] in ours else "is unexpected in"
             problems.append(f"{odd[0]} {where} its optimizer's group {index}")
+            continue
+        try:
+            _try(manifest, optimizer, group, theirs)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            problems.append(f"its optimizer's group {index} has options or state that cannot be: {reason}")
     return problems
+
+
+def _try(
+    manifest: Manifest, optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
+    """Raise what a step with the saved options and state of a group raises, on a small parameter."""
+    own = {key: value for key, value in ours.items() if key not in ("params", "param_names")}
+    options = {**own, **_options(saved, own)}
+    states = {str(nodes): nodes for nodes in map(manifest.state_of, saved["names"])}
+    like = ours["params"][0].new_zeros(2, 2) if ours["params"] else torch.zeros(2, 2)
+    try:
+        _step(type(optimizer), like, own, own, {})
+    except Exception:
+        return  # it cannot be tried: the class wants other arguments, or more than a gradient
+    for nodes in states.values():
+        _step(type(optimizer), like, own, options, nodes)
+
+
+def _step(
+    kind: type[torch.optim.Optimizer],
+    like: torch.Tensor,
+    built: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+    nodes: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Make an optimizer of the options ``built``, load ``loaded`` and the state of ``nodes``, and step."""
+    param = nn.Parameter(like)
+    param.grad = torch.ones_like(param)
+    optimizer = kind([{**built, "params": [param]}])  # type: ignore[call-arg]
+    state: dict[str, Any] = {}
+    for key, node in nodes.items():
+        if "value" in node:
+            state[key] = node["value"]
+        else:
+            whole = "whole" in node
+            dtype = DTYPE_NAMED[node["whole" if whole else "dtype"]]
+            state[key] = torch.zeros(() if whole else param.shape, dtype=dtype)
+    group = {**loaded, "params": [0]}
+    optimizer.load_state_dict({"state": {0: state} if state else {}, "param_groups": [group]})
+    optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
 
 
 def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> None:
@@ -194,18 +240,22 @@ def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: to
     for ours, group, saved in zip(
         optimizer.param_groups, groups, reader.manifest.optimizer["groups"], strict=True
     ):
-        group |= {key: _option(value, group.get(key)) for key, value in saved["options"].items()}
+        group |= _options(saved, group)
         for number, param in zip(group["params"], ours["params"], strict=True):
             state[number] = dict(reader.state(by_param[param]))
     state = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _option(value: Any, ours: Any) -> Any:
-    """Return a saved option; one for which JSON has no type, a tuple or a 0-dim tensor, as ``ours`` is."""
-    if isinstance(ours, torch.Tensor):
-        return torch.full_like(ours, value)
-    return tuple(value) if isinstance(ours, tuple) else value
+def _options(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved group's options; what JSON has no type for, a tuple or 0-dim tensor, as ``ours`` is."""
+    options = dict(saved["options"])
+    for key in options.keys() & ours.keys():
+        if isinstance(ours[key], torch.Tensor):
+            options[key] = torch.full_like(ours[key], options[key])
+        elif isinstance(ours[key], tuple):
+            options[key] = tuple(options[key])
+    return options
 
 
 class _Reader:
