@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +37,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def seed(step: int) -> None:
     """Seed what this rank draws in this step: its batch, its dropout masks."""
     torch.manual_seed(1000 * step + dist.get_rank())
+    np.random.seed(1000 * step + dist.get_rank())  # timm's mixup
 
 
 def like_a_replica(
@@ -80,3 +83,12 @@ def require_same(model: nn.Module, replica: nn.Module, tolerance: float = 0.0) -
         if not difference <= tolerance * param.detach().abs().max():
             wrong[name] = difference.item()
     assert not wrong, f"{len(wrong)} of {len(whole)} differ, by {dict(list(wrong.items())[:9])}"
+
+
+def cases(names: Iterable[str], broken: Mapping[str, str]) -> list[Any]:
+    """Return the names, those in ``broken`` marked as expected to fail for that reason."""
+    marks = {
+        name: [pytest.mark.xfail(strict="over shared memory" not in reason, reason=reason)]
+        for name, reason in broken.items()
+    }
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]

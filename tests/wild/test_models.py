@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pool import each_rank
-from wild import MARKS, like_a_replica
+from wild import MARKS, cases, like_a_replica
 
 pytestmark = MARKS
 VOCABULARY = 53
@@ -184,20 +184,11 @@ BROKEN: dict[str, str] = {
 }
 
 
-def cases(names: Any) -> list[Any]:
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=BROKEN[name]))
-        if name in BROKEN
-        else name
-        for name in names
-    ]
-
-
 def compare(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
     like_a_replica(make, loss, tolerance=ROUNDS.get(name, (0.0, ""))[0])
 
 
-@pytest.mark.parametrize("name", cases(TRANSFORMERS))
+@pytest.mark.parametrize("name", cases(TRANSFORMERS, BROKEN))
 @each_rank(2)
 def test_transformers(name: str) -> None:
     import transformers
@@ -207,7 +198,7 @@ def test_transformers(name: str) -> None:
     compare(name, lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss)
 
 
-@pytest.mark.parametrize("name", cases(TIMM))
+@pytest.mark.parametrize("name", cases(TIMM, BROKEN))
 @each_rank(2)
 def test_timm(name: str) -> None:
     import timm.models
@@ -218,7 +209,7 @@ def test_timm(name: str) -> None:
     compare(name, lambda: getattr(timm.models, name)(num_classes=11, **TIMM[name]), loss)
 
 
-@pytest.mark.parametrize("name", cases(TORCHVISION))
+@pytest.mark.parametrize("name", cases(TORCHVISION, BROKEN))
 @each_rank(2)
 def test_torchvision(name: str) -> None:
     import torchvision
