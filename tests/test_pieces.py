@@ -25,7 +25,7 @@ from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.engine.pieces import LocalPiece, Part
 
 from pool import each_rank
-from small import OddNet, shard, train, whole_state
+from small import OddNet, mesh, shard, train, whole_state
 
 Ranks = Callable[..., list[Any]]
 
@@ -249,6 +249,26 @@ def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
     other, _ = various(1, layout="whole")
     with pytest.raises(ValueError, match=r"load_state_dict\(\) was given "):
         other.load_state_dict(kept)
+
+
+@each_rank(4)
+def test_replicas_store_each_part_once(tmp_path: Path) -> None:
+    model, plain = various(1, mesh=mesh(2, 2))
+    save(model.state_dict(), tmp_path)
+    model, _ = various(2, mesh=mesh(2, 2))
+    load(model.state_dict(), tmp_path)
+    assert_same(model, plain)
+
+
+@each_rank(2)
+def test_a_state_dict_between_forward_and_backward_holds_pieces() -> None:
+    model, _ = ours(0)
+    before = copy.deepcopy(model.state_dict())
+    loss = model(torch.randn(2, 3, 5, 5)).sum()
+    for name, value in model.state_dict().items():
+        assert isinstance(value, LocalPiece)
+        assert torch.equal(value, before[name])
+    loss.backward()
 
 
 @each_rank(2)
