@@ -321,6 +321,24 @@ def test_freezing_between_forward_and_backward() -> None:
     like_a_replica(Net, step)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+@each_rank(2, 3)
+def test_a_momentum_encoder_updated_inside_forward(replaced: bool) -> None:
+    def moco(self: Any, x: torch.Tensor) -> torch.Tensor:
+        query, key = self.blocks[0], self.blocks[1]
+        with torch.no_grad():
+            for ours, theirs in zip(key.parameters(), query.parameters(), strict=True):
+                if replaced:
+                    ours.data = 0.9 * ours.data + 0.1 * theirs.data
+                else:
+                    ours.mul_(0.9).add_(theirs, alpha=0.1)
+            x = self.stem(x)
+            target = key(x)
+        return self.head(query(x) - target)
+
+    like_a_replica(lambda: Net(root=moco))
+
+
 @each_rank(2)
 def test_edits_inside_forward_are_refused_by_name() -> None:
     class Momentum(nn.Module):

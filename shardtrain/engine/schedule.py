@@ -131,6 +131,10 @@ class Schedule:
             unit.release()  # called by itself: gathered before some update, perhaps
             unit.cast()
             self._fence(ENTER)
+        elif not self._backward and unit.take_edits():  # a momentum encoder's, say: gather what it is now
+            unit.release()
+            unit.cast()
+            self._fence(ENTER)
         unit.open_full()
         self._moment += 1
         self._calls[unit] = Call(self.before_backward, unit, self._record, self._moment)

@@ -96,6 +96,7 @@ class Segment:
         self.shows_full = False
         self._shows_grads = False  # those of the pieces, though parameters show their full values
         self._versions: list[int] = []  # of the parameters when they were shown in full
+        self._rest_versions: list[int] = []  # of the parameters at the last cast
         self.transport = transport
         like = torch.empty(0, dtype=self.params[0].dtype, device=initial.device(self.params[0]))
         self._adopt(self.from_rank_0(self.params, like))
@@ -164,8 +165,21 @@ class Segment:
 
     def cast(self) -> None:
         """Bring ``wire`` up to date with ``local``, while no rank reads it."""
+        self._rest_versions = [param._version for param in self.params]
         if self.wire is not self.local:
             self.wire.copy_(self.local)
+
+    def take_edits(self) -> bool:
+        """Return whether a local piece was changed since `cast`; take in pieces that were replaced."""
+        if self.shows_full:
+            return False
+        edited = [param._version for param in self.params] != self._rest_versions
+        for param, view, address in zip(self.params, self.local_views, self._addresses, strict=True):
+            if _address(param) != address and param.shape == view.shape:  # ``param.data = ...``
+                view.copy_(param.data)
+                param.data = view
+                edited = True
+        return edited
 
     def hold_full(self) -> None:
         """Give ``full`` its memory."""

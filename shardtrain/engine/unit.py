@@ -132,6 +132,11 @@ class Unit:
         for segment in self.segments:
             segment.cast()
 
+    def take_edits(self) -> bool:
+        """Return whether users have changed a local piece since the last `cast`, inside forward."""
+        edited = [segment.take_edits() for segment in self.segments]
+        return any(edited)
+
     def launch(self) -> None:
         """Start gathering the unit. Nothing may be read from its full vector before ``finish``."""
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
