@@ -185,10 +185,10 @@ class Engine:
 
         Returns whether the unit must stay in full: ``output`` may hide tensors, or shows its parameters.
         """
-        call, stays = self.schedule.call_to_hook(unit), False
+        call, stays, learns = self.schedule.call_to_hook(unit), False, torch.is_grad_enabled()
         for leaf in (output,) if isinstance(output, torch.Tensor) else leaves(output):
             if not isinstance(leaf, torch.Tensor):
-                stays = stays or not isinstance(leaf, _PLAIN)
+                stays = stays or (learns and not isinstance(leaf, _PLAIN))
                 continue
             if call is not None:
                 call.hook(leaf)
