@@ -99,7 +99,7 @@ class Unit:
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in the unit's full vectors."""
-        memory = tensor.untyped_storage()._cdata
+        memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
         return any(segment.memory == memory for segment in self.segments)
 
     def show_local(self) -> None:
