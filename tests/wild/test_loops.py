@@ -455,7 +455,6 @@ REFUSED = {
     "layer_drop": "ranks 0 and 1 take different paths: rank 0 is gathering blocks.0|rank . has ended",
 }
 BROKEN = {
-    "detr": "the model uses the weight of an embedding that is a unit of its own",
     "fine_tuning": "a penalty on parameters in the same backward fails without a name",
     "moco_in_forward": "over shared memory a peer may see an edit inside forward or not",
 }

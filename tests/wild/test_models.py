@@ -179,9 +179,7 @@ TORCHVISION: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.Tensor]
 
 # Where sums are taken in another order than in the replica, and why.
 ROUNDS: dict[str, tuple[float, str]] = {}
-BROKEN: dict[str, str] = {
-    "DebertaV2ForMaskedLM": "its encoder uses the weight of an embedding that is a unit of its own",
-}
+BROKEN: dict[str, str] = {}
 
 
 def compare(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
