@@ -487,7 +487,7 @@ PROBES: dict[str, Probe] = {
     "channels_last convolutions": Probe(like_a_replica(lambda: Net().to(memory_format=torch.channels_last))),
     "`SGD(fused=True)`": Probe(with_optimizer("SGD", fused=True)),
     "Adafactor": Probe(with_optimizer("Adafactor"), "Adafactor cannot step on a sharded model"),
-    "Muon": Probe(with_optimizer("Muon"), "Muon only supports 2D parameters"),
+    "Muon": Probe(with_optimizer("Muon"), "Muon cannot step on a sharded model"),
     'Adafactor, with `layout="whole"`': Probe(with_optimizer("Adafactor", whole=True)),
     'Muon, with `layout="whole"`': Probe(with_optimizer("Muon", whole=True)),
     "LBFGS": Probe(with_optimizer("LBFGS"), "LBFGS cannot step on a sharded model"),

@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 60, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 17_360, "files": 107, "rooms": 16, "engine and layout": 3_750, "tests": 14_660}
+LARGEST = {"lines": 17_360, "files": 107, "rooms": 16, "engine and layout": 3_750, "tests": 14_670}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -113,11 +113,11 @@ def test_a_sharded_model_trains_in_another_loop(package: str, tmp_path: Path) ->
 def test_the_walk_tells_what_the_document_says(tmp_path: Path) -> None:
     said = on_two_ranks("-m", "shardtrain.recipes.walk", folder=tmp_path)
     for line in (
-        "rank 0  1.weight [1 1]",
+        "rank 0  1.weight [[1] [1]]",
         "rank 1  1.weight []",
-        "rank 0  inside 1: 0.weight [1 1 1 1], 1.weight [[1 1]]",
-        "rank 1  inside 1: 0.weight [1 1], 1.weight [[1 1]]",
-        "rank 0  0.weight [1 1 1 1]  gradient [30 30 30 30]",  # means of 12 and 48
+        "rank 0  inside 1: 0.weight [[1] [1] [1] [1]], 1.weight [[1 1]]",
+        "rank 1  inside 1: 0.weight [[1] [1]], 1.weight [[1 1]]",
+        "rank 0  0.weight [[1] [1] [1] [1]]  gradient [[30] [30] [30] [30]]",  # means of 12 and 48
         "rank 1  1.weight []  gradient []",
         "rank 1  0.weight [[-2 -2 -2] [-2 -2 -2]]",
     ):

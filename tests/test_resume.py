@@ -203,16 +203,16 @@ def test_a_signal_to_one_rank_stops_all_after_one_step(
 @contextlib.contextmanager
 def signal_in_an_evaluation() -> Iterator[None]:
     """The last rank is told to leave while it answers the second batch of the first evaluation."""
-    answers, calls = evaluate._answers, []
+    sums, calls = evaluate._sums, []
 
-    def answer(*arguments: Any) -> Any:
+    def signalled_sums(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             on_rank_1(signal.SIGTERM)
-        return answers(*arguments)
+        return sums(*arguments)
 
     one_at_a_time = patch.dict(feed.EvalFeed.__init__.__kwdefaults__, batch_size=1)
-    with patch.object(evaluate, "_answers", answer), one_at_a_time:
+    with patch.object(evaluate, "_sums", signalled_sums), one_at_a_time:
         yield
 
 

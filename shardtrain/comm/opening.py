@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.native import device_types, time_out_of
+from shardtrain.comm.native import device_types, moves_bytes, time_out_of
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.reports import Reports
@@ -119,8 +119,9 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
 
 
 def _require_same_kind(kind: str, group: dist.ProcessGroup) -> None:
-    device = torch.device(device_types(group)[0])
-    require_same([repr(kind)], "transport=", ProcessGroupTransport(group), device)
+    if moves_bytes(group):
+        device = torch.device(device_types(group)[0])
+        require_same([repr(kind)], "transport=", ProcessGroupTransport(group), device)
 
 
 def open_replicated(

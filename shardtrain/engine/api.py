@@ -20,10 +20,10 @@ from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance, is_sharded
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import ParamInfo, dense_stride, in_memory_order, segments_of
+from shardtrain.engine.shard import ParamInfo, Segment, dense_stride, in_memory_order
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import UnitChoice, check_forward, infos_by_unit, parameters_of, unit_modules
-from shardtrain.layout import Policy, cut_of
+from shardtrain.layout import Cut, Policy, cut_of
 
 
 def shard(
@@ -98,13 +98,26 @@ def shard(
     )
     cut = cut_of(layout, link.world)
     segments = {
-        name: segments_of(infos[name], link, precision, cut, initial)
+        name: _segments_of(infos[name], link, precision, cut, initial)
         for name in sorted(infos, key=lambda name: -_largest(infos[name]))  # balances best
     }
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, reshard_after_forward, precision, left_alone, layout)
     return module
+
+
+def _segments_of(
+    infos: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: InitialValues
+) -> list[Segment]:
+    """Group parameters by dtypes, traffic, device and ``requires_grad``, keeping their order. Collective."""
+    groups: dict[tuple[object, ...], list[ParamInfo]] = {}
+    for info in infos:
+        param, holder = info.parameter, info.holder
+        moves_as = precision.of_parameter(param, holder), precision.traffic(param, holder)
+        kind = moves_as, param.dtype, initial.device(param), param.requires_grad
+        groups.setdefault(kind, []).append(info)
+    return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
 
 
 def _on_host(device: torch.device) -> bool:

@@ -340,19 +340,6 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)
 
 
-def segments_of(
-    infos: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: InitialValues
-) -> list[Segment]:
-    """Group parameters by dtypes, traffic, device and ``requires_grad``, keeping their order. Collective."""
-    groups: dict[tuple[object, ...], list[ParamInfo]] = {}
-    for info in infos:
-        param, holder = info.parameter, info.holder
-        moves_as = precision.of_parameter(param, holder), precision.traffic(param, holder)
-        kind = moves_as, param.dtype, initial.device(param), param.requires_grad
-        groups.setdefault(kind, []).append(info)
-    return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
-
-
 # Two forms of a tensor of a parameter's shape, since channels_last has an order of memory of its own:
 #
 #     flattened   1-D, in the order of the parameter's memory: what moves between ranks and into files

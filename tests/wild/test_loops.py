@@ -456,7 +456,6 @@ REFUSED = {
 }
 BROKEN = {
     "fine_tuning": "a penalty on parameters in the same backward fails without a name",
-    "moco_in_forward": "over shared memory a peer may see an edit inside forward or not",
 }
 
 
