@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.nn.utils import parametrize, prune
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.engine.calls import Call
 
 from pool import each_rank
 from small import assert_same_parameters, average_gradients, raised_soon, sgd, shard
@@ -178,6 +180,17 @@ def test_calls(name: str) -> None:
     model = like_a_replica(CALLS[name])
     peak = shardtrain.introspect(model).take_gathered_peak()
     assert peak.units <= (5 if "again" in name or "two others" in name else 3)  # with the root
+
+
+@each_rank(2)
+def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
+    model = shard(Net(), units=[Unit])
+    x = torch.randn(2, 7)
+    for _ in range(30):
+        model.blocks[0](x)  # with gradients, and without a backward
+    assert not [each for each in gc.get_objects() if isinstance(each, Call)]
+    model.blocks[0](model.blocks[1](x)).sum().backward()
+    assert all(param.grad is not None for param in model.blocks[1].parameters())
 
 
 @each_rank(2, 3)

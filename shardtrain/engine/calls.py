@@ -31,6 +31,7 @@ class Call:
     record: list[Call]
     began: int
     ended: int = sys.maxsize
+    depth: int = 1  # of the unit's modules, those that are called inside one another
     hooked: bool = False
 
     def hook(self, tensor: torch.Tensor) -> None:

@@ -60,10 +60,11 @@ class Schedule:
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}
-        self._depth = dict.fromkeys(units, 0)  # calls of a unit's modules that are under way
         self._moment = 0
-        self._calls: dict[Unit, Call] = {}  # outermost ones under way
-        self._record: list[Call] = []
+        self._calls: dict[Unit, Call] = {}  # under way
+        self._record: list[
+            Call
+        ] = []  # of the root module's forward: what calls units by itself leaves nothing
         self._entries: list[Unit] = []  # units in the order in which this forward has called them
         self._expected: list[Unit] = []  # the same of the last forward
         self._forward: FrameType | None = None  # the root module's call under way
@@ -82,7 +83,7 @@ class Schedule:
         if self._backward:
             return "backward", next(reversed(self._backward.entered), None)
         if self._forward:
-            return "forward", next((unit for unit in reversed(self.units) if self._depth[unit]), None)
+            return "forward", next((unit for unit in reversed(self.units) if unit in self._calls), None)
         return "rest", None
 
     def _fence(self, what: Movement) -> None:
@@ -95,14 +96,14 @@ class Schedule:
     # forward
 
     def begin_forward(self) -> None:
-        """Start anew as the root module is called: what was gathered may be older than the last update.
+        """Release all units as the root module is called: what is gathered may precede the last update.
 
         A forward that is still under way was interrupted from the keyboard, which runs no hooks.
         """
         if self._backward:
             return
+        self._calls.clear()
         for unit in self.units:
-            self._depth[unit] = 0
             unit.release()
             unit.cast()
         self._fence(ENTER)
@@ -124,8 +125,8 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         """Make ``unit`` whole as one of its modules is entered."""
-        self._depth[unit] += 1
-        if self._depth[unit] > 1:
+        if unit in self._calls:
+            self._calls[unit].depth += 1
             return
         if not (self._forward or self._backward):
             unit.release()  # called by itself: gathered before some update, perhaps
@@ -138,7 +139,7 @@ class Schedule:
         unit.open_full()
         self._moment += 1
         self._calls[unit] = Call(self.before_backward, unit, self._record, self._moment)
-        if not self._backward:
+        if self._forward and not self._backward:
             self._entries.append(unit)
             self._prefetch(self._next_in_forward())
         trace.begin("forward", unit.title)
@@ -147,7 +148,7 @@ class Schedule:
         """Return the unit that will be called next if all is as last time."""
         at = len(self._entries)
         alike = at < len(self._expected) and self._expected[at - 1] is self._entries[-1]
-        return self._expected[at] if alike and self._forward else None
+        return self._expected[at] if alike else None
 
     def call_to_hook(self, unit: Unit) -> Call | None:
         """Return the call of ``unit`` under way, unless it only computes again in backward."""
@@ -159,17 +160,21 @@ class Schedule:
         ``stays``: nothing may tell when its parameters are needed again, or something still shows them. So
         they stay in full until the end of backward.
         """
-        self._depth[unit] = max(0, self._depth[unit] - 1)
-        call = None if self._depth[unit] else self._calls.pop(unit, None)
-        if call is None:  # not the outermost one, or an error kept it from beginning
+        call = self._calls.get(unit)
+        if call is None:  # an error kept it from beginning
             return
+        call.depth -= 1
+        if call.depth:
+            return
+        del self._calls[unit]
         trace.end("forward", unit.title)
         self._moment += 1
         call.ended = self._moment
         if self._backward or unit.pinned:
             return
-        self._record.append(call)
-        if not (self._forward or failed):
+        if self._forward:
+            self._record.append(call)
+        elif not failed:
             self._fence(LEAVE)
         unit.refuse_edits()
         if torch.is_grad_enabled() and not failed:
@@ -215,7 +220,7 @@ class Schedule:
             for other in [other for other in backward.current if backward.first[other] > call.ended]:
                 backward.current.remove(other)
                 self._complete(backward, other)
-                if not self._depth[other]:
+                if other not in self._calls:
                     other.release()
             self._launch_completed(backward)
         unit.open_full()
@@ -224,7 +229,7 @@ class Schedule:
 
     def _begin_unit(self, backward: Backward, unit: Unit, began: int) -> None:
         if unit not in backward.current:
-            backward.first[unit] = min(began, backward.first[unit])
+            backward.first[unit] = min(began, backward.first.get(unit, began))
             backward.current.append(unit)
             backward.entered[unit] = None
             trace.begin("backward", unit.title)
@@ -244,10 +249,11 @@ class Schedule:
             unit.put_grads_away()
         for reduction in self._reductions.values():
             reduction.begin_backward()
-        first = dict.fromkeys(self.units, 0)
-        first |= {call.unit: call.began for call in sorted(record, key=lambda call: -call.began)}
+        first: dict[Unit, int] = {}
+        for call in record:
+            first[call.unit] = min(call.began, first.get(call.unit, call.began))
         order = [unit for unit in reversed(self.units) if self._reductions[unit].trainable]
-        order.sort(key=lambda unit: -first[unit])
+        order.sort(key=lambda unit: -first.get(unit, 0))
         self._backward = backward = Backward(record, list(record), first, order, deque(order))
         end = partial(self._end_backward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
@@ -262,7 +268,7 @@ class Schedule:
             unit.open_full()  # which `show_pieces` has hidden since forward
         if backward is None:
             backward = self._begin_backward(self._record)
-        self._begin_unit(backward, unit, backward.first[unit])
+        self._begin_unit(backward, unit, backward.first.get(unit, 0))
         backward.arriving[held.params[index]] = held.infos[index].name
 
     def gradient_arrived(self, unit: Unit, segment: int, index: int) -> None:
@@ -285,7 +291,7 @@ class Schedule:
         """Start the reductions whose turn it is."""
         while backward.to_reduce:
             unit = backward.to_reduce[0]
-            over = unit not in backward.entered and backward.first[unit] > backward.moment
+            over = unit not in backward.entered and backward.first.get(unit, 0) > backward.moment
             if not over and unit not in backward.completed:
                 break
             backward.to_reduce.popleft()
@@ -354,7 +360,7 @@ class Schedule:
         """Forget a forward that the keyboard interrupted."""
         if self._forward and not is_running(self._forward):
             self._forward = None
-            self._depth = dict.fromkeys(self.units, 0)
+            self._calls.clear()
             self._rest()
 
     def _forget(self, backward: Backward) -> None:
@@ -373,7 +379,7 @@ class Schedule:
             self._awaited.clear()
             self._record = []
         for unit in self.units:
-            if not self._depth[unit]:
+            if unit not in self._calls:
                 unit.release()
 
     def _prefetch(self, unit: Unit | None) -> None:

@@ -95,8 +95,7 @@ class Segment:
         self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
         self.shows_full = False
         self._shows_grads = False  # those of the pieces, though parameters show their full values
-        self._versions: list[int] = []  # of the parameters when they were shown in full
-        self._rest_versions: list[int] = []  # of the parameters at the last cast
+        self._versions: list[int] = []  # of the parameters at the last cast, or when last shown in full
         self.transport = transport
         like = torch.empty(0, dtype=self.params[0].dtype, device=initial.device(self.params[0]))
         self._adopt(self.from_rank_0(self.params, like))
@@ -165,7 +164,7 @@ class Segment:
 
     def cast(self) -> None:
         """Bring ``wire`` up to date with ``local``, while no rank reads it."""
-        self._rest_versions = [param._version for param in self.params]
+        self._versions = [param._version for param in self.params]
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
@@ -173,7 +172,7 @@ class Segment:
         """Return whether a local piece was changed since `cast`; take in pieces that were replaced."""
         if self.shows_full:
             return False
-        edited = [param._version for param in self.params] != self._rest_versions
+        edited = [param._version for param in self.params] != self._versions
         for param, view, address in zip(self.params, self.local_views, self._addresses, strict=True):
             if _address(param) != address and param.shape == view.shape:  # ``param.data = ...``
                 view.copy_(param.data)
