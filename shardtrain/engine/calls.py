@@ -7,15 +7,18 @@ lines with it.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardtrain.engine.precision import leaves
 from shardtrain.engine.unit import Unit
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +29,7 @@ class Call:
     before it runs one of the nodes that made what the call has computed.
     """
 
-    come_to: Callable[[Call], None]  # `Schedule.before_backward`
+    come_to: Callable[[Call], None]  # `Schedule._before_backward`
     unit: Unit
     record: list[Call]
     began: int
@@ -34,12 +37,21 @@ class Call:
     depth: int = 1  # of the unit's modules, those that are called inside one another
     hooked: bool = False
 
-    def hook(self, tensor: torch.Tensor) -> None:
-        """Let backward announce the call before it needs what ``tensor`` was computed from."""
-        node = tensor.grad_fn
-        if node is not None:  # else it is no result of the call
-            node.register_prehook(self)
-            self.hooked = True
+    def watch(self, output: Any) -> bool:
+        """Let backward announce the call before it needs what tensors of ``output`` were computed from.
+
+        Returns whether the unit must stay in full: ``output`` may hide tensors, or shows its parameters.
+        """
+        stays, learns = False, torch.is_grad_enabled()
+        for leaf in leaves(output):
+            if not isinstance(leaf, torch.Tensor):
+                stays = stays or (learns and not isinstance(leaf, _PLAIN))
+                continue
+            if leaf.grad_fn is not None:  # else it is no result of the call
+                leaf.grad_fn.register_prehook(self)
+                self.hooked = True
+            stays = stays or self.unit.shows(leaf)
+        return stays
 
     def __call__(self, _: object) -> None:
         self.come_to(self)
@@ -53,7 +65,7 @@ class Backward:
     ahead: list[Call]  # calls of the record that autograd has not come to, the next one last
     first: dict[Unit, int]  # when each unit's first call began
     order: list[Unit]  # in which reductions are started
-    to_reduce: deque[Unit]  # of these, those to which it has not come
+    turn: int = 0  # of these, how many it has come to
     call: Call | None = None  # the one that autograd has come to
     moment: int = sys.maxsize  # what was computed later is over
     entered: dict[Unit, None] = field(default_factory=dict)  # units whose backward has begun, in that order
@@ -69,11 +81,3 @@ def calling_frame() -> FrameType:
     while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
         frame = frame.f_back
     return frame
-
-
-def is_running(frame: FrameType) -> bool:
-    """Return whether ``frame`` is among those that have led here."""
-    at: FrameType | None = sys._getframe()
-    while at is not None and at is not frame:
-        at = at.f_back
-    return at is not None

@@ -12,27 +12,25 @@ A fourth checks each optimizer before it steps: see ``optimizer_check.py``.
 
 from __future__ import annotations
 
-import copy
 import sys
 import weakref
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import pieces
 from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
-from shardtrain.engine.precision import Precision, cast, leaves, tensors_in
+from shardtrain.engine.precision import Precision, cast
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.unit import Account, Unit
 from shardtrain.engine.units import note_pieces
-from shardtrain.engine.user_hooks import call_postponed, postpone, refuse_transforms, uncompiled
+from shardtrain.engine.user_hooks import GradientHook, refuse_transforms, uncompiled
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
 
 class Engine:
@@ -52,19 +50,29 @@ class Engine:
         self.segments = [segment for unit in units for segment in unit.segments]
         self.transport = units[0].transport
         self.precision = precision
-        this = weakref.ref(self)
-        self.schedule = Schedule(units, reshard_after_forward, lambda: _begin(this), call_postponed)
+        self.schedule = Schedule(units, reshard_after_forward)
         self.account = Account()
         for unit in units:
             unit.account = self.account
-        self.handles: list[RemovableHandle] = []
         self._ignored = ignored
         self._layout = layout
-        self._own_hooks: dict[nn.Parameter, int] = {}  # the number of the hook that drives the schedule
+        self._hooked: set[nn.Parameter] = set()
         self._unhooked: list[nn.Parameter] = []  # the frozen ones
         self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._attach()
+        self._hook_parameters()
+        for unit in units:
+            for part in unit.holders:
+                if part not in self.entrances(unit):
+                    part.register_forward_hook(partial(self._watch_inside, unit))
+            for part in self.entrances(unit):
+                self._hook_entrance(unit, part)
+        self._hook_casts()
+        pieces.attach(units)
+        # `copy` and `pickle` ask an object for these two, and so find them on this one module.
+        module.__dict__.update(
+            {_ENGINE: self, "__deepcopy__": _refuse_copy, "__reduce_ex__": _refuse_pickling}
+        )
         self._watch_optimizers()
 
     @property
@@ -72,84 +80,18 @@ class Engine:
         """Where the first unit computes; the CPU for a model without parameters."""
         return self.segments[0].full.device if self.segments else torch.device("cpu")
 
-    def _sharded(self) -> list[nn.Parameter]:
-        return [param for segment in self.segments for param in segment.params]
-
-    # attaching, copying
-
-    def _attach(self) -> None:
-        """Make the module a sharded one: register all hooks."""
-        self._hook_parameters()
-        for unit in self.units:
-            entrances = self.entrances(unit)
-            for module in entrances:
-                self._hook_module(unit, module)
-            holders = [m for s in unit.segments for info in s.infos for m, _ in info.holders]
-            for module in dict.fromkeys(holder for holder in holders if holder not in entrances):
-                self._hook_inside(unit, module)
-        self._hook_casts()
-        self.handles.append(self.module.register_load_state_dict_pre_hook(self._refuse_whole))
-        self.handles.extend(pieces.attach(self.units))
-        # `copy` and `pickle` ask an object for these two, and so find them on this one module.
-        self.module.__dict__.update(
-            {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": self._refuse_pickling}
-        )
-
-    def _detach(self) -> None:
-        """Make the module a plain one, whose parameters are this rank's pieces."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        self._own_hooks.clear()
-        for name in (_ENGINE, "__deepcopy__", "__reduce_ex__"):
-            del self.module.__dict__[name]
-
-    def _refuse_pickling(self, protocol: int) -> NoReturn:
-        raise ValueError(
-            "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
-            "shardtrain.full_state_dict(model)"
-        )
-
-    def _refuse_whole(self, _: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Refuse whole parameters in ``load_state_dict``, which knows pieces only and would list them all."""
-        for segment in self.segments:
-            for info, shape in zip(segment.infos, segment.shapes, strict=True):
-                given = state.get(prefix + info.name)
-                if given is not None and given.shape == shape and shape != info.parameter.shape:
-                    raise ValueError(
-                        f"load_state_dict() was given the whole {info.name}, of which a rank has a piece; "
-                        "use shardtrain.load_full_state_dict(model, state)"
-                    )
-
-    def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
-        """Do what ``copy.deepcopy`` does, to a sharded root. Collective."""
-        self.require_rest("a sharded model cannot be copied")
-        self._detach()
-        try:
-            module = copy.deepcopy(self.module, memo)
-        finally:
-            self._attach()
-        units = [unit.copied(memo) for unit in self.units]
-        ignored = {memo[id(param)] for param in self._ignored if id(param) in memo}
-        reshard = self.schedule.reshard_after_forward
-        Engine(module, units, reshard, self.precision, ignored, self._layout)
-        return module
-
     # forward
 
     def entrances(self, unit: Unit) -> list[nn.Module]:
         """Return the modules whose call needs ``unit``: its own, and for the root every direct holder."""
-        if unit is not self.units[0]:
-            return [unit.module]
-        holders = [m for s in unit.segments for info in s.infos for m, _ in info.holders]
-        return list(dict.fromkeys([unit.module, *holders]))
+        return list(dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())]))
 
-    def _hook_module(self, unit: Unit, module: nn.Module) -> None:
+    def _hook_entrance(self, unit: Unit, module: nn.Module) -> None:
         def before(called: nn.Module, args: Any) -> None:
             if called is not module:
                 raise ValueError(
                     f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
-                    "parameters only; copy the model that shardtrain.shard() returned"
+                    "parameters only; copy the model before shardtrain.shard()"
                 )
             refuse_transforms()
             self.settle()
@@ -163,94 +105,46 @@ class Engine:
             failed = output is None and sys.exc_info()[0] is not None
             if failed:
                 note_pieces(sys.exc_info()[1], self.units)
-            self.schedule.after_forward(unit, self._announce(unit, output), failed)
+            self.schedule.after_forward(unit, output, failed)
             if called is self.module:
                 self.schedule.end_forward(failed)
 
-        self.handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
-        self.handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
+        module.register_forward_pre_hook(uncompiled(before), prepend=True)
+        module.register_forward_hook(uncompiled(after), always_call=True)
 
-    def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
-        """Let gradients of what ``module`` inside ``unit`` returns announce the unit, too."""
-
-        def after(called: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and (call := self.schedule.call_to_hook(unit)):
-                for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-                    call.hook(tensor)
-
-        self.handles.append(module.register_forward_hook(after))
-
-    def _announce(self, unit: Unit, output: Any) -> bool:
-        """Let the gradient of each tensor of ``output`` announce the unit's backward.
-
-        Returns whether the unit must stay in full: ``output`` may hide tensors, or shows its parameters.
-        """
-        call, stays, learns = self.schedule.call_to_hook(unit), False, torch.is_grad_enabled()
-        for leaf in (output,) if isinstance(output, torch.Tensor) else leaves(output):
-            if not isinstance(leaf, torch.Tensor):
-                stays = stays or (learns and not isinstance(leaf, _PLAIN))
-                continue
-            if call is not None:
-                call.hook(leaf)
-            stays = stays or unit.shows(leaf)
-        return stays
+    def _watch_inside(self, unit: Unit, called: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.schedule.watch(unit, output)
 
     def _hook_casts(self) -> None:
-        """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
+        """Cast what enters and leaves modules."""
         precision = self.precision
         for unit in self.units if precision.param is not None else ():
             assert precision.param is not None
             if precision.cast_inputs:
-                self._hook_inputs(unit, unit.module, precision.param)
-            holders = {m: s.local.dtype for s in unit.segments for info in s.infos for m, _ in info.holders}
-            for module, dtype in holders.items():
+                _cast_inputs(unit, unit.module, precision.param)
+            for module, segment in unit.holders.items():
                 if precision.wants_wide_inputs(module):
-                    self._hook_inputs(unit, module, dtype)
-                    self._hook_output(unit, module, precision.param)
+                    _cast_inputs(unit, module, segment.local.dtype)
+                    _cast_output(unit, module, precision.param)
         if precision.output is not None:
-            self._hook_output(self.units[0], self.module, precision.output)
-
-    def _hook_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
-
-        self.handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
-
-    def _hook_output(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-        def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
-            return output if unit.pinned else cast(output, dtype)
-
-        self.handles.append(module.register_forward_hook(cast_output))
+            _cast_output(self.units[0], self.module, precision.output)
 
     # gradients and optimizers
 
     def _hook_parameters(self) -> None:
         """Hook those that are trainable and have no hook yet."""
-        self._unhooked = [param for param in self._sharded() if not param.requires_grad]
+        self._unhooked = []
         for unit in self.units:
             for number, segment in enumerate(unit.segments):
                 for index, param in enumerate(segment.params):
-                    if param.requires_grad and param not in self._own_hooks:
-                        self._hook_parameter(unit, number, index, param)
-
-    def _hook_parameter(self, unit: Unit, segment: int, index: int, param: nn.Parameter) -> None:
-        # The parameter holds this hook where Python's garbage collector cannot see it, so a hook that held
-        # the parameter in turn would keep the whole model for ever.
-        to_schedule, to_unit = weakref.ref(self.schedule), weakref.ref(unit)
-
-        def arrives(grad: torch.Tensor) -> None:
-            schedule, its_unit = to_schedule(), to_unit()
-            if schedule is not None and its_unit is not None:
-                schedule.gradient_arrives(its_unit, segment, index, grad.shape)
-
-        def arrived(_: torch.Tensor) -> None:
-            schedule, its_unit = to_schedule(), to_unit()
-            if schedule is not None and its_unit is not None:
-                schedule.gradient_arrived(its_unit, segment, index)
-
-        self.handles.append(param.register_hook(arrives))
-        self.handles.append(param.register_post_accumulate_grad_hook(arrived))
-        self._own_hooks[param] = self.handles[-1].id
+                    if not param.requires_grad:
+                        self._unhooked.append(param)
+                    elif param not in self._hooked:
+                        self._hooked.add(param)
+                        hook = GradientHook(self.schedule, unit, number, index)
+                        param.register_hook(hook.before)
+                        param.register_post_accumulate_grad_hook(hook)
 
     def _watch_optimizers(self) -> None:
         this = weakref.ref(self)
@@ -267,7 +161,7 @@ class Engine:
         """Refuse an optimizer that is about to step and cannot on pieces, or while gradients wait."""
         groups = optimizer.param_groups
         if self._optimizers.get(optimizer) != len(groups):
-            if not any(param in self._own_hooks for group in groups for param in group["params"]):
+            if not any(param in self._hooked for group in groups for param in group["params"]):
                 return
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self._optimizers[optimizer] = len(groups)
@@ -298,15 +192,11 @@ class Engine:
         self.schedule.recover()
         if not self.schedule.at_rest:
             return
-        changed = any(param.requires_grad for param in self._unhooked)
-        try:
-            for segment in self.segments:
-                if not segment.shows_full and segment.was_replaced():
-                    changed = True
-                    segment.take_over()
-        finally:
-            if changed:
+        for unit in self.units:
+            if unit.take_over():
                 self._hook_parameters()
+        if any(param.requires_grad for param in self._unhooked):
+            self._hook_parameters()
         if _have_changed(self._modules):
             self._refuse_attached()
             self._modules = _modules_below(self.module)
@@ -318,19 +208,13 @@ class Engine:
             )
 
     def _refuse_attached(self) -> None:
-        known = self._ignored.union(self._sharded())
+        known = self._ignored.union(param for segment in self.segments for param in segment.params)
         new = [name for name, param in self.module.named_parameters() if param not in known]
         if new:
             raise ValueError(
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
                 "Attach them first, then shard"
             )
-
-
-def _begin(to_engine: weakref.ref[Engine]) -> None:
-    engine = to_engine()
-    if engine is not None:
-        postpone(engine._sharded(), engine._own_hooks)
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -350,10 +234,39 @@ def is_sharded(module: nn.Module) -> bool:
 
 def is_entrance(module: nn.Module) -> bool:
     """Return whether a call of ``module`` makes a unit whole."""
-    hooks = module._forward_pre_hooks.values()
-    return any(
-        getattr(hook, "__qualname__", "").startswith(Engine._hook_module.__qualname__) for hook in hooks
+    hooks = [getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values()]
+    return any(name.startswith(Engine._hook_entrance.__qualname__) for name in hooks)
+
+
+def _refuse_pickling(protocol: int) -> NoReturn:
+    raise ValueError(
+        "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
+        "shardtrain.full_state_dict(model)"
     )
+
+
+def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
+    raise ValueError(
+        "a sharded model cannot be copied: copy it before shardtrain.shard(), or shard another one and give "
+        "it the weights of shardtrain.full_state_dict(model)"
+    )
+
+
+# Inside `unsharded` a unit computes in its own dtype.
+
+
+def _cast_inputs(unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
+
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _cast_output(unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+    def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
+        return output if unit.pinned else cast(output, dtype)
+
+    module.register_forward_hook(cast_output)
 
 
 # Every module with its children and its number of parameters: none can join without a change of one of them.

@@ -212,8 +212,14 @@ def _attach(module: nn.Module, held: Mapping[str, tuple[Unit, Segment, int]]) ->
                 state[prefix + attribute] = LocalPiece.of(value, _part_of(segment, index))
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for attribute, (_unit, segment, index) in held.items():
-            value = state.get(prefix + attribute)
+        for attribute, (unit, segment, index) in held.items():
+            value, shape = state.get(prefix + attribute), segment.shapes[index]
+            cut = shape != torch.Size(segment.rest_shapes[index]) and not unit.pinned
+            if cut and value is not None and value.shape == shape:
+                raise ValueError(
+                    f"load_state_dict() was given the whole {segment.infos[index].name}, of which a rank has "
+                    "a piece; use shardtrain.load_full_state_dict(model, state)"
+                )
             if isinstance(value, LocalPiece):
                 given, own = value.part, _part_of(segment, index)
                 if value.numel() and (given.start, given.stop) != (own.start, own.stop):

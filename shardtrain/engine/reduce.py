@@ -206,12 +206,10 @@ class Reduction:
         self._means: list[Reduced] = []
 
     def begin_backward(self) -> None:
-        """Expect gradients: note whether of any parameter (``trainable``), and whether of all."""
+        """Expect gradients, if any parameter is ``trainable``."""
         for gradient in self.gradients:
             gradient.begin_backward()
-        expected = sum([gradient.expected for gradient in self.gradients])
-        self.trainable = expected > 0
-        self.all_trainable = expected == sum([len(gradient.segment.params) for gradient in self.gradients])
+        self.trainable = any(gradient.expected for gradient in self.gradients)
 
     def begin_again(self) -> None:
         """Expect every gradient once more in this backward: reentrant checkpoints use a unit in parts."""

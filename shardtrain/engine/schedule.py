@@ -23,48 +23,36 @@ gradient never comes (it is unused here) counts as zero.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
-from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.movement import ENTER, LEAVE, STEP, Movement
-from shardtrain.engine.calls import Backward, Call, calling_frame, is_running
+from shardtrain.engine.calls import Backward, Call, calling_frame
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
+from shardtrain.engine.user_hooks import call_postponed, postpone
 
 
 class Schedule:
-    """The life of all units of one sharded module. Hooks call it, and nothing else does.
+    """The life of all units of one sharded module. Hooks call it, and nothing else does."""
 
-    ``tell_begun`` is called as a backward begins. ``tell_reduced`` is called at its end, with the parameters
-    that got a reduced gradient in it.
-    """
-
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        reshard_after_forward: bool,
-        tell_begun: Callable[[], None],
-        tell_reduced: Callable[[Sequence[nn.Parameter]], None],
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
         self.units = tuple(units)
         self.root = units[0]
         self.reshard_after_forward = reshard_after_forward
-        self._tell_begun, self._tell_reduced = tell_begun, tell_reduced
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}
         self._moment = 0
         self._calls: dict[Unit, Call] = {}  # under way
-        self._record: list[
-            Call
-        ] = []  # of the root module's forward: what calls units by itself leaves nothing
+        self._record: list[Call] = []  # of the root's forward; calls of units by themselves leave nothing
         self._entries: list[Unit] = []  # units in the order in which this forward has called them
         self._expected: list[Unit] = []  # the same of the last forward
         self._forward: FrameType | None = None  # the root module's call under way
@@ -103,14 +91,18 @@ class Schedule:
         if self._backward:
             return
         self._calls.clear()
-        for unit in self.units:
-            unit.release()
-            unit.cast()
-        self._fence(ENTER)
+        self._refresh(self.units)
         self._entries, self._expected = [], self._entries
         self._record = []
         self._awaited.clear()
         self._forward = calling_frame()
+
+    def _refresh(self, units: Sequence[Unit]) -> None:
+        """Release ``units``, and let the next gathers see what has been done to local pieces."""
+        for unit in units:
+            unit.release()
+            unit.cast()
+        self._fence(ENTER)
 
     def end_forward(self, failed: bool) -> None:
         """Leave nothing half gathered as the root module returns or (``failed``) raises."""
@@ -128,38 +120,29 @@ class Schedule:
         if unit in self._calls:
             self._calls[unit].depth += 1
             return
-        if not (self._forward or self._backward):
-            unit.release()  # called by itself: gathered before some update, perhaps
-            unit.cast()
-            self._fence(ENTER)
-        elif not self._backward and unit.take_edits():  # a momentum encoder's, say: gather what it is now
-            unit.release()
-            unit.cast()
-            self._fence(ENTER)
+        if not self._backward and (not self._forward or unit.take_edits()):
+            self._refresh([unit])  # called by itself, perhaps after an update; or a momentum encoder's
         unit.open_full()
         self._moment += 1
-        self._calls[unit] = Call(self.before_backward, unit, self._record, self._moment)
+        self._calls[unit] = Call(self._before_backward, unit, self._record, self._moment)
         if self._forward and not self._backward:
             self._entries.append(unit)
-            self._prefetch(self._next_in_forward())
+            at = len(self._entries)
+            if self._expected[at - 1 : at] == [unit]:  # as in the last forward
+                self._prefetch(next(iter(self._expected[at : at + 1]), None))
         trace.begin("forward", unit.title)
 
-    def _next_in_forward(self) -> Unit | None:
-        """Return the unit that will be called next if all is as last time."""
-        at = len(self._entries)
-        alike = at < len(self._expected) and self._expected[at - 1] is self._entries[-1]
-        return self._expected[at] if alike else None
+    def watch(self, unit: Unit, output: Any) -> bool:
+        """Do `Call.watch` for what a module of ``unit`` returns, unless it computes again in backward."""
+        call = self._calls.get(unit)
+        return call is not None and self._backward is None and call.watch(output)
 
-    def call_to_hook(self, unit: Unit) -> Call | None:
-        """Return the call of ``unit`` under way, unless it only computes again in backward."""
-        return None if self._backward else self._calls.get(unit)
-
-    def after_forward(self, unit: Unit, stays: bool, failed: bool) -> None:
+    def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Release ``unit`` as one of its modules is left, if this was the outermost call.
 
-        ``stays``: nothing may tell when its parameters are needed again, or something still shows them. So
-        they stay in full until the end of backward.
+        What may be needed without notice, or is still shown by ``output``, stays until the end of backward.
         """
+        stays = self.watch(unit, output)
         call = self._calls.get(unit)
         if call is None:  # an error kept it from beginning
             return
@@ -183,9 +166,8 @@ class Schedule:
                 unit.show_grads()
                 return
             stays = not self.reshard_after_forward
-        if stays:
-            unit.show_local()
-        else:
+        unit.show_local()
+        if not stays:
             unit.release()
 
     def show_pieces(self) -> None:
@@ -195,19 +177,23 @@ class Schedule:
 
     # backward
 
-    def before_backward(self, call: Call) -> None:
+    def _before_backward(self, call: Call) -> None:
         """Come to ``call``, as the gradient of something that it computed is known."""
         backward = self._backward or self._begin_backward(call.record)
         if call is backward.call or call.began > backward.moment:
             return  # the latter is a tensor that passed through: autograd has come below this call
         if call.record is not backward.record:  # two forwards, one backward
             backward.record, backward.ahead = call.record, list(call.record)
-        while backward.ahead and backward.ahead[-1].ended >= call.ended:
+        self._replay(backward, call.ended)
+        self._enter(backward, call)
+        backward.call = call
+
+    def _replay(self, backward: Backward, moment: int) -> None:
+        """Come to the calls that ended at ``moment`` or later, and to which autograd has not come."""
+        while backward.ahead and backward.ahead[-1].ended >= moment:
             skipped = backward.ahead.pop()
             if skipped.hooked:
                 self._enter(backward, skipped)
-        self._enter(backward, call)
-        backward.call = call
 
     def _enter(self, backward: Backward, call: Call) -> None:
         """Make the unit of ``call`` whole; close every unit that was called only after ``call`` ended.
@@ -244,9 +230,7 @@ class Schedule:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        self._tell_begun()
-        for unit in self._awaited:
-            unit.put_grads_away()
+        postpone(param for unit in self.units for segment in unit.segments for param in segment.params)
         for reduction in self._reductions.values():
             reduction.begin_backward()
         first: dict[Unit, int] = {}
@@ -254,30 +238,33 @@ class Schedule:
             first[call.unit] = min(call.began, first.get(call.unit, call.began))
         order = [unit for unit in reversed(self.units) if self._reductions[unit].trainable]
         order.sort(key=lambda unit: -first.get(unit, 0))
-        self._backward = backward = Backward(record, list(record), first, order, deque(order))
+        self._backward = backward = Backward(record, list(record), first, order)
         end = partial(self._end_backward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         return backward
 
-    def gradient_arrives(self, unit: Unit, segment: int, index: int, shape: torch.Size) -> None:
+    def gradient_arrives(self, unit: Unit, number: int, index: int, grad: torch.Tensor) -> None:
         """Make way for the gradient that autograd is about to accumulate in one parameter."""
-        held, backward = unit.segments[segment], self._backward
-        if not held.shows_full:
-            if unit not in self._awaited or shape != held.shapes[index]:
-                return  # a loss on the local pieces themselves: that gradient belongs to this rank alone
-            unit.open_full()  # which `show_pieces` has hidden since forward
-        if backward is None:
-            backward = self._begin_backward(self._record)
+        segment = unit.segments[number]
+        if grad.shape != segment.shapes[index] or not (segment.shows_full or unit in self._awaited):
+            name = segment.infos[index].name
+            raise ValueError(
+                f"the gradient of {name} comes from its piece, which code outside of the forward of "
+                f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
+                "backward; for a penalty on weights use the optimizer's weight_decay"
+            )
+        unit.open_full()  # which `show_pieces` may have hidden since forward
+        backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
-        backward.arriving[held.params[index]] = held.infos[index].name
+        backward.arriving[segment.params[index]] = segment.infos[index].name
+        segment.put_grad_away(index)
 
-    def gradient_arrived(self, unit: Unit, segment: int, index: int) -> None:
+    def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
         """Take the gradient that autograd has accumulated in one parameter."""
-        held, backward = unit.segments[segment], self._backward
-        param = held.params[index]
+        backward, param = self._backward, unit.segments[number].params[index]
         if backward is None or backward.arriving.pop(param, None) is None or param.grad is None:
             return  # a loss on the local piece, or a parameter frozen since forward
-        if self._reductions[unit].collect(segment, index):
+        if self._reductions[unit].collect(number, index):
             self._complete(backward, unit)
             self._launch_completed(backward)
 
@@ -289,12 +276,11 @@ class Schedule:
 
     def _launch_completed(self, backward: Backward) -> None:
         """Start the reductions whose turn it is."""
-        while backward.to_reduce:
-            unit = backward.to_reduce[0]
+        for unit in backward.order[backward.turn :]:
             over = unit not in backward.entered and backward.first.get(unit, 0) > backward.moment
             if not over and unit not in backward.completed:
                 break
-            backward.to_reduce.popleft()
+            backward.turn += 1
             if self.reduce_gradients and not over:
                 self._launch(backward, unit)
 
@@ -316,30 +302,23 @@ class Schedule:
                 f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
                 "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
             )
-        while backward.ahead:
-            skipped = backward.ahead.pop()
-            if skipped.hooked:
-                self._enter(backward, skipped)
+        self._replay(backward, 0)
+        self._unreduced.update(backward.entered)
         if self.reduce_gradients:
-            self._reduce_the_rest(backward)
-        else:
-            self._unreduced.update(backward.entered)
-        launched = dict.fromkeys(backward.launched)
+            late = [u for u in backward.order if u in self._unreduced and u not in backward.launched]
+            again = [unit for unit in backward.launched if self._reductions[unit].waiting]
+            for unit in [*late, *again]:
+                self._launch(backward, unit)
+            self._finish_last(backward)
+            self._unreduced.clear()
         self._rest()
         self._fence(LEAVE)
-        given = [param for unit in launched for param in self._reductions[unit].give()]
+        given = [
+            param for unit in dict.fromkeys(backward.launched) for param in self._reductions[unit].give()
+        ]
         for unit in self._unreduced:
             self._reductions[unit].show_waiting()
-        self._tell_reduced(given)
-
-    def _reduce_the_rest(self, backward: Backward) -> None:
-        due = self._unreduced.union(backward.entered)
-        late = [unit for unit in backward.order if unit in due and unit not in backward.launched]
-        again = [unit for unit in backward.launched if self._reductions[unit].waiting]
-        for unit in [*late, *again]:
-            self._launch(backward, unit)
-        self._finish_last(backward)
-        self._unreduced.clear()
+        call_postponed(given)
 
     def require_reduced(self, what: str) -> None:
         """Refuse ``what`` while gradients wait under `no_sync`. Raises ValueError if some do."""
@@ -358,7 +337,7 @@ class Schedule:
 
     def recover_forward(self) -> None:
         """Forget a forward that the keyboard interrupted."""
-        if self._forward and not is_running(self._forward):
+        if self._forward and all(frame is not self._forward for frame, _ in traceback.walk_stack(None)):
             self._forward = None
             self._calls.clear()
             self._rest()
@@ -366,9 +345,8 @@ class Schedule:
     def _forget(self, backward: Backward) -> None:
         for reduction in self._reductions.values():
             reduction.drop()
-        for unit in backward.entered:
-            for segment in unit.segments:
-                segment.drop_kept_grads()
+        for param in backward.arriving:
+            param.grad = None
         self._unreduced.clear()
         self._rest()
 

@@ -20,10 +20,9 @@ the view with stale memory.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -92,9 +91,8 @@ class Segment:
         self.owned_elsewhere = frozenset(missing if self.layout.whole else ())
         shaped = zip(self.shapes, self.pieces, strict=True)
         self.rest_shapes = [shape_at_rest(shape, piece.numel, self.layout.whole) for shape, piece in shaped]
-        self.kept_grads: list[torch.Tensor | None] = [None] * len(self.params)
+        self.grads_away: dict[int, torch.Tensor] = {}  # those of local pieces, while parameters are full
         self.shows_full = False
-        self._shows_grads = False  # those of the pieces, though parameters show their full values
         self._versions: list[int] = []  # of the parameters at the last cast, or when last shown in full
         self.transport = transport
         like = torch.empty(0, dtype=self.params[0].dtype, device=initial.device(self.params[0]))
@@ -134,6 +132,12 @@ class Segment:
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         # This rank's piece of a gradient that others own whole; one each, since users may see and change it.
         self.no_grads = [self.full.new_empty(0, dtype=self.local.dtype) for _ in self.pieces]
+        # Autograd keeps one node per parameter for as long as a graph holds it, and checks shapes against what
+        # the parameter showed when it was made. Data of another dtype in between make it forget the node, so
+        # that a loss on pieces reaches the hook that refuses it by name.
+        other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
+        forgets = self.full.dtype != local.dtype or self.full.device != self.local.device
+        self._other = None if forgets else self.local.new_empty(0, dtype=other)
         self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
         self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
@@ -168,18 +172,6 @@ class Segment:
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
-    def take_edits(self) -> bool:
-        """Return whether a local piece was changed since `cast`; take in pieces that were replaced."""
-        if self.shows_full:
-            return False
-        edited = [param._version for param in self.params] != self._versions
-        for param, view, address in zip(self.params, self.local_views, self._addresses, strict=True):
-            if _address(param) != address and param.shape == view.shape:  # ``param.data = ...``
-                view.copy_(param.data)
-                param.data = view
-                edited = True
-        return edited
-
     def hold_full(self) -> None:
         """Give ``full`` its memory."""
         if self._releases:
@@ -194,82 +186,60 @@ class Segment:
         """Show every parameter in full; put the gradients of the local pieces away."""
         if self.shows_full:
             return
-        self.kept_grads = [param.grad for param in self.params]
-        for param, grad, view in zip(self.params, self.kept_grads, self.full_views, strict=True):
-            if grad is not None:
-                param.grad = None
+        for index, (param, view) in enumerate(zip(self.params, self.full_views, strict=True)):
+            if param.grad is not None:
+                self.put_grad_away(index)
+            if self._other is not None:
+                param.data = self._other
             param.data = view
         self.shows_full = True
         self._versions = [param._version for param in self.params]
 
+    def put_grad_away(self, index: int) -> None:
+        """Let parameter ``index`` have no gradient until it shows its local piece again."""
+        grad = self.params[index].grad
+        if grad is not None:
+            self.grads_away[index] = grad
+            self.params[index].grad = None
+
     def show_grads(self) -> None:
         """Show the gradients of the local pieces, so that users may clear them; parameters stay in full."""
-        if not self.shows_full:
-            return
-        rows = zip(self.params, self.kept_grads, self.local_views, self.full_views, strict=True)
-        for param, grad, local, full in rows:
-            if grad is not None:  # it has the piece's shape, which torch compares
-                param.data = local
-                param.grad = grad
-                param.data = full
-        self._shows_grads = True
+        while self.grads_away:
+            index, grad = self.grads_away.popitem()
+            param = self.params[index]
+            param.data = self.local_views[index]  # torch compares shapes
+            param.grad = grad
+            param.data = self.full_views[index]
 
-    def put_grads_away(self) -> None:
-        """Undo `show_grads`."""
-        if self._shows_grads:
-            self.kept_grads = [param.grad for param in self.params]
-            for param in self.params:
-                param.grad = None
-            self._shows_grads = False
-
-    def edited(self) -> list[str]:
-        """Return the names of parameters that were changed or replaced since they were shown in full."""
-        if not self.shows_full:
-            return []
-        rows = zip(self.infos, self.params, self._versions, self.full_views, strict=True)
-        return [
-            info.name
-            for info, param, version, view in rows
-            if param._version != version or param.data_ptr() != view.data_ptr()
-        ]
-
-    def show_local(self) -> None:
-        """Show every parameter's local piece, with its gradient."""
-        self.put_grads_away()
-        if self.shows_full:
-            for param in self.params:
-                param.grad = None
-        for param, view, grad in zip(self.params, self.local_views, self.kept_grads, strict=True):
+    def show_local(self, anew: bool = False) -> None:
+        """Show every parameter's local piece, with its gradient. ``anew``: see `_other`."""
+        for param, view in zip(self.params, self.local_views, strict=True):
+            if anew and self._other is not None:
+                param.data = self._other
             param.data = view
-            if grad is not None:
-                param.grad = grad
-        self.drop_kept_grads()
+        while self.grads_away:
+            index, grad = self.grads_away.popitem()
+            self.params[index].grad = grad
         self.shows_full = False
 
-    def drop_kept_grads(self) -> None:
-        """Forget gradients put away by `show_full`."""
-        self.kept_grads = [None] * len(self.params)
+    def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
+        """Replace the gradient of this rank's piece of parameter ``index``, on show or put away."""
+        self.grads_away.pop(index, None)
+        self.params[index].grad = None if self.shows_full else grad
+        if self.shows_full and grad is not None:
+            self.grads_away[index] = grad
+
+    def held_grad(self, index: int) -> torch.Tensor | None:
+        """Return the gradient of this rank's piece of parameter ``index``, on show or put away."""
+        return self.grads_away.get(index, self.params[index].grad)
 
     def give_grad(self, index: int, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient of parameter ``index``."""
-        piece = self.shown(index, piece)
-        held = self.held_grad(index)
+        piece, held = self.shown(index, piece), self.held_grad(index)
         if held is not None:
             held.add_(piece)
         else:
             self.set_grad(index, piece)
-
-    def held_grad(self, index: int) -> torch.Tensor | None:
-        """Return the gradient of this rank's piece of parameter ``index``, on show or put away."""
-        away = self.shows_full and not self._shows_grads
-        return self.kept_grads[index] if away else self.params[index].grad
-
-    def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
-        """Replace the gradient of this rank's piece of parameter ``index``."""
-        if self.shows_full:
-            self.kept_grads[index] = grad
-        else:
-            self.params[index].grad = grad
 
     def cut_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep this rank's part of state that ``optimizer`` has made of whole parameters, before `shard`."""
@@ -280,6 +250,18 @@ class Segment:
                 if whole and key != "step" and self.rest_shapes[index] != self.shapes[index]:
                     flat = in_memory_order(value, self.strides[index])
                     state[key] = self.shown(index, flat[piece.start : piece.stop].clone())
+
+    # what users change
+
+    def changed(self) -> list[str]:
+        """Return the names of parameters that users changed since `cast`, or since they are shown in full."""
+        views = self.full_views if self.shows_full else self.local_views
+        rows = zip(self.infos, self.params, self._versions, views, strict=True)
+        return [
+            info.name
+            for info, param, version, view in rows
+            if param._version != version or _address(param) != _address(view)
+        ]
 
     def was_replaced(self) -> bool:
         """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave parameters other storage.
@@ -292,19 +274,26 @@ class Segment:
                 return True
         return False
 
-    def take_over(self) -> None:
-        """Make whatever pieces the parameters hold now the local interval.
+    def held(self) -> torch.Tensor:
+        """Return the pieces that the parameters hold now, laid out as ``local`` is.
 
         Raises ValueError if a piece has another size than this rank's part, or dtypes or devices differ.
         """
         assert not self.shows_full
         self.params = [info.parameter for info in self.infos]
         first = self.params[0]
-        for info, param, view in zip(self.infos, self.params, self.local_views, strict=True):
-            if param.shape != view.shape:
+        local = first.new_zeros(self.layout.length(self.transport.rank))
+        for index, (info, param) in enumerate(zip(self.infos, self.params, strict=True)):
+            own = self.shown(index, self.part_of(local, index))
+            if not param.is_leaf:
+                raise ValueError(
+                    f"parameter {info.name} was replaced by the result of a computation, through which "
+                    "gradients cannot flow here; do that (torch.func.functional_call) with an unsharded model"
+                )
+            if param.shape != own.shape:
                 raise ValueError(
                     f"parameter {info.name} now has shape {tuple(param.shape)} on this rank, but its local "
-                    f"piece has {tuple(view.shape)}; change whole parameters inside "
+                    f"piece has {tuple(own.shape)}; change whole parameters inside "
                     "shardtrain.unsharded(model)"
                 )
             if (param.dtype, param.device) != (first.dtype, first.device):
@@ -313,25 +302,16 @@ class Segment:
                     f"{self.infos[0].name} of the same unit is {first.dtype} on {first.device}; "
                     "convert the whole model, or convert it before shard()"
                 )
-        local = torch.zeros(self.layout.length(self.transport.rank), dtype=first.dtype, device=first.device)
-        for index, param in enumerate(self.params):
-            self.shown(index, self.part_of(local, index)).copy_(param.data)
-        self._adopt(local)
+            own.copy_(param.data)
+        return local
+
+    def take_over(self, held: torch.Tensor) -> None:
+        """Make what `held` returned the local interval."""
+        if (held.dtype, held.device) == (self.local.dtype, self.local.device):
+            self.local.copy_(held)
+        else:
+            self._adopt(held)
         self.show_local()
-
-    def copied(self, memo: Mapping[int, Any]) -> Segment:
-        """Return a segment over copies of its modules, whose parameters hold copied pieces. Collective.
-
-        ``memo``: from the ids of modules to their copies, as ``copy.deepcopy`` leaves it.
-        """
-        twin = copy.copy(self)
-        twin.infos = tuple(
-            ParamInfo(info.name, tuple((memo[id(module)], attribute) for module, attribute in info.holders))
-            for info in self.infos
-        )
-        twin.drop_kept_grads()
-        twin.take_over()
-        return twin
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -362,9 +342,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return ``tensor``'s strides if they are dense, else row-major ones."""
-    dense = is_dense(tensor.shape, tensor.stride())
-    return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+    """Return ``tensor``'s strides; if they leave gaps, dense ones in the same order."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

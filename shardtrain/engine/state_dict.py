@@ -61,6 +61,9 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
                 for segment in engine.segments:
                     _write_back(segment, grads)
     finally:
+        for segment in engine.segments:
+            for param in segment.params:
+                param.grad = None  # the whole one
         for unit in engine.units:
             unit.pinned = False
             unit.release()
@@ -83,11 +86,8 @@ def _write_back(segment: Segment, grads: bool) -> None:
     for index, (view, param) in enumerate(zip(segment.local_views, segment.params, strict=True)):
         view.copy_(_piece_of(segment, index, param.data))
     if grads:
-        whole = [param.grad for param in segment.params]
-        segment.kept_grads = [
-            None if grad is None else _piece_of(segment, index, grad).clone()
-            for index, grad in enumerate(whole)
-        ]
+        for index, grad in enumerate([param.grad for param in segment.params]):
+            segment.set_grad(index, None if grad is None else _piece_of(segment, index, grad).clone())
 
 
 def _whole(segment: Segment, local: torch.Tensor, unit: Unit) -> torch.Tensor:

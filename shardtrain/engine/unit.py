@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,18 +37,12 @@ class Account:
     """What is gathered now, and the most that was since `take_peak`."""
 
     def __init__(self) -> None:
-        self._units = self._bytes = 0
-        self._peak = Gathered(0, 0)
-
-    @property
-    def now(self) -> Gathered:
-        return Gathered(self._units, self._bytes)
+        self.now = self._peak = Gathered(0, 0)
 
     def add(self, units: int, size: int) -> None:
-        self._units += units
-        self._bytes += size
-        if self._units > self._peak.units or self._bytes > self._peak.bytes:
-            self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
+        now, peak = self.now, self._peak
+        self.now = now = Gathered(now.units + units, now.bytes + size)
+        self._peak = Gathered(max(now.units, peak.units), max(now.bytes, peak.bytes))
 
     def take_peak(self) -> Gathered:
         """Return the peak, and start the next one from what is gathered now."""
@@ -79,11 +73,6 @@ class Unit:
         self.pinned = False
         self.account = Account()
 
-    def copied(self, memo: Mapping[int, Any]) -> Unit:
-        """Return a unit over copies of its modules; see `Segment.copied`. Collective."""
-        segments = [segment.copied(memo) for segment in self.segments]
-        return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
-
     @property
     def device(self) -> torch.device:
         """Where it computes; the CPU for a unit without parameters."""
@@ -97,45 +86,58 @@ class Unit:
     def full_bytes(self) -> int:
         return sum([segment.full_bytes for segment in self.segments])
 
+    @property
+    def holders(self) -> dict[nn.Module, Segment]:
+        """The modules that hold the unit's parameters themselves, each with a segment of theirs."""
+        return {m: s for s in self.segments for info in s.infos for m, _ in info.holders}
+
     def shows(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in the unit's full vectors."""
         memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
         return any(segment.memory == memory for segment in self.segments)
-
-    def show_local(self) -> None:
-        """Let the parameters show their local pieces; the full vector stays."""
-        for segment in self.segments:
-            if segment.shows_full:
-                segment.show_local()
 
     def show_grads(self) -> None:
         """Show the gradients of the local pieces, while the parameters stay in full."""
         for segment in self.segments:
             segment.show_grads()
 
-    def put_grads_away(self) -> None:
-        """Undo `show_grads`."""
+    def show_local(self, after_forward: bool = True) -> None:
+        """Let the parameters show their local pieces; the full vector stays."""
         for segment in self.segments:
-            segment.put_grads_away()
-
-    def refuse_edits(self) -> None:
-        """Raise ValueError if a parameter was changed since it was shown in full: ranks would not agree."""
-        edited = [name for segment in self.segments for name in segment.edited()]
-        if edited:
-            raise ValueError(
-                f"forward changed {', '.join(edited)} while {self.title} was whole, which would be lost or "
-                "done once per rank; change parameters between steps, inside shardtrain.unsharded(model)"
-            )
+            if segment.shows_full:
+                segment.show_local(anew=after_forward)
 
     def cast(self) -> None:
         """Bring what is gathered up to date with the last update."""
         for segment in self.segments:
             segment.cast()
 
+    def take_over(self) -> bool:
+        """Take in pieces that users have replaced; return whether there were any.
+
+        Raises ValueError if one does not fit; nothing is changed then.
+        """
+        held = [(s, s.held()) for s in self.segments if not s.shows_full and s.was_replaced()]
+        for segment, local in held:
+            segment.take_over(local)
+        return bool(held)
+
     def take_edits(self) -> bool:
-        """Return whether users have changed a local piece since the last `cast`, inside forward."""
-        edited = [segment.take_edits() for segment in self.segments]
-        return any(edited)
+        """Take in what users have changed of local pieces since `cast`; return whether there was anything."""
+        for segment in self.segments:
+            if not segment.shows_full and segment.changed():
+                self.take_over()
+                return True
+        return False
+
+    def refuse_edits(self) -> None:
+        """Raise ValueError if a parameter was changed since it was shown in full: ranks would not agree."""
+        edited = [name for s in self.segments if s.shows_full for name in s.changed()]
+        if edited:
+            raise ValueError(
+                f"forward changed {', '.join(edited)} while {self.title} was whole, which would be lost or "
+                "done once per rank; change parameters between steps, inside shardtrain.unsharded(model)"
+            )
 
     def launch(self) -> None:
         """Start gathering the unit. Nothing may be read from its full vector before ``finish``."""
@@ -168,7 +170,7 @@ class Unit:
         """Let the parameters show their local pieces and empty the full vector."""
         if self.pinned:
             return
-        self.show_local()
+        self.show_local(after_forward=False)
         if self.state is State.SHARDED:
             return
         if self.state is State.GATHERING:

@@ -1,4 +1,4 @@
-"""What keeps the engine's hooks and users' tools apart: users' own hooks, ``torch.compile``, ``torch.func``.
+"""The engine's hooks on parameters among users' own; and on modules, ``torch.compile`` and ``torch.func``.
 
 It has its own file because it knows nothing of the engine, and ``hooks.py`` would exceed 400 lines with it.
 
@@ -10,8 +10,9 @@ ends. Then the parameter shows its piece with the reduced gradient, and the hook
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,41 +20,60 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
+if TYPE_CHECKING:
+    from shardtrain.engine.schedule import Schedule
+    from shardtrain.engine.unit import Unit
+
 Hook = Callable[..., None]
+
+
+class GradientHook:
+    """Tells the schedule before and after a gradient is accumulated in one parameter of a unit.
+
+    The parameter holds it where Python's garbage collector cannot see it, so a hook that held the parameter
+    in turn would keep the whole model for ever.
+    """
+
+    def __init__(self, schedule: Schedule, unit: Unit, segment: int, index: int) -> None:
+        self._schedule, self._unit = weakref.ref(schedule), weakref.ref(unit)
+        self._segment, self._index = segment, index
+
+    def before(self, grad: torch.Tensor) -> None:
+        schedule, unit = self._schedule(), self._unit()
+        if schedule is not None and unit is not None:
+            schedule.gradient_arrives(unit, self._segment, self._index, grad)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        schedule, unit = self._schedule(), self._unit()
+        if schedule is not None and unit is not None:
+            schedule.gradient_arrived(unit, self._segment, self._index)
 
 
 class Postponed:
     """A user's hook in the place where autograd looks for it; does nothing there."""
 
-    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, hook: Hook) -> None:
         self.hook = hook
 
     def __call__(self, param: torch.Tensor) -> None:
         pass
 
 
-def postpone(params: Iterable[nn.Parameter], ours: Mapping[nn.Parameter, int]) -> None:
-    """Take users' hooks from autograd, under the handles that they were given.
-
-    ``ours``: the number of the engine's own hook of each parameter.
-    """
-    for param in [param for param in params if _has_several_hooks(param)]:
+def postpone(params: Iterable[nn.Parameter]) -> None:
+    """Take users' hooks from autograd, under the handles that they were given."""
+    for param in params:
         hooks = param._post_accumulate_grad_hooks or {}
-        for number, hook in hooks.items():
-            if number != ours.get(param) and not isinstance(hook, Postponed):
+        for number, hook in hooks.items() if len(hooks) > 1 else ():
+            if not isinstance(hook, GradientHook | Postponed):
                 hooks[number] = Postponed(hook)
 
 
 def call_postponed(params: Iterable[nn.Parameter]) -> None:
     """Call the hooks that were postponed, those of each parameter once."""
-    for param in dict.fromkeys([param for param in params if _has_several_hooks(param)]):
+    for param in dict.fromkeys(params):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             if isinstance(hook, Postponed):
                 hook.hook(param)
-
-
-def _has_several_hooks(param: nn.Parameter) -> bool:
-    return len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def uncompiled(hook: Hook) -> Hook:
