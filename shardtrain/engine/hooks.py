@@ -12,6 +12,7 @@ A fourth checks each optimizer before it steps: see ``optimizer_check.py``.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import pieces
 from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
@@ -60,25 +62,51 @@ class Engine:
         self._unhooked: list[nn.Parameter] = []  # the frozen ones
         self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._hook_parameters()
-        for unit in units:
-            for part in unit.holders:
-                if part not in self.entrances(unit):
-                    part.register_forward_hook(partial(self._watch_inside, unit))
-            for part in self.entrances(unit):
-                self._hook_entrance(unit, part)
-        self._hook_casts()
-        pieces.attach(units)
-        # `copy` and `pickle` ask an object for these two, and so find them on this one module.
-        module.__dict__.update(
-            {_ENGINE: self, "__deepcopy__": _refuse_copy, "__reduce_ex__": _refuse_pickling}
-        )
+        self._handles: list[RemovableHandle] = []
+        self._attach()
         self._watch_optimizers()
 
     @property
     def device(self) -> torch.device:
         """Where the first unit computes; the CPU for a model without parameters."""
         return self.segments[0].full.device if self.segments else torch.device("cpu")
+
+    # attaching, copying
+
+    def _attach(self) -> None:
+        """Make the module a sharded one: register all hooks."""
+        self._hook_parameters()
+        for unit in self.units:
+            entrances = self.entrances(unit)
+            for module in entrances:
+                self._hook_entrance(unit, module)
+            for module in [holder for holder in unit.holders if holder not in entrances]:
+                self._handles.append(module.register_forward_hook(partial(self._watch_inside, unit)))
+        self._hook_casts()
+        self._handles += pieces.attach(self.units)
+        # `copy` and `pickle` ask an object for these two, and so find them on this one module.
+        self.module.__dict__.update(
+            {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": _refuse_pickling}
+        )
+
+    def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
+        """Do what ``copy.deepcopy`` does, to a sharded root. Collective."""
+        self.require_rest("a sharded model cannot be copied")
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        for name in (_ENGINE, "__deepcopy__", "__reduce_ex__"):
+            del self.module.__dict__[name]
+        try:
+            module = copy.deepcopy(self.module, memo)  # a plain one, whose parameters are this rank's pieces
+        finally:
+            self._attach()
+        units = [unit.copied(memo) for unit in self.units]
+        ignored = {memo[id(param)] for param in self._ignored if id(param) in memo}
+        reshard = self.schedule.reshard_after_forward
+        Engine(module, units, reshard, self.precision, ignored, self._layout)
+        return module
 
     # forward
 
@@ -91,7 +119,7 @@ class Engine:
             if called is not module:
                 raise ValueError(
                     f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
-                    "parameters only; copy the model before shardtrain.shard()"
+                    "parameters only; copy the model that shardtrain.shard() returned"
                 )
             refuse_transforms()
             self.settle()
@@ -109,26 +137,38 @@ class Engine:
             if called is self.module:
                 self.schedule.end_forward(failed)
 
-        module.register_forward_pre_hook(uncompiled(before), prepend=True)
-        module.register_forward_hook(uncompiled(after), always_call=True)
+        self._handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
+        self._handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
 
     def _watch_inside(self, unit: Unit, called: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.schedule.watch(unit, output)
 
     def _hook_casts(self) -> None:
-        """Cast what enters and leaves modules."""
+        """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
         precision = self.precision
         for unit in self.units if precision.param is not None else ():
             assert precision.param is not None
             if precision.cast_inputs:
-                _cast_inputs(unit, unit.module, precision.param)
+                self._cast_inputs(unit, unit.module, precision.param)
             for module, segment in unit.holders.items():
                 if precision.wants_wide_inputs(module):
-                    _cast_inputs(unit, module, segment.local.dtype)
-                    _cast_output(unit, module, precision.param)
+                    self._cast_inputs(unit, module, segment.local.dtype)
+                    self._cast_output(unit, module, precision.param)
         if precision.output is not None:
-            _cast_output(self.units[0], self.module, precision.output)
+            self._cast_output(self.units[0], self.module, precision.output)
+
+    def _cast_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
+
+        self._handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+
+    def _cast_output(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
+        def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
+            return output if unit.pinned else cast(output, dtype)
+
+        self._handles.append(module.register_forward_hook(cast_output))
 
     # gradients and optimizers
 
@@ -143,8 +183,8 @@ class Engine:
                     elif param not in self._hooked:
                         self._hooked.add(param)
                         hook = GradientHook(self.schedule, unit, number, index)
-                        param.register_hook(hook.before)
-                        param.register_post_accumulate_grad_hook(hook)
+                        self._handles.append(param.register_hook(hook.before))
+                        self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def _watch_optimizers(self) -> None:
         this = weakref.ref(self)
@@ -243,30 +283,6 @@ def _refuse_pickling(protocol: int) -> NoReturn:
         "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
         "shardtrain.full_state_dict(model)"
     )
-
-
-def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
-    raise ValueError(
-        "a sharded model cannot be copied: copy it before shardtrain.shard(), or shard another one and give "
-        "it the weights of shardtrain.full_state_dict(model)"
-    )
-
-
-# Inside `unsharded` a unit computes in its own dtype.
-
-
-def _cast_inputs(unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
-
-    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-
-
-def _cast_output(unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-    def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
-        return output if unit.pinned else cast(output, dtype)
-
-    module.register_forward_hook(cast_output)
 
 
 # Every module with its children and its number of parameters: none can join without a change of one of them.

@@ -20,9 +20,10 @@ the view with stale memory.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -132,7 +133,7 @@ class Segment:
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         # This rank's piece of a gradient that others own whole; one each, since users may see and change it.
         self.no_grads = [self.full.new_empty(0, dtype=self.local.dtype) for _ in self.pieces]
-        # Autograd keeps one node per parameter for as long as a graph holds it, and checks shapes against what
+        # Autograd keeps one node per parameter while a graph holds it, and checks shapes against what
         # the parameter showed when it was made. Data of another dtype in between make it forget the node, so
         # that a loss on pieces reaches the hook that refuses it by name.
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
@@ -312,6 +313,21 @@ class Segment:
         else:
             self._adopt(held)
         self.show_local()
+
+    def copied(self, memo: Mapping[int, Any]) -> Segment:
+        """Return a segment over copies of its modules, whose parameters hold copied pieces. Collective.
+
+        ``memo``: from the ids of modules to their copies, as ``copy.deepcopy`` leaves it.
+        """
+        twin = copy.copy(self)
+        twin.infos = tuple(
+            ParamInfo(info.name, tuple((memo[id(module)], attribute) for module, attribute in info.holders))
+            for info in self.infos
+        )
+        twin.grads_away = {}
+        twin._adopt(twin.held())
+        twin.show_local()
+        return twin
 
 
 def _address(tensor: torch.Tensor) -> int:

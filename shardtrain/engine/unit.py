@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,6 +72,11 @@ class Unit:
         self.moving = Pending()
         self.pinned = False
         self.account = Account()
+
+    def copied(self, memo: Mapping[int, Any]) -> Unit:
+        """Return a unit over copies of its modules; see `Segment.copied`. Collective."""
+        segments = [segment.copied(memo) for segment in self.segments]
+        return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
 
     @property
     def device(self) -> torch.device:
