@@ -56,11 +56,9 @@ class Layout:
     whole: bool = False
 
     def __post_init__(self) -> None:
-        if any(size < 0 for size in self.sizes):
-            raise ValueError(f"parameter sizes must not be negative, got {self.sizes}")
-        increasing = list(self.bounds) == sorted(self.bounds)
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or not increasing or self.bounds[-1] < self.end:
-            raise ValueError(f"bounds {self.bounds} do not cut a vector of {self.end} elements")
+        assert min(self.sizes, default=0) >= 0, self.sizes
+        assert self.bounds[0] == 0 <= self.end <= self.bounds[-1], (self.bounds, self.end)
+        assert list(self.bounds) == sorted(self.bounds), self.bounds
 
     @cached_property
     def end(self) -> int:
@@ -156,7 +154,7 @@ def cut_of(policy: Policy, world: int) -> Cut:
 
 def even(sizes: Sequence[int], world: int, align: int) -> Layout:
     """Cut the vector into ``world`` intervals of one length, a multiple of ``align`` elements."""
-    _check(world, align)
+    assert min(world, align) >= 1, (world, align)
     per_rank = -(-sum(sizes) // world)
     length = -(-per_rank // align) * align
     offsets = tuple(accumulate(sizes, initial=0))[:-1]
@@ -175,7 +173,6 @@ class WholeCut:
 
     def __call__(self, sizes: Sequence[int], align: int) -> Layout:
         world = len(self.loads)
-        _check(world, align)
         owned: list[list[int]] = [[] for _ in range(world)]
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
             rank = self.loads.index(min(self.loads))
@@ -189,8 +186,3 @@ class WholeCut:
                 at += sizes[index]
             bounds.append(-(-at // align) * align)
         return Layout(tuple(sizes), tuple(offsets), tuple(bounds), whole=True)
-
-
-def _check(world: int, align: int) -> None:
-    if world < 1 or align < 1:
-        raise ValueError(f"world and align must be at least 1, got {world} and {align}")

@@ -91,15 +91,17 @@ def shard(
     link = _open(kind, mesh) if isinstance(kind, str) else kind
     if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
-    link = _offloaded(link, homes) if offload else link
+    if offload and homes and not _on_host(homes[0]):
+        link = comm.Offloaded(link, homes[0])
     control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
     comm.require_same(
         [f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks, control
     )
     cut = cut_of(layout, link.world)
+    largest = {name: max((i.parameter.numel() for i in own), default=0) for name, own in infos.items()}
     segments = {
         name: _segments_of(infos[name], link, precision, cut, initial)
-        for name in sorted(infos, key=lambda name: -_largest(infos[name]))  # balances best
+        for name in sorted(infos, key=lambda name: -largest[name])  # balances best
     }
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
@@ -122,16 +124,6 @@ def _segments_of(
 
 def _on_host(device: torch.device) -> bool:
     return device.type in ("cpu", "meta")
-
-
-def _offloaded(link: Transport, homes: Sequence[torch.device]) -> Transport:
-    """Return ``link`` for shards in host memory, if that is not where the units compute."""
-    return comm.Offloaded(link, homes[0]) if homes and not _on_host(homes[0]) else link
-
-
-def _largest(infos: Sequence[ParamInfo]) -> int:
-    """Return the elements of the largest of these parameters."""
-    return max((info.parameter.numel() for info in infos), default=0)
 
 
 @contextmanager

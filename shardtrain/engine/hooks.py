@@ -63,6 +63,13 @@ class Engine:
         self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
+        # `copy`, `pickle` and DistributedDataParallel ask a module for the last three.
+        self._attributes = {
+            _ENGINE: self,
+            "__deepcopy__": self._copy_module,
+            "__reduce_ex__": _refuse_pickling,
+            "_ddp_params_and_buffers_to_ignore": _RefuseDDP(),
+        }
         self._attach()
         self._watch_optimizers()
 
@@ -84,10 +91,7 @@ class Engine:
                 self._handles.append(module.register_forward_hook(partial(self._watch_inside, unit)))
         self._hook_casts()
         self._handles += pieces.attach(self.units)
-        # `copy` and `pickle` ask an object for these two, and so find them on this one module.
-        self.module.__dict__.update(
-            {_ENGINE: self, "__deepcopy__": self._copy_module, "__reduce_ex__": _refuse_pickling}
-        )
+        self.module.__dict__.update(self._attributes)
 
     def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
         """Do what ``copy.deepcopy`` does, to a sharded root. Collective."""
@@ -96,7 +100,7 @@ class Engine:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
-        for name in (_ENGINE, "__deepcopy__", "__reduce_ex__"):
+        for name in self._attributes:
             del self.module.__dict__[name]
         try:
             module = copy.deepcopy(self.module, memo)  # a plain one, whose parameters are this rank's pieces
@@ -276,6 +280,16 @@ def is_entrance(module: nn.Module) -> bool:
     """Return whether a call of ``module`` makes a unit whole."""
     hooks = [getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values()]
     return any(name.startswith(Engine._hook_entrance.__qualname__) for name in hooks)
+
+
+class _RefuseDDP:
+    """In the place of the names that DistributedDataParallel is to leave alone."""
+
+    def __iter__(self) -> NoReturn:
+        raise ValueError(
+            "a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel, and "
+            "keep accelerate, Trainer or Fabric from doing so"
+        )
 
 
 def _refuse_pickling(protocol: int) -> NoReturn:

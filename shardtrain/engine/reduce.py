@@ -23,7 +23,6 @@ A gradient that is there never starts with ``-0.0``: 0.0 is added to the first e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +40,8 @@ class FlatGradient:
 
     ``arrived``: indices of parameters with a gradient from the backward under way, of ``expected`` ones.
     ``filled``: indices with a gradient of any backward since the last reduction (under ``no_sync``).
+    ``_sent``: of what was sent in this backward, the indices that have a gradient on this rank, those that
+    may have one on another, and of each parameter this rank's part, which becomes the mean.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -54,6 +55,7 @@ class FlatGradient:
         starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
+        self._sent: list[tuple[list[int], list[int], list[torch.Tensor]]] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -149,7 +151,7 @@ class FlatGradient:
         everything = range(len(self.segment.params))
         return [i for i in everything if i not in self.filled] if len(self.filled) < len(everything) else []
 
-    def take(self) -> tuple[Gradient, Reduced]:
+    def send(self) -> Gradient:
         """Return what has come together, -0.0 where nothing arrived on this rank, and start anew."""
         segment, transport = self.segment, self.segment.transport
         full, missing = self._open(), self._missing()
@@ -165,33 +167,37 @@ class FlatGradient:
             for _, part in self._elsewhere[index]:
                 self._parts[part].fill_(-0.0)
         own = [self._own[index] for index in range(len(segment.pieces))]
-        gradient = Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce)
         unsure = [i for i in missing if segment.params[i].requires_grad and not transport.silent]
-        reduced = Reduced(segment, sorted(self.filled), unsure, own)
+        self._sent.append((sorted(self.filled), unsure, own))
         self._clear()
-        return gradient, reduced
+        return Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce)
+
+    def give(self) -> list[nn.Parameter]:
+        """Give every parameter its piece of the mean, if any rank has a gradient; return those that got one.
+
+        An empty piece tells nothing, and gets an empty gradient; but none where the parameter is whole on
+        another rank: not every optimizer takes it.
+        """
+        given = []
+        for filled, unsure, own in self._sent:
+            nowhere = absent([own[index] for index in unsure])
+            for index in [*filled, *(i for i, none in zip(unsure, nowhere, strict=True) if not none)]:
+                if index not in self.segment.owned_elsewhere:
+                    self.segment.give_grad(index, own[index])
+                    given.append(self.segment.params[index])
+        self._sent.clear()
+        return given
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self.arrived.clear()
+        self._sent.clear()
         for index, (grad, _, own) in self._shown.items():
             if own and self.segment.held_grad(index) is grad:
                 self.segment.set_grad(index, None)
         if self._full is not None:
             self.segment.transport.discard(self._full)
         self._clear()
-
-
-class Reduced(NamedTuple):
-    """What is reduced of one segment: of each parameter this rank's part, ``own``, which becomes the mean.
-
-    ``filled`` have a gradient on this rank; ``unsure`` have none, but another rank may have one.
-    """
-
-    segment: Segment
-    filled: list[int]
-    unsure: list[int]
-    own: list[torch.Tensor]
 
 
 class Reduction:
@@ -202,8 +208,7 @@ class Reduction:
         self.gradients = [FlatGradient(segment) for segment in unit.segments]
         self._moving = Pending()
         # Gradients are kept until they have moved: a stream may still read them.
-        self._under_way: list[tuple[Gradient, Reduced]] = []
-        self._means: list[Reduced] = []
+        self._under_way: list[Gradient] = []
 
     def begin_backward(self) -> None:
         """Expect gradients, if any parameter is ``trainable``."""
@@ -233,38 +238,23 @@ class Reduction:
     def launch(self) -> None:
         """Start reducing what has been collected."""
         trace.begin(REDUCE.traced, self.unit.title)
-        self._under_way = [flat.take() for flat in self.gradients if flat.expected]
-        sent = [gradient for gradient, _ in self._under_way]
-        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, sent)
+        self._under_way = [flat.send() for flat in self.gradients if flat.expected]
+        self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._under_way)
 
     def finish(self) -> None:
         """Wait for the reduction."""
         with waiting(REDUCE, self.unit.title, self.unit.device):
             self._moving.wait()
-        self._means += [reduced for _, reduced in self._under_way]
         self._under_way = []
 
     def give(self) -> list[nn.Parameter]:
-        """Give every parameter its piece of the mean, if there is a gradient; not before the last fence.
-
-        Returns those that have got one, perhaps more than once. An empty piece tells nothing, and gets an
-        empty gradient; but none where the parameter is whole on another rank: not every optimizer takes it.
-        """
-        given = []
-        for segment, filled, unsure, own in self._means:
-            nowhere = absent([own[index] for index in unsure])
-            here = [index for index, none in zip(unsure, nowhere, strict=True) if not none]
-            for index in [*filled, *here]:
-                if index not in segment.owned_elsewhere:
-                    segment.give_grad(index, own[index])
-                    given.append(segment.params[index])
-        self._means = []
-        return given
+        """Give parameters their means, not before the last fence; return those that got one, some twice."""
+        return [param for gradient in self.gradients for param in gradient.give()]
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
-        self._under_way, self._means = [], []
+        self._under_way = []
         for gradient in self.gradients:
             gradient.drop()
 
