@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -88,7 +87,7 @@ class Engine:
             for module in entrances:
                 self._hook_entrance(unit, module)
             for module in [holder for holder in unit.holders if holder not in entrances]:
-                self._handles.append(module.register_forward_hook(partial(self._watch_inside, unit)))
+                self._hook_inside(unit, module)
         self._hook_casts()
         self._handles += pieces.attach(self.units)
         self.module.__dict__.update(self._attributes)
@@ -144,9 +143,12 @@ class Engine:
         self._handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
         self._handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
 
-    def _watch_inside(self, unit: Unit, called: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.schedule.watch(unit, output)
+    def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
+        def after(called: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.schedule.watch(unit, output)
+
+        self._handles.append(module.register_forward_hook(after))
 
     def _hook_casts(self) -> None:
         """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""

@@ -62,7 +62,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
                     _write_back(segment, grads)
     finally:
         for segment in engine.segments:
-            for param in segment.params:
+            for param in segment.params if segment.shows_full else ():
                 param.grad = None  # the whole one
         for unit in engine.units:
             unit.pinned = False
