@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +28,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native
 from shardtrain.comm.movement import ENTER, GATHER, LEAVE
-from shardtrain.comm.ring import Ring
+from shardtrain.comm.reports import Links
 from shardtrain.comm.signals import Peer, Signals
 from shardtrain.layout import even
 
@@ -303,11 +302,12 @@ def test_a_backward_is_told_by_the_step_of_its_forward() -> None:
 def linked(world: int) -> list[Signals]:
     """The signals of ``world`` ranks, all in this process."""
     peers: dict[int, list[Peer]] = {rank: [] for rank in range(world)}
+    files = [{other: os.dup(0) for other in range(world)} for _ in range(world)]
     for one, other in itertools.combinations(range(world), 2):
         for rank, peer, link in zip((one, other), (other, one), socket.socketpair(), strict=True):
             link.setblocking(False)
             peers[rank].append(Peer(peer, link))
-    return [Signals(rank, peers[rank], lambda: 0.5) for rank in range(world)]
+    return [Signals(rank, peers[rank], files[rank], lambda: 0.5) for rank in range(world)]
 
 
 def test_a_stopped_rank_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,29 +322,6 @@ def test_a_stopped_rank_that_reads_nothing_is_not_waited_for(monkeypatch: pytest
     assert text.startswith("rank 1 does not answer: rank 0 has waited 1 s at step 0, gathering layer")
     for signals in (first, stopped):
         signals.close()
-
-
-def test_a_descriptor_arrives_once_all_are_ready_for_it() -> None:
-    """What nobody takes is closed with the socket."""
-    first, second = linked(2)
-    handle = os.memfd_create("shardtrain")
-    os.write(handle, b"shared")
-    with ThreadPoolExecutor() as threads:
-        giving = threads.submit(first.share, 0, handle, 6, "6 bytes")
-        taken = second.share(0, None, 6, "6 bytes")
-        assert giving.result() == handle
-        assert os.pread(taken, 9, 0) == b"shared"
-        second.peers[0].expects_handle = True  # and it ends before it takes it
-        first.send_handle(handle, 0)
-        second.is_done(0)
-    left = second.peers[0].handle
-    assert left is not None
-    for signals in (first, second):
-        signals.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(left)
-    os.close(taken)
-    os.close(handle)
 
 
 @pytest.mark.parametrize("late", ["waits", "posts"])
@@ -385,9 +362,9 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
     group.send.return_value, group.recv.return_value = sending, receiving
     sending.wait = lambda _: (waited_for.set(), gone.wait(10))
     receiving.wait = lambda _: closed_by.append(threading.current_thread().name)  # gloo closes at a time-out
-    ring = Ring(group, 0, size=16)
-    ring.send(b"report")
-    threads = [threading.Thread(target=ring.close, name=name) for name in ("first", "second")]
+    links = Links(group, 0)
+    links.send(b"report", links.peers)
+    threads = [threading.Thread(target=links.close, name=name) for name in ("first", "second")]
     threads[0].start()
     assert waited_for.wait(10)
     threads[1].start()

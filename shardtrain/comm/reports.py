@@ -2,35 +2,34 @@
 
 The tag of a message holds its collective's number and position, so messages of different collectives never
 meet: ranks on different paths wait for each other. Nothing more is needed while all goes well. A rank that
-has waited for ``STALL_S`` seconds reports its latest collectives, round a ring of all ranks, and the others
-answer with theirs. Ranks on another path wait too, and all ranks see where the paths part::
+has waited for ``STALL_S`` seconds sends the others its latest collectives, and they answer with theirs. Ranks
+on another path wait too, and all ranks see where the paths part::
 
     rank 0   ... 7 gathering layer1   8 gathering layer2   waits    reports 0 to 8
     rank 1   ... 7 gathering layer2                        waits    reports 0 to 7: they differ at 7
 
-A rank that computes answers, too, and the others wait for it as long as it does (`guard.Wait`). A stopped one
-answers nothing, and cuts the ring. So that the ranks behind it are asked all the same, each rank sends its
-right neighbour a sign of life now and then, and one that misses its left neighbour's asks in its place.
-Announcing every collective by a message of its own instead, and waiting for the announcements, took 3 to 7 %
-of a ResNet-18's step.
+A thread for every peer takes in what it reports, and learns from its connection that it has ended. So a rank
+that computes answers, too, and the others wait for it as long as it does (`guard.Wait`). A stopped one
+answers nothing. Announcing every collective by a message of its own, and waiting for the announcements, took
+3 to 7 % of a ResNet-18's step.
 
-A rank that fails closes its connections before it raises: payloads under way could otherwise arrive in memory
-that the failing step has given back. Where ranks also wait for one another by other means, as those of a host
-do in `Reports.sharing`, it ends that waiting, too.
-
-A rank that drops the model says so to its right neighbour. Its threads end when it has, and its left
-neighbour, too.
+A rank that fails tells the others why, and closes its connections before it raises: payloads under way could
+otherwise arrive in memory that the failing step has given back. Where ranks also wait for one another by
+other means, as those of a host do in `Reports.sharing`, it ends that waiting, too.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
+import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -49,24 +48,107 @@ from shardtrain.comm.guard import (
     last_at_work,
     unpack,
 )
-from shardtrain.comm.messages import report_tag
+from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.movement import Movement
 from shardtrain.comm.native import time_out_of
-from shardtrain.comm.ring import (
-    ASKS,
-    HEAD,
-    KEPT,
-    LEAVES,
-    LIVES,
-    REPORT_BYTES,
-    TELLS,
-    Ring,
-    is_time_out,
-    peers_of,
-)
 from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
+KEPT = 64  # collectives in a report: as far as replicas may be apart, which meet in backward only
+# Why it comes; the rank that the sender has lost (-1: none), and in which state; how long ago the sender was
+# at work, or a rank that it waits for; how many collectives follow.
+HEAD = struct.Struct("<iiidi")
+TELLS, ASKS, LEAVES = range(3)  # who leaves has dropped the model
+REPORT_BYTES = HEAD.size + KEPT * MESSAGE.size
+_A_MOMENT = datetime.timedelta(milliseconds=20)
+
+
+class Links:
+    """What carries reports between this rank and each of its ``peers``."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        """``tag``: of reports; the next one is the pulse's."""
+        self.peers = [rank for rank in range(group.size()) if rank != group.rank()]
+        self.stop = threading.Event()  # this rank has dropped the model, or the group is no more
+        self._group = weakref.ref(group)
+        self._tag = tag
+        self._sent: dict[int, deque[tuple[torch.Tensor, dist.Work]]]
+        self._sent = {peer: deque(maxlen=16) for peer in self.peers}
+        self._closing = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        # Receives for messages that never come, by which `close` reaches gloo when the group is no more.
+        self._nothing = torch.empty(1, dtype=torch.uint8)
+        self._pulses = [group.recv([self._nothing], peer, tag + 1) for peer in self.peers]
+        self._arriving = {peer: self._expect(group, peer) for peer in self.peers}
+
+    def start(self, target: Callable[..., None], *arguments: object) -> None:
+        """Start a thread that ends when this rank and its peers have dropped the model, or the group ends."""
+        thread = threading.Thread(target=target, args=arguments, name="shardtrain-reports", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _expect(self, group: dist.ProcessGroup, peer: int) -> tuple[torch.Tensor, dist.Work]:
+        memory = torch.empty(REPORT_BYTES, dtype=torch.uint8)
+        return memory, group.recv([memory], peer, self._tag)
+
+    def receive(self, peer: int) -> bytes:
+        """Return the next report of ``peer``; empty once its connection is closed."""
+        try:
+            memory, arriving = self._arriving.pop(peer)
+            arriving.wait(FOREVER)
+            group = self._group()
+            if group is not None:
+                self._arriving[peer] = self._expect(group, peer)
+            return bytes(memory.tolist())
+        except (RuntimeError, KeyError):  # closed, by this rank, too
+            return b""
+
+    def send(self, report: bytes, peers: Sequence[int]) -> None:
+        """Send ``report`` to those of ``peers`` that have not ended."""
+        group = self._group()
+        data = torch.frombuffer(bytearray(report.ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
+        if group is None:
+            return
+        for peer in peers:
+            with suppress(RuntimeError):
+                self._sent[peer].append((data, group.send([data], peer, self._tag)))
+
+    def drain(self, peer: int) -> None:
+        """Return when ``peer`` has received all, or has ended."""
+        with suppress(RuntimeError, IndexError):
+            while True:
+                self._sent[peer].popleft()[1].wait(FOREVER)
+
+    def forget(self, peer: int) -> None:
+        """Do not wait until ``peer`` has received what was sent."""
+        if peer in self._sent:
+            self._sent[peer].clear()
+
+    def close(self) -> None:
+        """Let the last reports go out, unless that takes longer than ``GRACE_S``; close all connections.
+
+        A second thread that closes waits, too, or it would cut those reports off.
+        """
+        with self._closing:
+            deadline = time.monotonic() + GRACE_S
+            for sent in self._sent.values():
+                with suppress(RuntimeError, IndexError):
+                    while True:
+                        left = max(0.001, deadline - time.monotonic())
+                        sent.popleft()[1].wait(datetime.timedelta(seconds=left))
+            for pulse in self._pulses:
+                with suppress(RuntimeError):
+                    pulse.wait(_A_MOMENT)  # at a time-out gloo closes all connections
+
+    def abort(self) -> None:
+        """Close all connections, which ends the threads; hold nothing more that keeps gloo's alive."""
+        self.stop.set()
+        self.close()
+        self._pulses.clear()
+        self._arriving.clear()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(GRACE_S)
 
 
 class Reports:
@@ -77,22 +159,24 @@ class Reports:
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
         dist.broadcast(number, group=group, group_src=0)
         self.number = int(number.item())  # so that messages of two models never meet, nor their reports
-        self.paths = Paths(group.rank(), peers_of(group), time_out_of(group))
-        self._ring = Ring(group, report_tag(self.number), REPORT_BYTES)
-        self._changed = threading.Condition()  # guards what follows, and `paths`
+        self._links = Links(group, report_tag(self.number))
+        self._changed = threading.Condition()  # guards what follows
+        self.paths = Paths(group.rank(), self._links.peers, time_out_of(group))
         self._waiting: tuple[int, float] | None = None  # position, since when
         self._wait: Wait | None = None  # the same, once it is long
-        # When this rank last asked, reported to all, sent anything.
-        self._asked_s = self._told_s = self._sent_s = time.monotonic()
-        self._heard_s = dict.fromkeys(self.paths.theirs, time.monotonic())  # when each peer did
-        self._at_work = dict.fromkeys(self.paths.theirs, 0.0)  # when each was last known to be
+        self._asked_s = 0.0  # when this rank last asked where the others are
+        self._heard_s = dict.fromkeys(self._links.peers, 0.0)  # when each peer last reported
+        self._at_work = dict.fromkeys(self._links.peers, 0.0)  # when each was last known to be
+        self._left: set[int] = set()  # peers that have dropped the model
+        self._ended: set[int] = set()  # peers whose connections are closed
         self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
         self._abort, self._is_sharing = abort, False
-        self._ring.start(_receive, weakref.ref(self))
-        self._ring.start(_check, weakref.ref(self))
-        weakref.finalize(group, _end, weakref.ref(self._ring))
-        weakref.finalize(self, _leave, self._ring, self.paths)
+        for peer in self._links.peers:
+            self._links.start(_listen, self._links, peer, weakref.ref(self))
+        self._links.start(_check, self._links, weakref.ref(self))
+        weakref.finalize(group, _end, weakref.ref(self._links))
+        weakref.finalize(self, _leave, self._links, self.paths)
 
     def enter(self) -> None:
         """Count a step that begins."""
@@ -158,96 +242,77 @@ class Reports:
 
     def _raise_cause(self, position: int, error: RuntimeError) -> None:
         """Raise what a broken connection means. Return if ``error`` is something else."""
+
+        def is_known() -> bool:
+            # Who has ended may have done so because ranks differ, which will soon be known here, too.
+            return self._failure is not None or (bool(self._ended) and self._diverged_at is None)
+
         with self._changed:
             self._report()
-            # Whoever is gone, its right neighbour knows, and tells the others.
-            self._changed.wait_for(lambda: self._failure is not None or self._left_ended(), GRACE_S + 1)
-            if self._failure is not None:
-                pass
-            elif isinstance(error, Diverged):
-                self._fail(error)
-            elif self._left_ended():
-                self._lose(self._ring.left, ENDED, position)
-            elif self._waiting and (silent := self._silent(self._waiting[1])) is not None:
-                self._lose(silent, SILENT, position)
-            elif gone := self._ring.ended():
-                self._fail(self.paths.lost(gone, position), gone[0])
-            elif is_time_out(error):
-                self._lose((self._missing(position) or [self._ring.left])[0], SILENT, position)
+            self._changed.wait_for(is_known, GRACE_S + 1)
+            if self._failure is None:
+                if isinstance(error, Diverged):
+                    self._fail(error)
+                elif _is_time_out(error):
+                    self._lose(self._missing(position) or self._links.peers, SILENT, position)
+                elif self._ended:
+                    self._lose(sorted(self._ended), ENDED, position)
         self._raise_failure(error)
-
-    def _left_ended(self) -> bool:
-        """Return whether the left neighbour is gone, and not because ranks differ."""
-        return self._ring.left_is_gone and self._diverged_at is None
 
     def _raise_failure(self, cause: RuntimeError | None = None) -> None:
         if self._failure is not None:
             self._abort()
-            self._ring.close()
+            self._links.close()
             raise type(self._failure)(str(self._failure)) from cause
 
-    # The threads call the next three.
+    # The threads call the next two.
 
     def check(self) -> None:
         """Ask where the others are once this rank has waited for long; fail once it has for too long."""
         with self._changed:
             self._compare()
-            if self._failure is not None:
+            if self._failure is not None or self._waiting is None:
                 return
+            position, since = self._waiting
             now, pause = time.monotonic(), self.paths.time_out_s() / 8
-            position, since = self._waiting or (0, now)
-            is_long = now - since > min(STALL_S, pause)
-            misses_left = now - self._heard_s[self._ring.left] > 3 * pause and not self._ring.left_leaves
-            if (is_long and self._asked_s < since) or (
-                (is_long or misses_left) and now - self._asked_s > pause
-            ):
+            if now - since < min(STALL_S, pause):
+                return
+            if self._asked_s < since or now - self._asked_s > pause:
                 self._asked_s = now
                 self._report(ASKS)
-            elif now - self._sent_s > pause:
-                self._report(LIVES)
-            if is_long:
-                self._be_patient(position, since)
+            self._wait = self._wait or Wait(self.paths, position, since)
+            missing = self._missing(position)
+            if (left := self._left.intersection(missing)) and self._diverged_at is None:
+                self._lose(sorted(left), ENDED, position)
+            elif self._wait.is_over_time(
+                {rank: self._at_work[rank] for rank in missing or self._links.peers}
+            ):
+                limit = now - self.paths.time_out_s() / 2
+                silent = [rank for rank, heard_s in self._heard_s.items() if max(heard_s, since) < limit]
+                if silent:
+                    self._lose(silent, SILENT, position)
+                else:
+                    self._lose(missing or self._links.peers, ELSEWHERE, position)
 
-    def _be_patient(self, position: int, since: float) -> None:
-        """Fail if nobody that this rank waits for has been at work for as long as the time-out."""
-        self._wait = self._wait or Wait(self.paths, position, since)
-        missing = self._missing(position)
-        awaited = missing or [*self.paths.theirs]
-        if self._ring.left_leaves and self._ring.left in missing and self._diverged_at is None:
-            self._lose(self._ring.left, ENDED, position)
-        elif self._wait.is_over_time({peer: self._at_work[peer] for peer in awaited}):
-            silent = self._silent(since)
-            if silent is not None:
-                self._lose(silent, SILENT, position)
-            else:
-                self._fail(self.paths.lost(awaited, position, ELSEWHERE, self._wait.waited_s))
-
-    def _silent(self, since: float) -> int | None:
-        """Return the first rank to the left that does not answer; those behind it may be cut off."""
-        limit, ranks = time.monotonic() - self.paths.time_out_s() / 2, 1 + len(self._heard_s)
-        to_the_left = [(self.paths.rank - step) % ranks for step in range(1, ranks)]
-        return next((peer for peer in to_the_left if max(self._heard_s[peer], since) < limit), None)
-
-    def receive(self, report: bytes) -> None:
-        """Compare a peer's collectives with this rank's, and answer it."""
-        peer, why, lost, state, age_s, count = HEAD.unpack_from(report)
+    def receive(self, peer: int, report: bytes) -> None:
+        """Compare a peer's collectives with this rank's, and answer it; empty: its connection is closed."""
         with self._changed:
-            now = self._heard_s[peer] = time.monotonic()
-            self._at_work[peer] = now - age_s
-            self.paths.theirs[peer] = {}
-            for position, entry in unpack(report[HEAD.size : HEAD.size + count * MESSAGE.size]):
-                self.paths.hear(peer, position, entry)
-            if self._failure is None:
+            if not report:
+                self._ended.add(peer)
+            elif self._failure is None:
+                now = self._heard_s[peer] = time.monotonic()
+                why, lost, state, age_s, count = HEAD.unpack_from(report)
+                self._at_work[peer] = now - age_s
+                self.paths.theirs[peer] = {}
+                for position, entry in unpack(report[HEAD.size : HEAD.size + count * MESSAGE.size]):
+                    self.paths.hear(peer, position, entry)
                 if lost >= 0:
-                    self._lose(lost, state, self.paths.end - 1)
-                elif why == ASKS and now - self._told_s > CHECK_S / 4:
-                    self._report()
-            self._changed.notify_all()
-            self._compare()
-
-    def wake(self) -> None:
-        """The left neighbour is gone: let a rank that waits to hear who ended go on."""
-        with self._changed:
+                    self._lose([lost], state, self.paths.end - 1)
+                elif why == ASKS:
+                    self._report(to=[peer])
+                elif why == LEAVES:
+                    self._left.add(peer)
+                self._compare()
             self._changed.notify_all()
 
     def _compare(self) -> None:
@@ -265,59 +330,66 @@ class Reports:
     def _missing(self, position: int) -> list[int]:
         return sorted(rank for rank, log in self.paths.theirs.items() if position not in log)
 
-    def _lose(self, rank: int, state: int, position: int) -> None:
-        """Fail because ``rank`` is lost."""
+    def _lose(self, ranks: Sequence[int], state: int, position: int) -> None:
+        """Fail because ``ranks`` are lost."""
         waited_s = None if self._wait is None or state == ENDED else self._wait.waited_s
-        self._fail(self.paths.lost([rank], position, state, waited_s), rank, state)
+        self._fail(self.paths.lost(ranks, position, state, waited_s), ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
         """From now on raise ``failure``. End this rank's waiting, so that it does."""
         self._failure = failure
-        self._report(TELLS, lost, state)
+        self._links.forget(lost)
+        self._report(TELLS, lost, state, [peer for peer in self._links.peers if peer != lost])
         self._changed.notify_all()
         if self._is_sharing:
             self._abort()
         if self._waiting is not None:
-            self._ring.close(0.0 if lost == self._ring.right else GRACE_S)
+            self._links.close()
 
-    def _report(self, why: int = TELLS, lost: int = -1, state: int = ENDED) -> None:
-        self._sent_s = time.monotonic()
-        if why != LIVES:
-            self._told_s = self._sent_s
-        self._ring.send(_packed(self.paths, why, lost, state))
+    def _report(
+        self, why: int = TELLS, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None
+    ) -> None:
+        self._links.send(_packed(self.paths, why, lost, state), self._links.peers if to is None else to)
 
 
 def _packed(paths: Paths, why: int, lost: int = -1, state: int = ENDED) -> bytes:
     now = time.monotonic()
     body = b"".join(entry.packed(position) for position, entry in paths.own.items())
-    return HEAD.pack(paths.rank, why, lost, state, now - (last_at_work() or now), len(paths.own)) + body
+    return HEAD.pack(why, lost, state, now - (last_at_work() or now), len(paths.own)) + body
 
 
-def _receive(ring: Ring, to_reports: weakref.ref[Reports]) -> None:
-    while report := ring.receive():
+def _is_time_out(error: RuntimeError) -> bool:
+    """Return whether a wait timed out: this one, or another, upon which gloo ends them all."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
+
+
+def _listen(links: Links, peer: int, to_reports: weakref.ref[Reports]) -> None:
+    """Take in what ``peer`` reports, until it drops the model or ends; outlast this rank's last report."""
+    why = TELLS
+    while why != LEAVES:
+        report = links.receive(peer)
+        why = HEAD.unpack_from(report)[0] if report else LEAVES
         if (reports := to_reports()) is not None:
-            reports.receive(report)
+            reports.receive(peer, report)
         del reports
-    if (reports := to_reports()) is not None:
-        reports.wake()
-    del reports
-    ring.stop.wait()
-    ring.drain()
+    links.stop.wait()
+    links.drain(peer)
 
 
-def _check(ring: Ring, to_reports: weakref.ref[Reports]) -> None:
-    while not ring.stop.wait(CHECK_S) and (reports := to_reports()) is not None:
+def _check(links: Links, to_reports: weakref.ref[Reports]) -> None:
+    while not links.stop.wait(CHECK_S) and (reports := to_reports()) is not None:
         reports.check()
         del reports
 
 
-def _leave(ring: Ring, paths: Paths) -> None:
+def _leave(links: Links, paths: Paths) -> None:
     """The model is no more, or the interpreter ends."""
-    ring.send(_packed(paths, LEAVES))
-    ring.stop.set()
+    links.send(_packed(paths, LEAVES), links.peers)
+    links.stop.set()
 
 
-def _end(to_ring: weakref.ref[Ring]) -> None:
+def _end(to_links: weakref.ref[Links]) -> None:
     """The group is no more, or the interpreter ends."""
-    if (ring := to_ring()) is not None:
-        ring.abort()
+    if (links := to_links()) is not None:
+        links.abort()

@@ -10,17 +10,11 @@ in the next forward. Two fences keep writers from readers::
 Gradients are collected in an arena: memory of each rank that all others map. To reduce a unit, a rank says
 where in its arena the unit's gradient lies, and waits until all have said so. Then it averages its interval
 straight from everyone's arena, in rank order: each gradient is written once and read once.
-
-Memory comes from ``memfd_create``. It has no name in any file system, so nothing is left behind however a
-rank ends, and the size of ``/dev/shm`` does not matter.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,37 +44,39 @@ class Offer(NamedTuple):
 
 
 class Arena:
-    """Part ``[low, high)`` of a rank's memory for gradients, given out first fit; uint8, 1-D."""
+    """A rank's memory for gradients, given out first fit; uint8, 1-D.
 
-    def __init__(self, memory: torch.Tensor, low: int, high: int) -> None:
+    There is far more of it than is ever used. Memory that nobody has written takes none of the machine's.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._low, self._high = low, high
+        self.touched = 0  # bytes that have been given out, now or before
         self._used: dict[int, int] = {}  # offset → bytes
 
-    def take(self, size: int) -> int | None:
-        """Return the offset of ``size`` free bytes, or None."""
-        size = _aligned(size)
-        start = self._low
+    def take(self, size: int) -> int:
+        """Return the offset of ``size`` free bytes."""
+        size, start = _aligned(size), 0
         for offset, used in sorted(self._used.items()):
             if offset - start >= size:
                 break
             start = offset + used
-        if start + size > self._high:
-            return None
+        assert start + size <= self.memory.numel(), "a unit has one gradient, and one that others still read"
         self._used[start] = size
+        self.touched = max(self.touched, start + size)
         return start
 
-    def give_back(self, offset: int | None) -> None:
-        if offset is not None:
-            self._used.pop(offset, None)
+    def give_back(self, offset: int) -> None:
+        del self._used[offset]
 
     def view(self, offset: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[offset : offset + elements * dtype.itemsize].view(dtype)
 
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Return where ``tensor`` lies in this arena; None if elsewhere."""
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Return where ``tensor`` lies, which this arena gave out."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
-        return offset if offset in self._used else None
+        assert offset in self._used, "`Transport.gradient` gave it"
+        return offset
 
 
 def _aligned(size: int) -> int:
@@ -100,16 +96,15 @@ class SharedMemoryTransport(Transport):
         self.inner, self.signals = inner, signals
         self.rank, self.world = inner.rank, inner.world
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
-        signals.board = self._share(signals.board.nbytes, self.host[0]).view(signals.board.dtype)
-        self._largest = 0  # bytes of the largest gradient
-        self._arenas: tuple[Arena, Arena] | None = None  # see `_open_arenas`
+        self._size = 0  # bytes of all gradients
+        self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
         self._unread: list[Offer] = []  # averaged here, but not yet read by all
 
     @property
     def reserved(self) -> int:
-        """Bytes of this rank's arenas: room for three of the largest gradients."""
-        return 3 * _aligned(self._largest)
+        """Bytes of this rank's arena: of the gradients that were there together."""
+        return 0 if self._arena is None else self._arena.touched
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -119,26 +114,22 @@ class SharedMemoryTransport(Transport):
         elif like.device.type != "cpu":
             raise ValueError(f"transport='shared_memory' needs parameters on the CPU, got {like.device}")
         else:
-            if layout.padded * reduced.itemsize > self._largest:
-                self._largest = layout.padded * reduced.itemsize
-                while self._unread:
-                    self._free_oldest()
-                self._arenas = None
-            full = self._share(layout.padded * like.element_size(), self.host[0]).view(like.dtype)
+            while self._unread:
+                self._free_oldest()
+            self._arena = None
+            self._size += _aligned(layout.padded * reduced.itemsize)
+            full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)
         return full, full[layout.interval(self.rank)]
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-        """Give memory from the arena if there is room, else private memory."""
-        arena, _ = self._open_arenas()
+        arena = self._open_arena()
         while self._unread and self.signals.is_done(self._unread[0].position):
             self._free_oldest()
         offset = arena.take(layout.padded * like.element_size())
-        if offset is None:
-            return like.new_empty(layout.padded)
         return arena.view(offset, layout.padded, like.dtype)
 
     def discard(self, gradient: torch.Tensor) -> None:
-        arena, _ = self._open_arenas()
+        arena = self._open_arena()
         arena.give_back(arena.offset_of(gradient))
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -150,11 +141,10 @@ class SharedMemoryTransport(Transport):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
-        turns = self._offered(tag, gradients)
-        first = next(turns)
+        offers = self._offer(tag, gradients)
 
         def finish() -> None:
-            for offer, gradient in chain(first, chain.from_iterable(turns)):
+            for offer, gradient in zip(offers, gradients, strict=True):
                 self._average(offer, gradient)
 
         return Pending(finish)
@@ -166,7 +156,7 @@ class SharedMemoryTransport(Transport):
             return
         if what is ENTER:
             self.signals.paths.step += 1
-            self._open_arenas()  # all ranks come here alike; not all of them ask for a unit's first gradient
+            self._open_arena()  # all ranks come here alike; not all of them ask for a unit's first gradient
         self._wait_at(what, 0, "the model")
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
@@ -188,24 +178,14 @@ class SharedMemoryTransport(Transport):
     def _wait_at(self, kind: Movement, number: int, name: str) -> None:
         self.signals.wait(self.signals.post(kind, number, name))
 
-    def _offered(self, tag: Tag, gradients: Sequence[Gradient]) -> Iterator[list[tuple[Offer, Gradient]]]:
-        """Offer ``gradients`` to the other ranks, in turns: the next turn once this one has been averaged.
-
-        Those of one turn may all have to be copied, and there is room for copies of the largest. Sizes alone
-        decide, so all ranks offer the same ones together. Nearly always one turn has all of them.
-        """
-        turn: list[tuple[Offer, Gradient]] = []
-        room = _aligned(self._largest)
+    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[Offer]:
+        """Tell the other ranks where ``gradients`` lie."""
+        offers = []
         for index, gradient in enumerate(gradients):
-            size = _aligned(gradient.full.nbytes)
-            if turn and size > room:
-                yield turn
-                turn, room = [], _aligned(self._largest)
-            room -= size
-            offset = self._in_arena(gradient.full)
+            offset = self._open_arena().offset_of(gradient.full)
             number = segment_number(tag.number, index)
-            turn.append((Offer(self.signals.post(REDUCE, number, tag.name, offset), offset), gradient))
-        yield turn
+            offers.append(Offer(self.signals.post(REDUCE, number, tag.name, offset), offset))
+        return offers
 
     def _average(self, offer: Offer, gradient: Gradient, others: Sequence[slice] = ()) -> list[torch.Tensor]:
         """Turn ``own`` into the mean over the host, once all ranks offer theirs.
@@ -232,47 +212,21 @@ class SharedMemoryTransport(Transport):
         self._unread.append(offer)
         return means
 
-    def _in_arena(self, full: torch.Tensor) -> int:
-        """Return the offset of a gradient in this rank's memory; copy it there if it lies elsewhere."""
-        arena, copies = self._open_arenas()
-        offset = arena.offset_of(full)
-        if offset is not None:
-            return offset
-        while (offset := copies.take(full.nbytes)) is None:
-            self._free_oldest()  # then there is room for all of a turn
-        copies.view(offset, full.numel(), full.dtype).copy_(full)
-        return offset
-
     def _free_oldest(self) -> None:
         offer = self._unread.pop(0)
         self.signals.wait_done(offer.position)
-        for arena in self._open_arenas():
-            arena.give_back(offer.offset)
+        self._open_arena().give_back(offer.offset)
 
-    def _open_arenas(self) -> tuple[Arena, Arena]:
-        """Return where gradients are collected, and where one is copied that was collected elsewhere.
+    def _open_arena(self) -> Arena:
+        """Return this rank's arena. Collective the first time: in the first forward, when sizes are known.
 
-        Collective the first time: in the first forward, when all sizes are known.
+        It has room for two gradients of each unit, of which others may still read one, and as much again
+        for gaps between them.
         """
-        if self._arenas is None:
-            memories = {owner: self._share(self.reserved, owner) for owner in self.host}
-            own, third = memories.pop(self.signals.rank), self.reserved // 3
-            self._arenas = Arena(own, third, 3 * third), Arena(own, 0, third)
-            self._theirs = memories
-        return self._arenas
-
-    def _share(self, size: int, owner: int) -> torch.Tensor:
-        """Return ``size`` bytes that ``owner`` makes and every rank of the host maps; uint8."""
-        handle = os.memfd_create("shardtrain") if self.signals.rank == owner else None
-        try:
-            if handle is not None:
-                os.ftruncate(handle, max(size, 1))
-            handle = self.signals.share(owner, handle, size, f"{size} bytes")
-            memory = mmap.mmap(handle, max(size, 1))
-        finally:
-            if handle is not None:
-                os.close(handle)
-        return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+        if self._arena is None:
+            self._theirs = {owner: self.signals.share(owner, 4 * self._size) for owner in self.host}
+            self._arena = Arena(self._theirs.pop(self.signals.rank))
+        return self._arena
 
 
 class HostsTransport(SharedMemoryTransport):
@@ -308,8 +262,8 @@ class HostsTransport(SharedMemoryTransport):
         """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
         with self.inner.sharing():
-            turns = self._offered(tag, gradients)
-            sets = [self._host_means(offer, gradient) for turn in turns for offer, gradient in turn]
+            offers = self._offer(tag, gradients)
+            sets = [self._host_means(*each) for each in zip(offers, gradients, strict=True)]
         moving = self._between.combine(tag, sets)
         return Pending(lambda: self._wait_for(moving))
 

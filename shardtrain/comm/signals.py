@@ -13,18 +13,21 @@ what any other rank sends, so no two ranks wait for each other to read.
 A rank that has waited for long asks the kernel whether the others run: a rank that computes by itself for an
 hour is waited for, a stopped one is lost at the time-out.
 
-The sockets live in Linux's abstract namespace: no file, so nothing is left behind.
+Memory comes from ``memfd_create``: one file for each rank, which the others are given once, when they connect,
+and which grows by what is shared of it. Files and sockets have no name in any file system, so nothing is left
+behind however a rank ends, and the size of ``/dev/shm`` does not matter.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,7 +52,6 @@ from shardtrain.comm.movement import GATHER, SHARE, STEP, Movement
 # Kinds of entries that are no collectives, whose kinds are 0 and above.
 _DONE = -1  # "I have read what your collective at this position offered"
 _LOST = -2  # "the rank of this value is lost, in the state of this number, so I stop, too"
-_HANDLE = -3  # carries a file descriptor
 _LAZY_BYTES = 32 * MESSAGE.size  # gathers that nobody waits for are sent together
 
 
@@ -57,13 +59,10 @@ class Peer:
     """The socket to one other rank, and what it has said that is no collective."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
-        self.rank = rank
-        self.link = link
+        self.rank, self.link = rank, link
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 3 * 4)
         self.process = struct.unpack("3i", credentials)[0]  # 0 in a container of its own
         self.done: set[int] = set()  # positions of this rank's collectives that it has read
-        self.handle: int | None = None  # a file descriptor that it has sent
-        self.expects_handle = False
         self.lost: tuple[int, int] | None = None  # if it is: why, and the rank that was lost first
         self.has_room = True
         self.at_work = 0.0  # when it was last known to be
@@ -72,12 +71,7 @@ class Peer:
     def receive(self, paths: Paths) -> bool:
         """Take in what has arrived. Return False once the peer has closed its end."""
         try:
-            if self.expects_handle:  # which takes twice as long
-                data, handles, _, _ = socket.recv_fds(self.link, 1 << 16, 1)
-                if handles:
-                    self.handle, self.expects_handle = handles[0], False
-            else:
-                data = self.link.recv(1 << 16)
+            data = self.link.recv(1 << 16)
         except BlockingIOError:
             return True
         except OSError:
@@ -107,21 +101,27 @@ class Peer:
 
 
 class Signals:
-    """This rank's sockets to the other ranks of its host."""
+    """This rank's sockets to the other ranks of its host, and the memory that they share.
 
-    def __init__(self, rank: int, peers: list[Peer], time_out_s: Callable[[], float]) -> None:
-        self.rank = rank
-        self.peers = peers
+    ``files``: the descriptor of every rank's file, this one's too.
+    """
+
+    def __init__(
+        self, rank: int, peers: list[Peer], files: Mapping[int, int], time_out_s: Callable[[], float]
+    ) -> None:
+        self.rank, self.peers = rank, peers
         self.paths = Paths(rank, [peer.rank for peer in peers], time_out_s)
         # When each rank was last known to be at work, see `Wait`; soon in memory that they share.
-        self.board = torch.zeros(1 + max(rank, *(peer.rank for peer in peers)), dtype=torch.float64)
+        self.board = torch.zeros(1 + max(files), dtype=torch.float64)
+        self._files = files
+        self._sizes = dict.fromkeys(files, 0)
         self._unsent = b""
         self._awaited: set[int] = set()  # positions that `wait` will ask for
         self._open = {peer.link.fileno(): peer for peer in peers}
         self._poll = select.poll()
         for number in self._open:
             self._poll.register(number, select.POLLIN)
-        self.close = weakref.finalize(self, _close, tuple(peers))
+        self.close = weakref.finalize(self, _close, tuple(peers), tuple(files.values()))
         shown_by.add(self)
 
     def post(self, kind: Movement, number: int, name: str, value: int = 0) -> int:
@@ -173,25 +173,15 @@ class Signals:
         self._take_in()
         self._compare()
 
-    def share(self, owner: int, handle: int | None, number: int, name: str) -> int:
-        """Return the file descriptor ``handle`` of rank ``owner`` on every rank. Collective."""
-        giver = next((peer for peer in self.peers if peer.rank == owner), None)
-        if giver is not None:
-            giver.expects_handle = True  # before the post, which tells the owner that it may send
-        position = self.post(SHARE, number, name, owner)
-        self.wait(position)
-        if giver is None:
-            assert handle is not None
-            self.send_handle(handle, position)
-            return handle
-        self._wait_until(lambda peer: peer is not giver or peer.handle is not None, position)
-        handle, giver.handle = giver.handle, None
-        assert handle is not None
-        return handle
-
-    def send_handle(self, handle: int, position: int) -> None:
-        self._unsent += Entry(_HANDLE, 0, 0, 0, b"").packed(position)
-        self.send(position, [handle])
+    def share(self, owner: int, size: int) -> torch.Tensor:
+        """Return ``size`` bytes of rank ``owner``'s file, which every rank maps; uint8, zeros. Collective."""
+        start, page = self._sizes[owner], mmap.ALLOCATIONGRANULARITY
+        self._sizes[owner] += max(page, -(-size // page) * page)
+        if owner == self.rank:
+            os.ftruncate(self._files[owner], self._sizes[owner])
+        self.wait(self.post(SHARE, size, f"{size} bytes"))
+        memory = mmap.mmap(self._files[owner], self._sizes[owner] - start, offset=start)
+        return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
     def show(self, moment: float) -> None:
         self.board[self.rank] = moment
@@ -202,15 +192,14 @@ class Signals:
             with suppress(OSError):
                 peer.link.shutdown(socket.SHUT_RDWR)
 
-    def send(self, position: int, handles: Sequence[int] = ()) -> None:
+    def send(self, position: int) -> None:
         """Send what has not been sent, up to the collective at ``position``."""
         message, self._unsent = self._unsent, b""
         for peer in self.peers:
-            rest, with_it = message, handles
+            rest = message
             while rest:
                 try:
-                    sent = socket.send_fds(peer.link, [rest], with_it) if with_it else peer.link.send(rest)
-                    rest, with_it = rest[sent:], ()
+                    rest = rest[peer.link.send(rest) :]
                 except BlockingIOError:
                     peer.has_room = False
                     self._wait_until(lambda each: each.has_room, position)
@@ -298,11 +287,11 @@ class Signals:
         raise self.paths.diverged(position)
 
 
-def _close(peers: Sequence[Peer]) -> None:
+def _close(peers: Sequence[Peer], files: Sequence[int]) -> None:
     for peer in peers:
         peer.link.close()
-        if peer.handle is not None:
-            os.close(peer.handle)
+    for file in files:
+        os.close(file)
 
 
 def _close_all() -> None:
@@ -346,6 +335,15 @@ def connect(
         while len(links) < len(ranks) - 1:
             link, _ = listener.accept()
             links[int.from_bytes(link.recv(8, socket.MSG_WAITALL), "big")] = link
+    files = {rank: os.memfd_create("shardtrain")}
     for link in links.values():
+        link.settimeout(10.0)
+        socket.send_fds(link, [b"file"], [files[rank]])
+    for other, link in links.items():
+        _, (files[other],), _, _ = socket.recv_fds(link, 4, 1)
         link.setblocking(False)
-    return Signals(rank, [Peer(other, links[other]) for other in ranks if other != rank], time_out_s)
+    signals = Signals(
+        rank, [Peer(other, links[other]) for other in ranks if other != rank], files, time_out_s
+    )
+    signals.board = signals.share(ranks[0], signals.board.nbytes).view(signals.board.dtype)
+    return signals
