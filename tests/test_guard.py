@@ -28,7 +28,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native
 from shardtrain.comm.movement import ENTER, GATHER, LEAVE
-from shardtrain.comm.reports import Links
+from shardtrain.comm.reports import TELLS, Links
 from shardtrain.comm.signals import Peer, Signals
 from shardtrain.layout import even
 
@@ -304,7 +304,8 @@ def linked(world: int) -> list[Signals]:
     peers: dict[int, list[Peer]] = {rank: [] for rank in range(world)}
     files = [{other: os.dup(0) for other in range(world)} for _ in range(world)]
     for one, other in itertools.combinations(range(world), 2):
-        for rank, peer, link in zip((one, other), (other, one), socket.socketpair(), strict=True):
+        pair = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        for rank, peer, link in zip((one, other), (other, one), pair, strict=True):
             link.setblocking(False)
             peers[rank].append(Peer(peer, link))
     return [Signals(rank, peers[rank], files[rank], lambda: 0.5) for rank in range(world)]
@@ -362,8 +363,8 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
     group.send.return_value, group.recv.return_value = sending, receiving
     sending.wait = lambda _: (waited_for.set(), gone.wait(10))
     receiving.wait = lambda _: closed_by.append(threading.current_thread().name)  # gloo closes at a time-out
-    links = Links(group, 0)
-    links.send(b"report", links.peers)
+    links = Links(group, 0, guard.Paths(0, [1], lambda: 1.0))
+    links.send(TELLS)
     threads = [threading.Thread(target=links.close, name=name) for name in ("first", "second")]
     threads[0].start()
     assert waited_for.wait(10)

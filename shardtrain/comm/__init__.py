@@ -7,15 +7,14 @@ Read in this order; imports point upwards:
 - ``arithmetic``, ``messages``, ``native``: how values are added up; movements made of messages, and of the
   backend's own collectives
 - ``guard``: which path every rank takes through the model, and who takes another; ranks tell one another by
-  ``signals`` on one host, by ``reports`` over gloo, round a ``ring``
+  ``signals`` on one host, by ``reports`` over gloo
 - ``process_group``: the transport over a process group
 - ``shared_memory``: the transport inside a host; ``hosts``: that one inside hosts, messages between them
 - ``replicated``: several shard groups
 - ``quantised``, ``offload``: around another transport: int8, and shards in host memory
 - ``simulated``: without other ranks
 - ``opening``: which of these it is to be
-- ``texts``: for the code around the engine: texts between ranks
-- ``agreement``, ``public``: collectives for everybody, under torch's names
+- ``agreement``, ``public``: texts between ranks; collectives for everybody, under torch's names
 
 The functions below serve the code around the engine. They work on the default process group, and without
 one they act as a single rank: nothing moves.
@@ -45,6 +44,7 @@ from torch.distributed import (
 )
 
 from shardtrain.comm import native
+from shardtrain.comm.agreement import broadcast_text, gather_texts, require_same
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.meter import Meter, Wait, count, meter
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST
@@ -62,7 +62,6 @@ from shardtrain.comm.public import (
 from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
-from shardtrain.comm.texts import broadcast_text, gather_texts, require_same
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 
 Op = str | ReduceOp.RedOpType

@@ -1,8 +1,10 @@
-"""How the ranks of a public collective find out whether they all mean the same call.
+"""Texts between ranks, and how they find out whether they all mean the same.
 
-Every rank sends every other one a row of numbers: what it is about to do, or that its arguments are wrong.
-All ranks judge the same table, so they come to the same verdict. Only a refusal needs texts. Two ranks, one
-gathering int64 ``[2]`` and the other ``[3]``::
+Texts travel as bytes in small collectives, never as pickles.
+
+In a public collective every rank sends every other one a row of numbers: what it is about to do, or that its
+arguments are wrong. All ranks judge the same table, so they come to the same verdict. Only a refusal needs
+texts. Two ranks, one gathering int64 ``[2]`` and the other ``[3]``::
 
     row of rank 0    0   digest of (all_gather, int64, [2], cpu)   1   16 16   16 16
     row of rank 1    0   another digest                            1   24 24   24 24
@@ -16,8 +18,10 @@ a rank checks its own arguments only.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -25,10 +29,52 @@ from torch import Tensor
 
 from shardtrain.comm import native
 from shardtrain.comm.messages import ROW, TEXT, Mailbox, size_tag, start_exchange
-from shardtrain.comm.transport import Pending
+from shardtrain.comm.transport import Pending, Ranks
 
 _TEXT_BYTES = 1024
 _NAMED = 4  # ranks that a refusal names in full
+
+
+def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
+    """Return rank ``src``'s ``text`` on every rank; an empty one where ``src`` is only simulated."""
+    return gather_texts(text if ranks.rank == src else "", ranks, device)[src]
+
+
+def gather_texts(text: str, ranks: Ranks, device: torch.device) -> list[str]:
+    """Return every rank's ``text``, in rank order, on every rank, by two all-reduces."""
+    data = text.encode()
+    lengths = torch.zeros(ranks.world, dtype=torch.int64)
+    lengths[ranks.rank] = len(data)
+    lengths = lengths.to(device)
+    ranks.all_reduce(lengths)
+    sizes = lengths.tolist()
+    joined = torch.zeros(sum(sizes), dtype=torch.uint8)
+    joined.split(sizes)[ranks.rank].copy_(torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1])
+    joined = joined.to(device)
+    if joined.numel():
+        ranks.all_reduce(joined)
+    return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
+
+
+def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.device) -> None:
+    """Return if all ranks have the same ``lines``. Collective: two all-reduces of one number.
+
+    Raises:
+        ValueError: they differ; on every rank, with the first line in which each differs from rank 0.
+    """
+    digest = zlib.crc32("\n".join(lines).encode())
+    low, high = (torch.tensor([digest], device=device) for _ in range(2))
+    ranks.all_reduce(low, "min")
+    ranks.all_reduce(high, "max")
+    if low.item() == high.item():
+        return
+    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks, device))
+    odd = []
+    for rank, text in enumerate(others, 1):
+        pairs = zip_longest(text, first, fillvalue="no more")
+        theirs, wanted = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        odd += [f"rank {rank} has {theirs} where rank 0 has {wanted}"] if theirs != wanted else []
+    raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
 
 
 def by_size(part: Tensor) -> int:

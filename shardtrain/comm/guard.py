@@ -20,7 +20,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -222,16 +222,10 @@ class Wait:
         _show()
 
 
-class Shows(Protocol):
-    """Who shows other processes whether this one waits, by `last_at_work` (0.0: it does not)."""
-
-    def show(self, moment: float) -> None: ...
-
-
 # Process-wide, as open meters are: backward runs in other threads, and the rank that one model waits for may
 # wait for this one with another model.
 _waits: list[Wait] = []
-shown_by: weakref.WeakSet[Shows] = weakref.WeakSet()
+shown_in: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # memory in which others read `last_at_work`
 
 
 def last_at_work() -> float:
@@ -240,8 +234,8 @@ def last_at_work() -> float:
 
 
 def _show() -> None:
-    for each in shown_by:
-        each.show(last_at_work())
+    for cell in shown_in:
+        cell.fill_(last_at_work())
 
 
 _BASE, _PRIME = 1_000_003, (1 << 61) - 1  # of the polynomial hash, which fits 64 bits

@@ -15,9 +15,9 @@ more entry in `TRANSPORTS`.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,30 +25,36 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardtrain.comm.agreement import broadcast_text, gather_texts, require_same
 from shardtrain.comm.native import device_types, moves_bytes, time_out_of
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.signals import Signals, connect
-from shardtrain.comm.texts import require_same
 from shardtrain.comm.transport import Alone, Transport
+
+_CPU = torch.device("cpu")  # which gloo moves from, and these are only called over gloo
 
 
 class Opening:
     """Who the ranks are, for the entries of `TRANSPORTS`.
 
     ``groups``: the ranks of every shard group. ``own``: those of this rank's; ``inside``: its process group.
-    ``plain``: movements between all ranks of all groups, without a guard.
+    ``plain``: movements between all ranks of all groups, without a guard. Raises ValueError where ranks ask
+    for different kinds.
     """
 
     def __init__(
         self,
+        kind: str,
         group: dist.ProcessGroup,
         groups: Sequence[Sequence[int]] | None = None,
         inside: dist.ProcessGroup | None = None,
     ) -> None:
         self.plain = self.all_ranks = ProcessGroupTransport(group)
+        if moves_bytes(group):
+            require_same([repr(kind)], "transport=", self.plain, torch.device(device_types(group)[0]))
         self.groups = groups or [range(self.plain.world)]
         self.own = next(ranks for ranks in self.groups if self.plain.rank in ranks)
         self.inside = inside or group
@@ -114,14 +120,7 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is None or group.size() == 1:
         return Alone()
-    _require_same_kind(kind, group)
-    return TRANSPORTS[kind](Opening(group))
-
-
-def _require_same_kind(kind: str, group: dist.ProcessGroup) -> None:
-    if moves_bytes(group):
-        device = torch.device(device_types(group)[0])
-        require_same([repr(kind)], "transport=", ProcessGroupTransport(group), device)
+    return TRANSPORTS[kind](Opening(kind, group))
 
 
 def open_replicated(
@@ -139,8 +138,7 @@ def open_replicated(
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
-    _require_same_kind(kind, world)
-    opening = Opening(world, groups, inside)
+    opening = Opening(kind, world, groups, inside)
     if len(opening.own) > 1:
         shards = TRANSPORTS[kind](opening)
     else:
@@ -157,21 +155,16 @@ def _connect(plain: ProcessGroupTransport, own: Sequence[int]) -> Signals:
     Raises:
         ValueError: they cannot, with the reason, on every rank.
     """
-    token = torch.zeros(2, dtype=torch.int64)
-    if plain.rank == 0:
-        token.copy_(torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.int64))
-    plain.broadcast(token)
-    meeting = f"shardtrain-{token[0].item():x}{token[1].item():x}"
+    name = broadcast_text(f"shardtrain-{secrets.token_hex(16)}", plain, _CPU)
     signals, problem = None, ""
     try:
         barrier = lambda: plain.all_reduce(torch.zeros(1))  # noqa: E731
-        signals = connect(plain.rank, own, meeting, barrier, time_out_of(plain.group))
+        signals = connect(plain.rank, own, name, barrier, time_out_of(plain.group))
     except OSError as error:
         problem = f"the ranks cannot reach one another on this host: {error}"
-    failed = torch.tensor([1 if problem else 0])
-    plain.all_reduce(failed, "max")
-    if failed.item() or signals is None:
-        raise ValueError(problem or "another rank cannot share memory")
+    problem = next(filter(None, gather_texts(problem, plain, _CPU)), "")
+    if problem or signals is None:
+        raise ValueError(problem)
     return signals
 
 
@@ -183,16 +176,11 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
     Raises:
         ValueError: not every rank can share memory with as many others.
     """
-    able = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
-    numbers = torch.zeros(opening.plain.world, dtype=torch.int64)
-    digest = hashlib.sha256(host_key().encode()).digest()
-    numbers[opening.plain.rank] = int.from_bytes(digest[:7], "big") if able else -1
-    opening.plain.all_reduce(numbers)
-    if numbers.min() < 0:
+    hosts: dict[str, list[int]] = {}
+    for rank, key in enumerate(gather_texts(host_key(), opening.plain, _CPU)):
+        hosts.setdefault(key, []).append(rank)
+    if "" in hosts:
         raise ValueError("that needs Linux")
-    hosts: dict[int, list[int]] = {}
-    for rank, number in enumerate(numbers.tolist()):
-        hosts.setdefault(number, []).append(rank)
     if len(opening.groups) > 1:
         for ranks in opening.groups:
             if not any(set(ranks) <= set(host) for host in hosts.values()):
@@ -207,10 +195,11 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
 
 
 def host_key() -> str:
-    """Return a text that is equal on ranks that can share memory.
+    """Return a text that is equal on ranks that can share memory; empty if this one cannot.
 
     ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
-    default = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-    return os.environ.get("SHARDTRAIN_HOST_KEY", default)
+    if not (boot.exists() and hasattr(os, "memfd_create")):
+        return ""
+    return os.environ.get("SHARDTRAIN_HOST_KEY", f"{socket.gethostname()} {boot.read_text()}")

@@ -87,7 +87,7 @@ class ProcessGroupTransport(Carrier):
             self.note(STEP, Tag(0, "the optimizer"))
             return
         if self._reports is not None and what is ENTER:
-            self._reports.enter()
+            self._reports.paths.step += 1
         self._digests.fence(what)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:

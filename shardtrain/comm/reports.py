@@ -30,6 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ from shardtrain.comm.guard import (
 )
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.movement import Movement
-from shardtrain.comm.native import time_out_of
+from shardtrain.comm.native import living, time_out_of
 from shardtrain.comm.transport import Pending, Tag
 
 STALL_S = 1.0
@@ -64,91 +65,106 @@ _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
 class Links:
-    """What carries reports between this rank and each of its ``peers``."""
+    """What carries reports between this rank and its ``peers``. It may outlive the model, see `leave`."""
 
-    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
         """``tag``: of reports; the next one is the pulse's."""
-        self.peers = [rank for rank in range(group.size()) if rank != group.rank()]
-        self.stop = threading.Event()  # this rank has dropped the model, or the group is no more
-        self._group = weakref.ref(group)
-        self._tag = tag
-        self._sent: dict[int, deque[tuple[torch.Tensor, dist.Work]]]
-        self._sent = {peer: deque(maxlen=16) for peer in self.peers}
-        self._closing = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self.peers, self._paths = [*paths.theirs], paths
+        self._group, self._tag = weakref.ref(group), tag
+        self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=16) for peer in self.peers}
         # Receives for messages that never come, by which `close` reaches gloo when the group is no more.
-        self._nothing = torch.empty(1, dtype=torch.uint8)
-        self._pulses = [group.recv([self._nothing], peer, tag + 1) for peer in self.peers]
-        self._arriving = {peer: self._expect(group, peer) for peer in self.peers}
+        self._pulses = [group.recv([torch.empty(1)], peer, tag + 1) for peer in self.peers]
+        self._closing = threading.Lock()
+        self._stop = threading.Event()  # this rank has dropped the model, or the group is no more
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(group, _end, weakref.ref(self))
 
-    def start(self, target: Callable[..., None], *arguments: object) -> None:
-        """Start a thread that ends when this rank and its peers have dropped the model, or the group ends."""
-        thread = threading.Thread(target=target, args=arguments, name="shardtrain-reports", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def start(self, reports: Reports) -> None:
+        """Start the threads: one for each peer, which takes in what it reports, and one that checks."""
+        known = weakref.ref(reports)
+        tasks = [partial(self._check, known), *(partial(self._listen, known, peer) for peer in self.peers)]
+        for task in tasks:
+            self._threads.append(threading.Thread(target=task, name="shardtrain-reports", daemon=True))
+            self._threads[-1].start()
 
-    def _expect(self, group: dist.ProcessGroup, peer: int) -> tuple[torch.Tensor, dist.Work]:
-        memory = torch.empty(REPORT_BYTES, dtype=torch.uint8)
-        return memory, group.recv([memory], peer, self._tag)
+    def _check(self, known: weakref.ref[Reports]) -> None:
+        while not self._stop.wait(CHECK_S) and (reports := known()) is not None:
+            reports.check()
+            del reports
 
-    def receive(self, peer: int) -> bytes:
-        """Return the next report of ``peer``; empty once its connection is closed."""
-        try:
-            memory, arriving = self._arriving.pop(peer)
-            arriving.wait(FOREVER)
-            group = self._group()
-            if group is not None:
-                self._arriving[peer] = self._expect(group, peer)
-            return bytes(memory.tolist())
-        except (RuntimeError, KeyError):  # closed, by this rank, too
-            return b""
-
-    def send(self, report: bytes, peers: Sequence[int]) -> None:
-        """Send ``report`` to those of ``peers`` that have not ended."""
-        group = self._group()
-        data = torch.frombuffer(bytearray(report.ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
-        if group is None:
-            return
-        for peer in peers:
-            with suppress(RuntimeError):
-                self._sent[peer].append((data, group.send([data], peer, self._tag)))
-
-    def drain(self, peer: int) -> None:
-        """Return when ``peer`` has received all, or has ended."""
+    def _listen(self, known: weakref.ref[Reports], peer: int) -> None:
+        """Take in reports until the peer has left or ended; see to it that this rank's own arrive."""
+        why, arriving = TELLS, deque[tuple[torch.Tensor, dist.Work]]()
+        while why != LEAVES:
+            report = self._next(peer, arriving)
+            why = HEAD.unpack_from(report)[0] if report else LEAVES
+            if (reports := known()) is not None:
+                reports.receive(peer, report)
+            del reports
+        self._stop.wait()
         with suppress(RuntimeError, IndexError):
             while True:
-                self._sent[peer].popleft()[1].wait(FOREVER)
+                self._sent[peer].popleft().wait(FOREVER)
 
-    def forget(self, peer: int) -> None:
-        """Do not wait until ``peer`` has received what was sent."""
-        if peer in self._sent:
-            self._sent[peer].clear()
+    def _next(self, peer: int, arriving: deque[tuple[torch.Tensor, dist.Work]]) -> bytes:
+        """Return the next report of ``peer``; empty once its connection is closed, perhaps by this rank."""
+        try:
+            while len(arriving) < 4:  # so that reports arrive while this rank deals with another
+                memory = torch.empty(REPORT_BYTES, dtype=torch.uint8)
+                arriving.append((memory, living(self._group).recv([memory], peer, self._tag)))
+            memory, work = arriving.popleft()
+            work.wait(FOREVER)
+            return bytes(memory.tolist())
+        except (RuntimeError, ValueError):
+            return b""
 
-    def close(self) -> None:
+    def send(self, why: int, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None) -> None:
+        """Send this rank's latest collectives ``to`` some peers, or to all that have not ended."""
+        group, now, own = self._group(), time.monotonic(), self._paths.own
+        head = HEAD.pack(why, lost, state, now - (last_at_work() or now), len(own))
+        body = b"".join(entry.packed(position) for position, entry in own.items())
+        data = torch.frombuffer(bytearray((head + body).ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
+        for peer in self.peers if to is None else to:
+            with suppress(RuntimeError):
+                if group is not None and peer != lost:
+                    self._sent[peer].append(group.send([data], peer, self._tag))
+
+    def close(self, lost: int = -1) -> None:
         """Let the last reports go out, unless that takes longer than ``GRACE_S``; close all connections.
 
-        A second thread that closes waits, too, or it would cut those reports off.
+        A second thread that closes waits, too, or it would cut those reports off. Nobody waits for ``lost``.
         """
         with self._closing:
             deadline = time.monotonic() + GRACE_S
+            self._sent.get(lost, deque()).clear()
             for sent in self._sent.values():
                 with suppress(RuntimeError, IndexError):
                     while True:
                         left = max(0.001, deadline - time.monotonic())
-                        sent.popleft()[1].wait(datetime.timedelta(seconds=left))
+                        sent.popleft().wait(datetime.timedelta(seconds=left))
             for pulse in self._pulses:
                 with suppress(RuntimeError):
                     pulse.wait(_A_MOMENT)  # at a time-out gloo closes all connections
 
-    def abort(self) -> None:
+    def leave(self) -> None:
+        """The model is no more, or the interpreter ends: the threads end when the peers say so, too."""
+        self.send(LEAVES)
+        self._stop.set()
+
+    def end(self) -> None:
         """Close all connections, which ends the threads; hold nothing more that keeps gloo's alive."""
-        self.stop.set()
+        self._stop.set()
         self.close()
         self._pulses.clear()
-        self._arriving.clear()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(GRACE_S)
+
+
+def _end(known: weakref.ref[Links]) -> None:
+    """The group is no more, or the interpreter ends."""
+    if (links := known()) is not None:
+        links.end()
 
 
 class Reports:
@@ -159,28 +175,23 @@ class Reports:
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
         dist.broadcast(number, group=group, group_src=0)
         self.number = int(number.item())  # so that messages of two models never meet, nor their reports
-        self._links = Links(group, report_tag(self.number))
+        peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards what follows
-        self.paths = Paths(group.rank(), self._links.peers, time_out_of(group))
+        self.paths = Paths(group.rank(), peers, time_out_of(group))
         self._waiting: tuple[int, float] | None = None  # position, since when
         self._wait: Wait | None = None  # the same, once it is long
         self._asked_s = 0.0  # when this rank last asked where the others are
-        self._heard_s = dict.fromkeys(self._links.peers, 0.0)  # when each peer last reported
-        self._at_work = dict.fromkeys(self._links.peers, 0.0)  # when each was last known to be
+        self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
+        self._at_work = dict.fromkeys(peers, 0.0)  # when each was last known to be
         self._left: set[int] = set()  # peers that have dropped the model
         self._ended: set[int] = set()  # peers whose connections are closed
         self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
+        self._lost = -1  # the rank that is the cause of it, if one is
         self._abort, self._is_sharing = abort, False
-        for peer in self._links.peers:
-            self._links.start(_listen, self._links, peer, weakref.ref(self))
-        self._links.start(_check, self._links, weakref.ref(self))
-        weakref.finalize(group, _end, weakref.ref(self._links))
-        weakref.finalize(self, _leave, self._links, self.paths)
-
-    def enter(self) -> None:
-        """Count a step that begins."""
-        self.paths.step += 1
+        self._links = Links(group, report_tag(self.number), self.paths)
+        self._links.start(self)
+        weakref.finalize(self, self._links.leave)
 
     def post(self, kind: Movement, tag: Tag) -> int:
         """Add this rank's next collective. Return its position."""
@@ -248,12 +259,13 @@ class Reports:
             return self._failure is not None or (bool(self._ended) and self._diverged_at is None)
 
         with self._changed:
-            self._report()
+            self._links.send(TELLS)
             self._changed.wait_for(is_known, GRACE_S + 1)
             if self._failure is None:
                 if isinstance(error, Diverged):
                     self._fail(error)
-                elif _is_time_out(error):
+                elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                    # This wait, or another, upon which gloo ends them all.
                     self._lose(self._missing(position) or self._links.peers, SILENT, position)
                 elif self._ended:
                     self._lose(sorted(self._ended), ENDED, position)
@@ -262,7 +274,7 @@ class Reports:
     def _raise_failure(self, cause: RuntimeError | None = None) -> None:
         if self._failure is not None:
             self._abort()
-            self._links.close()
+            self._links.close(self._lost)
             raise type(self._failure)(str(self._failure)) from cause
 
     # The threads call the next two.
@@ -274,25 +286,20 @@ class Reports:
             if self._failure is not None or self._waiting is None:
                 return
             position, since = self._waiting
-            now, pause = time.monotonic(), self.paths.time_out_s() / 8
-            if now - since < min(STALL_S, pause):
+            now, time_out_s = time.monotonic(), self.paths.time_out_s()
+            if now - since < min(STALL_S, time_out_s / 8):
                 return
-            if self._asked_s < since or now - self._asked_s > pause:
+            if self._asked_s < since or now - self._asked_s > time_out_s / 8:
                 self._asked_s = now
-                self._report(ASKS)
+                self._links.send(ASKS)
             self._wait = self._wait or Wait(self.paths, position, since)
-            missing = self._missing(position)
-            if (left := self._left.intersection(missing)) and self._diverged_at is None:
+            awaited = self._missing(position) or self._links.peers
+            if (left := self._left.intersection(awaited)) and self._diverged_at is None:
                 self._lose(sorted(left), ENDED, position)
-            elif self._wait.is_over_time(
-                {rank: self._at_work[rank] for rank in missing or self._links.peers}
-            ):
-                limit = now - self.paths.time_out_s() / 2
-                silent = [rank for rank, heard_s in self._heard_s.items() if max(heard_s, since) < limit]
-                if silent:
-                    self._lose(silent, SILENT, position)
-                else:
-                    self._lose(missing or self._links.peers, ELSEWHERE, position)
+            elif self._wait.is_over_time({rank: self._at_work[rank] for rank in awaited}):
+                limit = now - time_out_s / 2
+                silent = [rank for rank in self._heard_s if max(self._heard_s[rank], since) < limit]
+                self._lose(silent or awaited, SILENT if silent else ELSEWHERE, position)
 
     def receive(self, peer: int, report: bytes) -> None:
         """Compare a peer's collectives with this rank's, and answer it; empty: its connection is closed."""
@@ -309,7 +316,7 @@ class Reports:
                 if lost >= 0:
                     self._lose([lost], state, self.paths.end - 1)
                 elif why == ASKS:
-                    self._report(to=[peer])
+                    self._links.send(TELLS, to=[peer])
                 elif why == LEAVES:
                     self._left.add(peer)
                 self._compare()
@@ -323,7 +330,7 @@ class Reports:
         now = time.monotonic()
         if self._diverged_at is None:
             self._diverged_at = now
-            self._report(ASKS)
+            self._links.send(ASKS)
         if not self._missing(position) or now - self._diverged_at > GRACE_S:
             self._fail(self.paths.diverged(position))
 
@@ -337,59 +344,10 @@ class Reports:
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
         """From now on raise ``failure``. End this rank's waiting, so that it does."""
-        self._failure = failure
-        self._links.forget(lost)
-        self._report(TELLS, lost, state, [peer for peer in self._links.peers if peer != lost])
+        self._failure, self._lost = failure, lost
+        self._links.send(TELLS, lost, state)
         self._changed.notify_all()
         if self._is_sharing:
             self._abort()
         if self._waiting is not None:
-            self._links.close()
-
-    def _report(
-        self, why: int = TELLS, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None
-    ) -> None:
-        self._links.send(_packed(self.paths, why, lost, state), self._links.peers if to is None else to)
-
-
-def _packed(paths: Paths, why: int, lost: int = -1, state: int = ENDED) -> bytes:
-    now = time.monotonic()
-    body = b"".join(entry.packed(position) for position, entry in paths.own.items())
-    return HEAD.pack(why, lost, state, now - (last_at_work() or now), len(paths.own)) + body
-
-
-def _is_time_out(error: RuntimeError) -> bool:
-    """Return whether a wait timed out: this one, or another, upon which gloo ends them all."""
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
-
-
-def _listen(links: Links, peer: int, to_reports: weakref.ref[Reports]) -> None:
-    """Take in what ``peer`` reports, until it drops the model or ends; outlast this rank's last report."""
-    why = TELLS
-    while why != LEAVES:
-        report = links.receive(peer)
-        why = HEAD.unpack_from(report)[0] if report else LEAVES
-        if (reports := to_reports()) is not None:
-            reports.receive(peer, report)
-        del reports
-    links.stop.wait()
-    links.drain(peer)
-
-
-def _check(links: Links, to_reports: weakref.ref[Reports]) -> None:
-    while not links.stop.wait(CHECK_S) and (reports := to_reports()) is not None:
-        reports.check()
-        del reports
-
-
-def _leave(links: Links, paths: Paths) -> None:
-    """The model is no more, or the interpreter ends."""
-    links.send(_packed(paths, LEAVES), links.peers)
-    links.stop.set()
-
-
-def _end(to_links: weakref.ref[Links]) -> None:
-    """The group is no more, or the interpreter ends."""
-    if (links := to_links()) is not None:
-        links.abort()
+            self._links.close(lost)

@@ -13,9 +13,9 @@ what any other rank sends, so no two ranks wait for each other to read.
 A rank that has waited for long asks the kernel whether the others run: a rank that computes by itself for an
 hour is waited for, a stopped one is lost at the time-out.
 
-Memory comes from ``memfd_create``: one file for each rank, which the others are given once, when they connect,
-and which grows by what is shared of it. Files and sockets have no name in any file system, so nothing is left
-behind however a rank ends, and the size of ``/dev/shm`` does not matter.
+Memory comes from ``memfd_create``: one file per rank, which the others receive when they connect, and which
+grows by what is shared of it. Files and sockets have no name in any file system, so nothing is left behind
+however a rank ends, and the size of ``/dev/shm`` does not matter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardtrain.comm.guard import (
     Paths,
     PeerLost,
     Wait,
-    shown_by,
+    shown_in,
     unpack,
 )
 from shardtrain.comm.movement import GATHER, SHARE, STEP, Movement
@@ -66,7 +66,6 @@ class Peer:
         self.lost: tuple[int, int] | None = None  # if it is: why, and the rank that was lost first
         self.has_room = True
         self.at_work = 0.0  # when it was last known to be
-        self._bytes = b""
 
     def receive(self, paths: Paths) -> bool:
         """Take in what has arrived. Return False once the peer has closed its end."""
@@ -79,16 +78,13 @@ class Peer:
         if not data:
             self.lost = self.lost or (ENDED, self.rank)
             return False
-        data = self._bytes + data
-        whole = len(data) // MESSAGE.size * MESSAGE.size
-        for position, entry in unpack(data[:whole]):
+        for position, entry in unpack(data):
             if entry.kind >= 0:
                 paths.hear(self.rank, position, entry)
             elif entry.kind == _DONE:
                 self.done.add(position)
             elif entry.kind == _LOST:
                 self.lost = entry.number, entry.value
-        self._bytes = data[whole:]
         return True
 
     def runs(self) -> bool:
@@ -111,10 +107,9 @@ class Signals:
     ) -> None:
         self.rank, self.peers = rank, peers
         self.paths = Paths(rank, [peer.rank for peer in peers], time_out_s)
-        # When each rank was last known to be at work, see `Wait`; soon in memory that they share.
-        self.board = torch.zeros(1 + max(files), dtype=torch.float64)
         self._files = files
-        self._sizes = dict.fromkeys(files, 0)
+        self._sizes = dict.fromkeys(files, 0)  # bytes that are shared
+        self.show_in(torch.zeros(1 + max(files), dtype=torch.float64))
         self._unsent = b""
         self._awaited: set[int] = set()  # positions that `wait` will ask for
         self._open = {peer.link.fileno(): peer for peer in peers}
@@ -122,12 +117,17 @@ class Signals:
         for number in self._open:
             self._poll.register(number, select.POLLIN)
         self.close = weakref.finalize(self, _close, tuple(peers), tuple(files.values()))
-        shown_by.add(self)
+        _all.add(self)
+
+    def show_in(self, board: torch.Tensor) -> None:
+        """From now on each rank shows in ``board[rank]`` when it was last known to be at work, see `Wait`."""
+        self.board, self._own = board, board[self.rank]
+        shown_in.add(self._own)
 
     def post(self, kind: Movement, number: int, name: str, value: int = 0) -> int:
         """Send this rank's next collective to every peer. Return its position.
 
-        Every collective but a gather must be waited for. Gathers may be sent later, with others.
+        All but ``GATHER`` and ``STEP`` must be waited for. These may be sent later, with others.
         """
         position, message = self.paths.add(kind, number, name, value)
         self._unsent += message
@@ -170,7 +170,8 @@ class Signals:
 
     def compare(self) -> None:
         """Raise Diverged if what peers have said so far shows that one takes another path."""
-        self._take_in()
+        while self._take_in():
+            pass
         self._compare()
 
     def share(self, owner: int, size: int) -> torch.Tensor:
@@ -183,9 +184,6 @@ class Signals:
         memory = mmap.mmap(self._files[owner], self._sizes[owner] - start, offset=start)
         return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
-    def show(self, moment: float) -> None:
-        self.board[self.rank] = moment
-
     def abort(self) -> None:
         """End all waiting, here and at the peers: something else has failed. Any thread may call this."""
         for peer in self.peers:
@@ -196,10 +194,10 @@ class Signals:
         """Send what has not been sent, up to the collective at ``position``."""
         message, self._unsent = self._unsent, b""
         for peer in self.peers:
-            rest = message
-            while rest:
+            while message:
                 try:
-                    rest = rest[peer.link.send(rest) :]
+                    peer.link.send(message)
+                    break
                 except BlockingIOError:
                     peer.has_room = False
                     self._wait_until(lambda each: each.has_room, position)
@@ -294,14 +292,9 @@ def _close(peers: Sequence[Peer], files: Sequence[int]) -> None:
         os.close(file)
 
 
-def _close_all() -> None:
-    for each in list(shown_by):
-        if isinstance(each, Signals):
-            each.close()
-
-
 # A forked data loader must not keep a dead rank's sockets open.
-os.register_at_fork(after_in_child=_close_all)
+_all: weakref.WeakSet[Signals] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
 
 
 def connect(
@@ -323,18 +316,19 @@ def connect(
         OSError: the ranks cannot reach one another this way.
     """
     links: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    kind = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
+    with socket.socket(*kind) as listener:
         listener.bind(f"\0{name}-{rank}")
         listener.listen(len(ranks))
         listener.settimeout(10.0)
         barrier()
         for other in [other for other in ranks if other < rank]:
-            links[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            links[other] = socket.socket(*kind)
             links[other].connect(f"\0{name}-{other}")
-            links[other].sendall(rank.to_bytes(8, "big"))
+            links[other].send(rank.to_bytes(8, "big"))
         while len(links) < len(ranks) - 1:
             link, _ = listener.accept()
-            links[int.from_bytes(link.recv(8, socket.MSG_WAITALL), "big")] = link
+            links[int.from_bytes(link.recv(8), "big")] = link
     files = {rank: os.memfd_create("shardtrain")}
     for link in links.values():
         link.settimeout(10.0)
@@ -342,8 +336,7 @@ def connect(
     for other, link in links.items():
         _, (files[other],), _, _ = socket.recv_fds(link, 4, 1)
         link.setblocking(False)
-    signals = Signals(
-        rank, [Peer(other, links[other]) for other in ranks if other != rank], files, time_out_s
-    )
-    signals.board = signals.share(ranks[0], signals.board.nbytes).view(signals.board.dtype)
+    peers = [Peer(other, links[other]) for other in ranks if other != rank]
+    signals = Signals(rank, peers, files, time_out_s)
+    signals.show_in(signals.share(ranks[0], signals.board.nbytes).view(signals.board.dtype))
     return signals
