@@ -204,13 +204,9 @@ class Wait:
         now, time_out_s = time.monotonic(), self._paths.time_out_s()
         if self.waited_s > time_out_s and not self._told and now - self.at_work <= time_out_s:
             self._told = True
-            logging.getLogger("shardtrain").warning(
-                "rank %d has waited %.0f s at %s for %s, still at work: it goes on waiting",
-                self._paths.rank,
-                self.waited_s,
-                self._paths.where(self._position),
-                named(sorted(awaited)),
-            )
+            where, whom = self._paths.where(self._position), named(sorted(awaited))
+            text = "rank %d has waited %.0f s at %s for %s, still at work: it goes on waiting"
+            logging.getLogger("shardtrain").warning(text, self._paths.rank, self.waited_s, where, whom)
         return now - self.at_work > time_out_s
 
     @property
@@ -238,7 +234,6 @@ def _show() -> None:
         cell.fill_(last_at_work())
 
 
-_BASE, _PRIME = 1_000_003, (1 << 61) - 1  # of the polynomial hash, which fits 64 bits
 EVERY = 100  # steps from one check to the next, after the first two steps
 
 
@@ -259,7 +254,7 @@ class Digests:
         self._made = 0  # collectives since the last check
 
     def add(self, kind: Movement, tag: Tag) -> None:
-        self._digest = (self._digest * _BASE + tag.number * len(MOVEMENTS) + kind.number) % _PRIME
+        self._digest = hash((self._digest, kind.number, tag.number))  # of integers: the same everywhere
         self._made += 1
 
     def fence(self, what: Movement) -> None:
@@ -282,12 +277,9 @@ class Digests:
         mine = torch.tensor([self._digest, self._made], device=native.device_types(group)[0])
         table = mine.new_empty(2 * group.size())
         native.all_gather(table, mine, group)
-        rows = [tuple(row) for row in table.view(-1, 2).tolist()]
-        if len(set(rows)) > 1:
-            last = self._step
+        rows = {rank: tuple(row) for rank, row in enumerate(table.view(-1, 2).tolist())}
+        if len({*rows.values()}) > 1:
+            last, made = self._step, [f"rank {rank} made {count}" for rank, (_, count) in rows.items()]
             steps = f"step {last}" if self._first == last else f"steps {self._first} to {last}"
-            made = [f"rank {rank} made {count}" for rank, (_, count) in enumerate(rows)]
-            raise Diverged(
-                f"{steps}: {odd_ones_out(dict(enumerate(rows)))}: not the same gathers and reductions in the "
-                f"same order ({', '.join(made)})"
-            )
+            what = f"not the same gathers and reductions in the same order ({', '.join(made)})"
+            raise Diverged(f"{steps}: {odd_ones_out(rows)}: {what}")

@@ -15,7 +15,6 @@ straight from everyone's arena, in rank order: each gradient is written once and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -33,16 +32,6 @@ from shardtrain.layout import Layout
 _ALIGN = 64  # bytes; a cache line, so that no two ranks write to the same one
 
 
-class Offer(NamedTuple):
-    """A gradient that the other ranks may read.
-
-    ``position``: of the collective that offers it. ``offset``: where in the arena it lies.
-    """
-
-    position: int
-    offset: int
-
-
 class Arena:
     """A rank's memory for gradients, given out first fit; uint8, 1-D.
 
@@ -51,7 +40,6 @@ class Arena:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.touched = 0  # bytes that have been given out, now or before
         self._used: dict[int, int] = {}  # offset → bytes
 
     def take(self, size: int) -> int:
@@ -63,7 +51,6 @@ class Arena:
             start = offset + used
         assert start + size <= self.memory.numel(), "a unit has one gradient, and one that others still read"
         self._used[start] = size
-        self.touched = max(self.touched, start + size)
         return start
 
     def give_back(self, offset: int) -> None:
@@ -96,15 +83,15 @@ class SharedMemoryTransport(Transport):
         self.inner, self.signals = inner, signals
         self.rank, self.world = inner.rank, inner.world
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
-        self._size = 0  # bytes of all gradients
+        self._largest = self._size = 0  # bytes of the largest gradient, and of all
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
-        self._unread: list[Offer] = []  # averaged here, but not yet read by all
+        self._unread: dict[int, int] = {}  # position → offset, averaged here but not yet read by all
 
     @property
     def reserved(self) -> int:
-        """Bytes of this rank's arena: of the gradients that were there together."""
-        return 0 if self._arena is None else self._arena.touched
+        """Bytes of this rank's arena that are used as a rule: by three of the largest gradients."""
+        return 3 * self._largest
 
     def allocate(
         self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
@@ -117,13 +104,14 @@ class SharedMemoryTransport(Transport):
             while self._unread:
                 self._free_oldest()
             self._arena = None
-            self._size += _aligned(layout.padded * reduced.itemsize)
+            size = _aligned(layout.padded * reduced.itemsize)
+            self._largest, self._size = max(self._largest, size), self._size + size
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)
         return full, full[layout.interval(self.rank)]
 
     def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
         arena = self._open_arena()
-        while self._unread and self.signals.is_done(self._unread[0].position):
+        while self._unread and self.signals.is_done(next(iter(self._unread))):
             self._free_oldest()
         offset = arena.take(layout.padded * like.element_size())
         return arena.view(offset, layout.padded, like.dtype)
@@ -141,11 +129,11 @@ class SharedMemoryTransport(Transport):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
-        offers = self._offer(tag, gradients)
+        positions = self._offer(tag, gradients)
 
         def finish() -> None:
-            for offer, gradient in zip(offers, gradients, strict=True):
-                self._average(offer, gradient)
+            for position, gradient in zip(positions, gradients, strict=True):
+                self._average(position, gradient)
 
         return Pending(finish)
 
@@ -178,16 +166,15 @@ class SharedMemoryTransport(Transport):
     def _wait_at(self, kind: Movement, number: int, name: str) -> None:
         self.signals.wait(self.signals.post(kind, number, name))
 
-    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[Offer]:
-        """Tell the other ranks where ``gradients`` lie."""
-        offers = []
+    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
+        """Tell the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
+        positions = []
         for index, gradient in enumerate(gradients):
             offset = self._open_arena().offset_of(gradient.full)
-            number = segment_number(tag.number, index)
-            offers.append(Offer(self.signals.post(REDUCE, number, tag.name, offset), offset))
-        return offers
+            positions.append(self.signals.post(REDUCE, segment_number(tag.number, index), tag.name, offset))
+        return positions
 
-    def _average(self, offer: Offer, gradient: Gradient, others: Sequence[slice] = ()) -> list[torch.Tensor]:
+    def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[torch.Tensor]:
         """Turn ``own`` into the mean over the host, once all ranks offer theirs.
 
         Returns the means of the intervals ``others`` too, each in new memory and of ``full``'s dtype.
@@ -195,7 +182,7 @@ class SharedMemoryTransport(Transport):
         full, own, layout, pieces, _ = gradient
         flats = {
             rank: self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
-            for rank, offset in self.signals.wait(offer.position).items()
+            for rank, offset in self.signals.wait(position).items()
         }
         begin = layout.bounds[self.rank]
         for mine, piece in zip(own, pieces, strict=True):
@@ -208,14 +195,14 @@ class SharedMemoryTransport(Transport):
             parts = [flats[rank][span] for rank in self.host]
             means.append(torch.empty_like(parts[0]))
             merge(parts, means[-1], ReduceOp.AVG)
-        self.signals.done(offer.position)
-        self._unread.append(offer)
+        self.signals.done(position)
+        self._unread[position] = self._open_arena().offset_of(full)
         return means
 
     def _free_oldest(self) -> None:
-        offer = self._unread.pop(0)
-        self.signals.wait_done(offer.position)
-        self._open_arena().give_back(offer.offset)
+        position = next(iter(self._unread))
+        self.signals.wait_done(position)
+        self._open_arena().give_back(self._unread.pop(position))
 
     def _open_arena(self) -> Arena:
         """Return this rank's arena. Collective the first time: in the first forward, when sizes are known.
@@ -262,15 +249,15 @@ class HostsTransport(SharedMemoryTransport):
         """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
         with self.inner.sharing():
-            offers = self._offer(tag, gradients)
-            sets = [self._host_means(*each) for each in zip(offers, gradients, strict=True)]
+            positions = self._offer(tag, gradients)
+            sets = [self._host_means(*each) for each in zip(positions, gradients, strict=True)]
         moving = self._between.combine(tag, sets)
         return Pending(lambda: self._wait_for(moving))
 
-    def _host_means(self, offer: Offer, gradient: Gradient) -> list[torch.Tensor]:
+    def _host_means(self, position: int, gradient: Gradient) -> list[torch.Tensor]:
         """Return the host's means of the column's intervals, in its order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
-        means = self._average(offer, gradient, others)
+        means = self._average(position, gradient, others)
         means.insert(self._column.index(self.rank), pack_own(gradient, self.rank))
         return means
 
