@@ -126,15 +126,10 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
 def open_replicated(
     kind: str, groups: Sequence[Sequence[int]], inside: dist.ProcessGroup, across: dist.ProcessGroup
 ) -> Transport:
-    """Open the transport between all ranks of the world, where each of ``groups`` is a replica. Collective.
+    """Do as `open_transport` between all ranks of the world, of which each of ``groups`` has a replica.
 
-    Args:
-        kind: as for `open_transport`; memory is shared inside shard groups.
-        groups: the ranks of every shard group, in ascending order, as its columns are.
-        inside, across: this rank's shard group and column, for the backend's own collectives.
-
-    Raises:
-        ValueError: as `open_transport`.
+    Memory is shared inside shard groups. ``groups``: their ranks, in ascending order, as its columns are.
+    ``inside``, ``across``: this rank's shard group and column, for the backend's own collectives.
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"

@@ -298,19 +298,12 @@ os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
 
 
 def connect(
-    rank: int,
-    ranks: Sequence[int],
-    name: str,
-    barrier: Callable[[], None],
-    time_out_s: Callable[[], float],
+    rank: int, ranks: Sequence[int], name: str, barrier: Callable[[], None], time_out_s: Callable[[], float]
 ) -> Signals:
-    """Connect this rank with every other rank of the host.
+    """Connect ``rank`` with the others of ``ranks``, those of its host. Collective.
 
-    Args:
-        rank, ranks: this rank and all of the host's.
-        name: of the sockets; known to these ranks alone, the same on all of them.
-        barrier: callable; returns when all ranks have called it.
-        time_out_s: callable; returns the seconds that a rank may not answer.
+    ``name``: of the sockets; known to these ranks alone. ``barrier``: returns when all ranks have called it.
+    ``time_out_s``: returns the seconds that a rank may not answer.
 
     Raises:
         OSError: the ranks cannot reach one another this way.
