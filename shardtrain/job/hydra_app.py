@@ -53,6 +53,9 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     errors = io.StringIO()
     main = hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(composed.append)
     try:
+        if not flags:  # Hydra's own program would compose twice
+            with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+                return hydra.compose("config", arguments)
         output = contextlib.nullcontext() if speak else contextlib.redirect_stdout(io.StringIO())
         with _hydra_as_a_function(arguments), contextlib.redirect_stderr(errors), output:
             main()
