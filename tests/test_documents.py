@@ -69,7 +69,7 @@ READERS: dict[str, Callable[[list[str], bool], object]] = {
     "shardtrain.doctor": doctor.read,
 }
 # Their parts are tests of their own.
-PROGRAMS = ["tests/torture.py", "tests/behaviours.py", "tests/monitor_cost.py"]
+PROGRAMS = ["tests/torture.py", "tests/behaviours.py"]
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "shardtrain." in c and c not in ELSEWHERE])
@@ -97,7 +97,8 @@ def on_two_ranks(*command: str, folder: Path) -> str:
 
 def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
     (example,) = [text for file, text in blocks("python") if file.name == "README.md" and "import " in text]
-    (tmp_path / "mine.py").write_text(example + "\nassert state['fc.weight'].shape == (10, 512)\n")
+    shorter = example.replace("range(10)", "range(2)").replace("(16, 3", "(4, 3").replace("(16,)", "(4,)")
+    (tmp_path / "mine.py").write_text(shorter + "\nassert state['fc.weight'].shape == (10, 512)\n")
     on_two_ranks("mine.py", folder=tmp_path)
 
 
@@ -140,8 +141,3 @@ def test_no_link_is_dead(file: Path) -> None:
         link for link in [*links, *quoted] if not (file.parent / link).exists() and not (ROOT / link).exists()
     ]
     assert missing == []
-
-
-def test_the_cost_of_monitoring_is_told(tmp_path: Path) -> None:
-    said = on_two_ranks(str(ROOT / "tests/monitor_cost.py"), "rounds=1", "train.log_every=2", folder=tmp_path)
-    assert re.search(r"CPU time with over without: [\d.]+ ", said), said

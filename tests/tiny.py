@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardtrain import comm
 from shardtrain.job.config import Config, from_hydra
@@ -18,13 +20,20 @@ from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
 ALONE = Share(2, 1, 0, 1)  # one rank, two images per step
-TINY = (
+SHORT = (
     *("data=fake", "data.train_images=60", "data.val_images=11", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
     "monitor.progress=none",
 )
+# 6,362 parameters for images of three channels. Neither BatchNorm nor dropout.
+VIT = (
+    *("model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2"),
+    "model.mlp_width=16",
+)
+TINY = (*SHORT, *VIT)
 
 
+@functools.cache
 def composed(*arguments: str) -> Config:
     """Return the configuration of a command line."""
     raw = compose(arguments)
@@ -53,6 +62,37 @@ def train_feed(found: DataSet, size: int, share: Share = ALONE, **options: Any) 
     """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
     keywords = {"seed": 0, "workers": 0, "steps": range(2), **options}
     return TrainFeed(found, share, Prepare(found, size, CPU), **keywords)
+
+
+def global_batches(
+    found: DataSet, size: int, batch_size: int, world: int, accumulate: int, mix: Any = None, **options: Any
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return each step's images and labels of all ranks, in the order of the global batch.
+
+    ``mix(share)`` returns what mixes a rank's images.
+    """
+    steps: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for rank in range(world):
+        share = Share(batch_size, accumulate, rank, world)
+        feed = train_feed(found, size, share, mix=mix and mix(share), **options)
+        for index, batch in enumerate(feed):
+            steps.setdefault(index // accumulate, []).append(batch[:2])
+    return [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in steps.values()]
+
+
+def small_model(name: str, num_classes: int, image_size: int) -> nn.Module:
+    """Build what may stand for torchvision's models: the mobile net has dropout and buffers, others neither.
+
+    ``patch.object(models, "_build", small_model)`` of `shardtrain.recipes.models` puts it there.
+    """
+    chance = name == "mobilenet_v3_small"
+
+    def block(inputs: int, outputs: int, stride: int) -> nn.Module:
+        norm = nn.BatchNorm2d(outputs) if chance else nn.Identity()
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride), norm, nn.ReLU())
+
+    blocks = (block(3, 9, 2), block(9, 9, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*blocks, nn.Dropout(0.2 * chance), nn.Linear(9, num_classes))
 
 
 def result_of(folder: str | Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import functools
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 import shardtrain
 from shardtrain import comm, introspect
 from shardtrain.device import is_accelerator
-from shardtrain.doctor import FAILED, OK, Finding, shared
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.format import counted
@@ -53,6 +53,16 @@ ADVICE = {
     "buffer": "a module changes it otherwise when sharded",
 }
 Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step, phase, found, expected
+
+
+class Finding(NamedTuple):
+    """Whether the twins agree, and that in words."""
+
+    equal: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'ok' if self.equal else 'failed':<8} {self.text}"
 
 
 class Recorded:
@@ -109,14 +119,13 @@ class Twins:
                 compared += len(names)
                 texts = (self._difference(phase, name, found[name], expected[name]) for name in names)
                 first = next(filter(None, texts), "")
-                own = Finding(FAILED, f"step {step}, {phase} of {first}", ADVICE[phase])
-                if findings := shared([own] if first else []):
-                    return findings[0]
+                if found_by := _ranks_with(f"step {step}, {phase} of {first}" if first else ""):
+                    return Finding(False, f"{found_by}: {ADVICE[phase]}")
         others, updates = (_tolerance(self.job, self.config, phase) for phase in ("output", "parameter"))
         how = f"outputs and gradients {f'to {others:g}' if others else 'bit for bit'}, updates to {updates:g}"
         ranks = counted(self.world, "rank")
         text = f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors"
-        return Finding(OK, text)
+        return Finding(True, text)
 
     def _difference(self, phase: str, key: str, found: Tensor, expected: Tensor) -> str:
         """Return which tensor differs by how much; "" if it is within the tolerance."""
@@ -184,6 +193,14 @@ class Twins:
             optimizer.step()
             optimizer.zero_grad()
         self.job.schedule.step()
+
+
+def _ranks_with(text: str) -> str:
+    """Return the first text that is not empty, with its ranks in front if not all have it. Collective."""
+    texts = comm.gather_texts(text, comm.plain_transport(), comm.control_device())
+    first = next(filter(None, texts), "")
+    ranks = [str(rank) for rank, own in enumerate(texts) if own == first]
+    return first if len(ranks) == len(texts) else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {first}"
 
 
 def _tolerance(job: Job, config: Config, phase: str) -> float:

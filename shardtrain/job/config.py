@@ -273,7 +273,7 @@ class Checkpoint:
 class MonitorConfig:
     tensorboard: bool
     profile_at: int | None = at_least(2)
-    progress: str = one_of("auto", "bar", "lines", "none")
+    progress: str = one_of("lines", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

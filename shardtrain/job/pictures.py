@@ -6,13 +6,11 @@ Plots need Matplotlib, which is optional: without it functions return a text tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 from torchvision.utils import make_grid
 
@@ -37,12 +35,6 @@ def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 11
     draw(figure)
     canvas.draw()
     return np.array(canvas.buffer_rgba())[:, :, :3]
-
-
-def save(path: Path, picture: Picture) -> None:
-    """Write ``picture`` as PNG, and make its folder if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture).save(path)
 
 
 def grid(images: Tensor, mean: Tensor, std: Tensor) -> Picture:

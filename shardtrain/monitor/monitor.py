@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
+from PIL import Image
 
 from shardtrain import device, introspect
-from shardtrain.job import pictures, tags
+from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch
@@ -79,7 +80,7 @@ class Monitor:
             if isinstance(content, str):
                 path.write_text(content)
             else:
-                pictures.save(path, content)
+                Image.fromarray(content).save(path)
         except OSError as error:
             self.say(f"warning: cannot write {path} ({error.strerror}); training goes on")
             return False
@@ -173,11 +174,8 @@ def _open(
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
         **({} if best_acc1 is None else {tags.BEST_ACC1: best_acc1}),
     }
-    progress = config.monitor.progress
-    if progress == "auto":
-        progress = "bar" if sys.stdout.isatty() else "lines"
     result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
-    console = Console(progress, job.steps, job.steps_per_epoch, job.first_step)
+    console = Console(config.monitor.progress, job.steps, job.steps_per_epoch, job.first_step)
     writers, summary = [result, console, LogFile(context.run_dir)], None
     if config.monitor.tensorboard:
         writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))

@@ -14,11 +14,9 @@ from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, Reference
 from shardtrain.job.evaluate import Evaluation
-from shardtrain.job.format import MIB, aligned, counted
+from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.monitor.metrics import Spent
-
-MOST_UNITS = 24  # lines; of a deeper model the rest is summed up
 
 
 def start_table(config: Config, context: Context, job: Job) -> str:
@@ -46,13 +44,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("world", f"{ranks}{replicas}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
-    shown = [(unit.name, unit.parameters, unit.most_bytes) for unit in units[:MOST_UNITS]]
-    if rest := units[MOST_UNITS:]:
-        sums = sum(unit.parameters for unit in rest), sum(unit.most_bytes for unit in rest)
-        shown.append((f"{len(rest)} more", *sums))
-    table = [("unit", "parameters", "MiB per rank")]
-    table += [(name, f"{count:,}", f"{size / MIB:.2f}") for name, count, size in shown]
-    return "\n".join([_labelled(rows), *(f"  {line}" for line in aligned(table))])
+    return _labelled(rows)
 
 
 def _model_name(model: Mapping[str, Any]) -> str:

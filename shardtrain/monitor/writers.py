@@ -22,9 +22,6 @@ from shardtrain.job.dist_env import versions
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.summary_figure import PAGES
 
-WIDTH = 24  # characters of the bar
-REDRAW_S = 0.1
-
 
 class Writer:
     """Ignores every event; a writer overrides those that concern it.
@@ -43,25 +40,15 @@ class Writer:
 
 
 class Console(Writer):
-    """Progress as a ``bar`` that is drawn over and over, as ``lines``, one per report, or as ``none``."""
+    """What is said, and progress as ``lines``, one per report, or as ``none``."""
 
     def __init__(self, progress: str, steps: int, steps_per_epoch: int, first_step: int = 0) -> None:
         self.progress = progress
         self.steps, self.steps_per_epoch, self.first_step = steps, steps_per_epoch, first_step
-        self.started, self.drawn_at = time.perf_counter(), 0.0
-        self.latest = ""  # figures beside the bar
+        self.started = time.perf_counter()
 
     def say(self, text: str) -> None:
-        print(f"\r\x1b[K{text}" if self.progress == "bar" else text, flush=True)
-
-    def step(self, step: int) -> None:
-        now = time.perf_counter()
-        if self.progress == "bar" and (now - self.drawn_at >= REDRAW_S or step >= self.steps):
-            self.drawn_at = now
-            done = WIDTH * step // self.steps
-            bar = "█" * done + "·" * (WIDTH - done)
-            sys.stdout.write(f"\r\x1b[K{bar} {step}/{self.steps}  {self.latest}{self.left(step)} left")
-            sys.stdout.flush()
+        print(text, flush=True)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.progress == "none":
@@ -72,10 +59,8 @@ class Console(Writer):
             self.say(f"{where}  val loss {loss:.4f}  acc1 {acc1:.2f} %  acc5 {acc5:.2f} %")
             return
         loss, acc1, speed = (scalars[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
-        self.latest = f"loss {loss:.3f}  acc1 {acc1:.1f} %  {speed:.0f} img/s  "
-        if self.progress == "lines":
-            rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed:.0f} img/s  {self.left(step)} left"
-            self.say(f"{where}  loss {loss:.4f}  acc1 {acc1:.2f} %  {rate}")
+        rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed:.0f} img/s  {self.left(step)} left"
+        self.say(f"{where}  loss {loss:.4f}  acc1 {acc1:.2f} %  {rate}")
 
     def left(self, step: int) -> str:
         """Return the time to the end, at the mean pace so far."""

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from shardtrain import device
-from shardtrain.job import data, launch, pictures
+from shardtrain.job import data, launch
 from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config, Data
 from shardtrain.job.data.batches import Arrays
@@ -137,7 +138,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
     if isinstance(picture, str):
         print(picture)
     else:
-        pictures.save(folder / "memory.png", picture)
+        Image.fromarray(picture).save(folder / "memory.png")
     print(f"written to {folder}", flush=True)
 
 

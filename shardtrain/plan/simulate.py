@@ -115,8 +115,8 @@ def simulate(config: Config, question: Question) -> Plan:
         )
 
 
-def plan_of(config: Config, job: Job, rank: int | None = None) -> Plan:
-    """Plan a job that has been built: its ranks, transport and batch. ``rank``: see `Question`."""
+def plan_of(config: Config, job: Job) -> Plan:
+    """Plan a job that has been built: its ranks, transport and batch."""
     transport = introspect(job.model).transport
     in_place = transport.in_place and transport.world > 1
     question = Question(
@@ -126,7 +126,6 @@ def plan_of(config: Config, job: Job, rank: int | None = None) -> Plan:
         channels=job.channels,
         in_place=in_place,
         inbox=not (in_place or device.is_accelerator(job.device)),
-        rank=rank,
     )
     return simulate(config, question)
 

@@ -61,6 +61,7 @@ def facts_of(config: Config, job: Job) -> dict[str, Any]:
             "data.repeats": config.data.repeats,
             "images": job.train.sampler.images,
         },
+        "channels": job.channels,
         "config": asdict(config),
     }
 
