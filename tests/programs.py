@@ -99,6 +99,14 @@ def ended(world: int, *command: str, folder: Path, timeout: float = 100.0, **env
         return program.end(timeout)
 
 
+def signalled(line: str, number: int, *command: str, folder: Path, **environment: str) -> Ended:
+    """Send a single rank the signal ``number`` once it has said ``line``."""
+    with started(1, *command, folder=folder, **environment) as program:
+        program.wait_for(line)
+        program.signal(number)
+        return program.end()
+
+
 def _torchrun_s(rank: int, world: int, port: int) -> dict[str, str]:
     """What torchrun adds to the environment; its store listens already, so that no port is lost to others."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}

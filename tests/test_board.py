@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,18 +13,16 @@ import torch
 from PIL import Image
 
 from shardtrain import clip_grad_norm_, comm
-from shardtrain.checkpoint.store import Store
 from shardtrain.job import pictures
 from shardtrain.job.build import build
-from shardtrain.job.data import Prepare
-from shardtrain.job.data.batches import Arrays, DataSet
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics
 from shardtrain.monitor.summary_figure import SummaryFigure
 from shardtrain.monitor.writers import METRICS, TensorBoard, Writer, hyperparameters
 
-from tiny import CPU, TINY, configure, events_of, run
+from pool import each_rank
+from tiny import CPU, SHORT, TINY, configure, events_of, run
 
 TAGS = {  # of the public interface; perf/mfu is known on some GPUs alone
     *("train/loss", "train/acc1", "val/loss", "val/acc1", "val/acc5", "lr/group0", "grad_norm"),
@@ -89,18 +85,6 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == (False, True)
 
 
-def test_events_are_on_disk_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    seen, save = [], Store.save
-
-    def look(store: Store, step: int, *arguments: Any, **options: Any) -> None:
-        seen.append((step, [event.step for event in events_of(tmp_path).Scalars("train/loss")]))
-        save(store, step, *arguments, **options)
-
-    with patch.object(Store, "save", look):
-        run(str(tmp_path), "train.epochs=1", "train.log_every=2", "checkpoint.every_steps=2")
-    assert seen[:2] == [(2, [2]), (4, [2, 4])]
-
-
 class Page(Writer):
     """Keeps texts, and the tags of pictures."""
 
@@ -117,10 +101,8 @@ class Page(Writer):
 
 
 def summary_of(folder: Path, first_step: int = 0) -> tuple[SummaryFigure, Monitor, list[str]]:
-    """A summary of five images, the monitor that it is drawn for, and what that shows."""
-    data = DataSet(Arrays(torch.full((5, 1, 8, 8), 9), torch.arange(5)), None, "", 5, 1, (8.0,), (4.0,))  # type: ignore[arg-type]
-    feed = SimpleNamespace(prepare=Prepare(data, 8, CPU), images=data.train)
-    summary, page = SummaryFigure(folder, feed, first_step, 1000.0), Page()  # type: ignore[arg-type]
+    """A summary, the monitor that it is drawn for, and what that shows."""
+    summary, page = SummaryFigure(folder, None, first_step, 1000.0), Page()  # type: ignore[arg-type]
     return summary, Monitor([page], summary), page.seen
 
 
@@ -129,6 +111,7 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     first = TensorBoard(tmp_path, config, FACTS)
     for step in (1, 2, 3):
         first.log(step, {"train/loss": float(step)})
+    assert len(events_of(tmp_path).Scalars("train/loss")) == 3  # on disk before a checkpoint is saved
     time.sleep(1.1)  # TensorBoard names files by the second
     second = TensorBoard(tmp_path, config, FACTS, first_step=2)
     second.log(3, {"train/loss": 30.0})
@@ -137,9 +120,8 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert summary_of(tmp_path, first_step=2)[0].curves["train/loss"] == {1: 1.0, 2: 2.0}
     assert "  image_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    resumed, _, _ = summary_of(tmp_path, first_step=2)
-    assert resumed.curves["train/loss"] == {1: 1.0, 2: 2.0}
 
 
 def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:
@@ -164,6 +146,14 @@ def test_without_matplotlib_there_are_no_plots(tmp_path: Path, monkeypatch: pyte
     assert not summary.path.exists()
 
 
+def test_a_file_that_cannot_be_written_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("")  # a file where the folder should be
+    _, monitor, seen = summary_of(tmp_path)
+    path = tmp_path / "timeline/step-4.png"
+    assert not monitor.save(path, "")
+    assert seen == [f"warning: cannot write {path} (File exists); training goes on"]
+
+
 def test_grids_show_pixels_as_they_were() -> None:
     mean, std = torch.tensor([[[8.0]]]), torch.tensor([[[4.0]]])
     pixels = torch.tensor([0.0, 16.0, 8.0])[:, None, None, None].expand(3, 1, 8, 8)
@@ -175,12 +165,10 @@ def test_grids_show_pixels_as_they_were() -> None:
     assert two_rows.shape == (2 * (tile + start) + start, 8 * (tile + start) + start, 3)
 
 
-MOVED = ("all_gather", "reduce_scatter")
-
-
-def _measured() -> dict[str, Any]:
+@each_rank(2, transport="auto")
+def test_what_is_reported_is_what_an_outsider_measures() -> None:
     """A report beside an outside clock, an outer meter and the tensors themselves."""
-    config = configure(*TINY, "train.accumulate=2")
+    config = configure(*SHORT, "train.accumulate=2")
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     metrics, batches, step = StepMetrics(job), iter(job.train), Step.of(job, None)
 
@@ -207,23 +195,11 @@ def _measured() -> dict[str, Any]:
         "optimizer": sum(v.nbytes for v in state),
     }
     shares = [value for tag, value in scalars.items() if tag.startswith("time/") and tag.endswith("_pct")]
-    return {
-        "speed": scalars["perf/img_per_s"] / (4 * 12 / elapsed),
-        "bytes": {kind: scalars[f"comm/{kind}_mib_per_step"] * 4 * 2**20 for kind in MOVED},
-        "meter": dict(meter.bytes),
-        "memory": {kind: scalars[f"memory/{kind}_mib"] * 2**20 for kind in sizes},
-        "sizes": sizes,
-        "share": sum(shares),
-        "seconds": dict(metrics.spent.seconds),
-        "steps": (metrics.spent.steps, metrics.spent.images),
-    }
-
-
-def test_what_is_reported_is_what_an_outsider_measures(ranks: Any) -> None:
-    for seen in ranks(2, _measured):
-        assert seen["speed"] == pytest.approx(1, abs=0.05)
-        assert {kind: seen["meter"][kind] for kind in seen["bytes"]} == pytest.approx(seen["bytes"])
-        assert seen["memory"] == pytest.approx(seen["sizes"])
-        assert 80 < seen["share"] < 101
-        assert seen["steps"] == (5, 60)
-        assert seen["seconds"]["backward"] > seen["seconds"]["data"]
+    assert scalars["perf/img_per_s"] == pytest.approx(4 * 12 / elapsed, rel=0.05)
+    for kind in ("all_gather", "reduce_scatter"):
+        assert scalars[f"comm/{kind}_mib_per_step"] * 4 * 2**20 == pytest.approx(meter.bytes[kind])
+    for kind, size in sizes.items():
+        assert scalars[f"memory/{kind}_mib"] * 2**20 == pytest.approx(size), kind
+    assert 80 < sum(shares) < 101
+    assert (metrics.spent.steps, metrics.spent.images) == (5, 60)
+    assert metrics.spent.seconds["backward"] > metrics.spent.seconds["data"]

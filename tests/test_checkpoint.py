@@ -24,7 +24,7 @@ from shardtrain.checkpoint.manifest import digest_line
 from shardtrain.engine.hooks import engine_of
 
 from pool import each_rank
-from small import Block, OddNet, sgd, shard, train
+from small import Block, OddNet, sgd, shard, train, whole_state
 
 Ranks = Callable[..., list[Any]]
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -42,35 +42,17 @@ def fresh(kind: str = "adamw", seed: int = 0, **options: Any) -> tuple[nn.Module
     return model, MAKERS[kind](model)
 
 
-def whole_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Whole parameters and buffers, and the optimizer's state, gathered: by name, as if unsharded."""
-    whole = shardtrain.full_state_dict(model)
-    names = {param: name for name, param in model.named_parameters()}
-    gathered: dict[str, torch.Tensor] = {}
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            parts = [torch.empty(0)] * dist.get_world_size()
-            dist.all_gather_object(parts, value)
-            together = value if value.dim() == 0 else torch.cat([part.reshape(-1) for part in parts])
-            gathered[f"{names[param]} {key}"] = together
-    return whole, gathered
-
-
-def saves(path: str, kind: str = "adamw", steps: int = 2, **options: Any) -> Any:
-    model, optimizer = fresh(kind, **options)
-    train(model, optimizer, steps)
-    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "at": (steps, torch.arange(3))})
+def saves(path: str) -> dict[str, torch.Tensor]:
+    model, optimizer = fresh()
+    train(model, optimizer, 2)
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "at": (2, torch.arange(3))})
     return whole_state(model, optimizer)
 
 
-def loads(path: str, kind: str = "adamw", **options: Any) -> Any:
-    model, optimizer = fresh(kind, seed=5, **options)
+def loads(path: str) -> Any:
+    model, optimizer = fresh(seed=5)
     extra = checkpoint.load(path, model, optimizer)
-    return *whole_state(model, optimizer), extra
+    return whole_state(model, optimizer), {float(s["step"]) for s in optimizer.state.values()}, extra
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -107,10 +89,10 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 2), (3, 2)])
 def test_any_world_size_loads(ranks: Ranks, tmp_path: Path, saved: int, loaded: int) -> None:
-    model, optimizer = ranks(saved, saves, str(tmp_path / "one"))[0]
-    for their_model, their_optimizer, extra in ranks(loaded, loads, str(tmp_path / "one")):
-        assert_equal(their_model, model)
-        assert_equal(their_optimizer, optimizer)
+    expected = ranks(saved, saves, str(tmp_path / "one"))[0]
+    for found, optimizer_steps, extra in ranks(loaded, loads, str(tmp_path / "one")):
+        assert_equal(found, expected)
+        assert optimizer_steps == {2.0}
         assert extra["rank"] == 0
         assert extra["at"][0] == 2
         assert extra["at"][1].tolist() == [0, 1, 2]
@@ -119,10 +101,7 @@ def test_any_world_size_loads(ranks: Ranks, tmp_path: Path, saved: int, loaded: 
 @pytest.mark.parametrize("loading", ["in one unit", "channels last", "ignoring the head"])
 @each_rank(3)
 def test_other_units_and_memory_orders_load(tmp_path: Path, loading: str) -> None:
-    model, optimizer = fresh()
-    train(model, optimizer, 2)
-    checkpoint.save(tmp_path / "one", model, optimizer)
-    expected, expected_state = whole_state(model, optimizer)
+    expected = saves(str(tmp_path / "one"))
     torch.manual_seed(9)
     plain = OddNet()
     if loading == "channels last":
@@ -135,18 +114,18 @@ def test_other_units_and_memory_orders_load(tmp_path: Path, loading: str) -> Non
         with torch.no_grad():
             other.fc.weight.zero_()
         checkpoint.load(tmp_path / "again", other)
-    else:
-        its_optimizer = MAKERS["adamw"](other)
-        checkpoint.load(tmp_path / "one", other, its_optimizer)
-    if loading == "in one unit":
-        assert_equal(whole_state(other, its_optimizer)[1], expected_state)
+        found = shardtrain.full_state_dict(other)
+        assert_equal(found, {name: expected[name] for name in found})
+        return
+    its_optimizer = MAKERS["adamw"](other)
+    checkpoint.load(tmp_path / "one", other, its_optimizer)
     if loading == "channels last":
         assert engine_of(other).units[1].segments[0].strides[0] == (63, 1, 21, 7)
-    assert_equal(shardtrain.full_state_dict(other), expected)
+    assert_equal(whole_state(other, its_optimizer), expected)
 
 
 def test_stock_tools_read_a_checkpoint(on_ranks: Ranks, tmp_path: Path) -> None:
-    model, _ = on_ranks(2, saves, str(tmp_path / "one"))[0]
+    model = on_ranks(2, saves, str(tmp_path / "one"))[0]
     files = [load_file(tmp_path / f"one/rank-0000{rank}.safetensors") for rank in (0, 1)]
     pieces = [file.get("parameters/blocks.1.conv.weight", torch.empty(0)) for file in files]
     assert torch.equal(torch.cat(pieces), model["blocks.1.conv.weight"].flatten())
@@ -245,13 +224,12 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Forge the manifest, digest and all."""
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    text = json.dumps(manifest)
+    write_manifest(folder, json.dumps(manifest))
+
+
+def write_manifest(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
     (folder / "manifest.sha256").write_text(digest_line(text))
-
-
-def _rename_file(name: str) -> Callable[[dict[str, Any]], object]:
-    return lambda manifest: manifest["files"].update({name: manifest["files"].pop(DATA)})
 
 
 class Plant:
@@ -273,11 +251,46 @@ def _plant(folder: Path, name: str) -> None:
         rewrite(folder, lambda manifest: manifest["files"].update({name: record}))
 
 
-def forged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    return lambda folder: rewrite(folder, change)
-
-
 DATA, OTHER = "rank-00001.safetensors", "rank-00000.safetensors"
+
+
+def parameter(name: str, **facts: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["parameters"][name].update(facts)
+
+
+# What is changed in a manifest, whose digest is right, and why it is refused.
+FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a path upwards": (
+        lambda m: m["files"].update({"../x.safetensors": m["files"].pop(DATA)}),
+        "names the file '../x.safetensors', expected only",
+    ),
+    "another version": (
+        lambda m: m.update(version=2),
+        "version 2, expected 'shardtrain checkpoint' version 1; load it with the release that wrote it",
+    ),
+    "an absurd size": (
+        lambda m: m["files"][DATA].update(bytes=1 << 80),
+        f"has {1 << 80} for the size of {DATA}, expected a number of at least 0",
+    ),
+    "a large size": (lambda m: m["files"][DATA].update(bytes=1 << 50), f"bytes, expected {1 << 50}"),
+    "an absurd world": (
+        lambda m: m.update(world_size=1 << 40),
+        f"has 2 files of {1 << 40} ranks, expected one of each",
+    ),
+    "a gap between slices": (
+        parameter("fc.bias", slices=[[OTHER, 1, 5]]),
+        f"has the slice ('{OTHER}', 1, 5) of fc.bias, expected one from 0 on",
+    ),
+    "too few slices": (parameter("fc.bias", slices=[]), "has slices of fc.bias up to 0, expected up to 5"),
+    "strides out of bounds": (
+        parameter("fc.weight", stride=[70, 10]),
+        "gives fc.weight the stride (70, 10), which does not fill the shape (5, 7)",
+    ),
+    "no shape": (
+        lambda m: m["parameters"]["fc.weight"].pop("shape"),
+        "manifest.json says what cannot be: KeyError 'shape'",
+    ),
+}
 # What torture.files does to every file of a checkpoint is not repeated here.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "two files": (
@@ -289,42 +302,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: os.truncate(f / "manifest.json", 1 << 40),
         "manifest.json has 1099511627776 bytes, expected at most 268435456",
     ),
-    "a path upwards": (
-        forged(_rename_file("../rank-00001.safetensors")),
-        "names the file '../rank-00001.safetensors', expected only",
-    ),
-    "another version": (
-        forged(lambda m: m.update(version=2)),
-        "version 2, expected 'shardtrain checkpoint' version 1; load it with the release that wrote it",
-    ),
-    "an absurd size": (
-        forged(lambda m: m["files"][DATA].update(bytes=1 << 80)),
-        f"has {1 << 80} for the size of {DATA}, expected a number of at least 0",
-    ),
-    "a large size": (
-        forged(lambda m: m["files"][DATA].update(bytes=1 << 50)),
-        f"bytes, expected {1 << 50}",
-    ),
-    "an absurd world": (
-        forged(lambda m: m.update(world_size=1 << 40)),
-        f"has 2 files of {1 << 40} ranks, expected one of each",
-    ),
-    "a gap between slices": (
-        forged(lambda m: m["parameters"]["fc.bias"].update(slices=[[OTHER, 1, 5]])),
-        f"has the slice ('{OTHER}', 1, 5) of fc.bias, expected one from 0 on",
-    ),
-    "too few slices": (
-        forged(lambda m: m["parameters"]["fc.bias"].update(slices=[])),
-        "has slices of fc.bias up to 0, expected up to 5",
-    ),
-    "strides out of bounds": (
-        forged(lambda m: m["parameters"]["fc.weight"].update(stride=[70, 10])),
-        "gives fc.weight the stride (70, 10), which does not fill the shape (5, 7)",
-    ),
-    "no shape": (
-        forged(lambda m: m["parameters"]["fc.weight"].pop("shape")),
-        "manifest.json says what cannot be: KeyError 'shape'",
-    ),
     # Sizes and digests that fit do not make a tensor that is not there.
     "another rank's file": (
         lambda f: (
@@ -335,23 +312,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a planted pickle": (lambda f: _plant(f, DATA), f"{DATA}: Error while deserializing header"),
     "a planted manifest": (lambda f: _plant(f, "manifest.json"), "manifest.json is not UTF-8"),
-    "a deep nesting": (
-        lambda f: (
-            (f / "manifest.json").write_text("[" * 100_000),
-            (f / "manifest.sha256").write_text(digest_line("[" * 100_000)),
-        ),
-        "manifest.json is no JSON",
-    ),
+    "a deep nesting": (lambda f: write_manifest(f, "[" * 100_000), "manifest.json is no JSON"),
 }
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@pytest.mark.parametrize("damage", [*DAMAGES, *FORGERIES])
 @each_rank(2, transport="auto")
 def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, damage: str) -> None:
-    spoil, text = DAMAGES[damage]
+    text = {**DAMAGES, **FORGERIES}[damage][1]
     if dist.get_rank() == 0:
         shutil.copytree(saved, tmp_path / "one")
-        spoil(tmp_path / "one")
+        if damage in DAMAGES:
+            DAMAGES[damage][0](tmp_path / "one")
+        else:
+            rewrite(tmp_path / "one", FORGERIES[damage][0])
     dist.barrier()
     message = refused(tmp_path / "one", *fresh())
     assert "is damaged: " in message

@@ -1,4 +1,4 @@
-"""The real program, as typed in a shell, alone and under torchrun.
+"""The real program, as typed in a shell, alone and under torchrun; and as it is installed, from a wheel.
 
 A start through torchrun costs three imports of torch, so where it is not torchrun that matters the program is
 forked (`programs.py`).
@@ -19,13 +19,17 @@ from typing import Any
 
 import pytest
 
-from programs import ended, started
+from programs import ended, signalled
+from tiny import VIT
 
+ROOT = Path(__file__).parents[1]
 PROGRAM = ["-m", "shardtrain.train"]
 TINY = [
-    *("+recipe=resnet", "data=fake", "data.train_images=24", "data.val_images=7", "data.channels=1"),
-    *("data.image_size=8", "train.batch_size=12", "train.log_every=1", "checkpoint.keep=0"),
+    *("+recipe=resnet", *VIT, "data=fake", "data.train_images=24", "data.val_images=7", "data.channels=1"),
+    *("data.image_size=8", "train.batch_size=12", "train.log_every=1"),
 ]
+SAVING = [*TINY, "train.epochs=4000", "checkpoint.keep=1", "run.name=here"]
+CTRL_C = [*TINY, "train.epochs=10000", "checkpoint.keep=0", "run.dir=run"]
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:
@@ -34,23 +38,26 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
     return [sys.executable, *launcher, "--nproc-per-node", str(ranks), *PROGRAM, *arguments]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_run_from_another_directory(tmp_path: Path, ranks: int) -> None:
-    done = ended(ranks, *PROGRAM, *TINY, "train.max_steps=2", "train.accumulate=2", folder=tmp_path)
-    assert (done.codes, done.errors) == ([0] * ranks, "")
+def in_a_shell(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
+    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=100)
+
+
+def test_one_run_from_another_directory(tmp_path: Path) -> None:
+    given = [*TINY, "train.max_steps=2", "train.accumulate=2", "checkpoint.keep=0"]
+    done = ended(2, *PROGRAM, *given, folder=tmp_path)
+    assert (done.codes, done.errors) == ([0, 0], "")
     assert (done.output.count("GFLOP per image"), done.output.count("finished")) == (1, 1)
     (run,) = (tmp_path / "outputs").iterdir()
     kinds = sorted(path.name.split(".")[0] for path in run.iterdir() if path.name != ".lock")
     assert kinds == ["at_a_glance", "config", "events", "log", "result"]
     result = json.loads((run / "result.json").read_text())
-    assert (result["status"], result["world_size"], result["step"]) == ("finished", ranks, 2)
+    assert (result["status"], result["world_size"], result["step"]) == ("finished", 2, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
 
 
 def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    command = torchrun(2, "+recipe=resnet", "train.batch_size=99")
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    done = in_a_shell(torchrun(2, "+recipe=resnet", "train.batch_size=99"), tmp_path)
     message = (
         "error: train.batch_size=99 is not divisible by 2 ranks × train.accumulate=1; 98 or 100 would fit"
     )
@@ -63,81 +70,88 @@ def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
-def test_the_configuration_is_printed_once(tmp_path: Path) -> None:
-    done = ended(2, *PROGRAM, "+recipe=resnet", "--cfg", "job", folder=tmp_path)
-    assert done.codes == [0, 0]
-    assert done.output.count("batch_size: 48") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
-    with started(1, *PROGRAM, *TINY, "train.epochs=10000", "run.dir=run", folder=tmp_path) as running:
-        running.wait_for("step")
-        running.signal(signal.SIGINT)
-        done = running.end()
+    done = signalled("step", signal.SIGINT, *PROGRAM, *CTRL_C, folder=tmp_path)
     assert done.codes == [130]
     assert "interrupted  step" in done.output
     assert done.errors == "interrupted\n"
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
 
 
-def signalled_under_torchrun(
-    folder: Path, number: int, *arguments: str, group: bool = False
-) -> subprocess.CompletedProcess[str]:
-    """Signal torchrun, or its whole process ``group`` as a terminal does, after two ranks' first step."""
+@pytest.mark.long
+def test_ctrl_c_to_torchrun_leaves_cleanly(tmp_path: Path) -> None:
+    """To its whole process group after two ranks' first step, as from a terminal."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = torchrun(2, *arguments)
-    with subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes) as running:
+    with subprocess.Popen(torchrun(2, *CTRL_C), cwd=tmp_path, start_new_session=True, **pipes) as running:
         assert running.stdout is not None
         try:
             next(line for line in running.stdout if line.startswith("step"))
             time.sleep(0.3)
-            (os.killpg if group else os.kill)(running.pid, number)
+            os.killpg(running.pid, signal.SIGINT)
             output, errors = running.communicate(timeout=60)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, running.returncode, output, errors)
-
-
-@pytest.mark.long
-def test_ctrl_c_to_torchrun_leaves_cleanly(tmp_path: Path) -> None:
-    given = [*TINY, "train.epochs=10000", "run.dir=run"]
-    done = signalled_under_torchrun(tmp_path, signal.SIGINT, *given, group=True)
-    assert done.returncode == 1
-    assert "interrupted  step" in done.stdout
-    assert done.stderr.count("interrupted\n") == 1
-    assert "shardtrain/train/" not in done.stderr  # torchrun tells where it was itself; we do not
+    assert running.returncode == 1
+    assert "interrupted  step" in output
+    assert errors.count("interrupted\n") == 1
+    assert "shardtrain/train/" not in errors  # torchrun tells where it was itself; we do not
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
 
 
-SAVING = [*TINY, "model=squeezenet1_1", "data.image_size=32", "checkpoint.keep=1", "run.name=here"]
-
-
 def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
-    command = [*PROGRAM, *SAVING, "train.epochs=4000"]
-    with started(1, *command, folder=tmp_path) as running:
-        running.wait_for("step")
-        running.signal(signal.SIGTERM)
-        done = running.end()
-    assert done.codes == [143]
-    continues(1, command, tmp_path, done.output)
-
-
-@pytest.mark.long
-def test_sigterm_to_torchrun_saves_and_the_same_command_continues(tmp_path: Path) -> None:
-    """torchrun passes it on."""
-    command = [*SAVING, "train.epochs=4000"]
-    done = signalled_under_torchrun(tmp_path, signal.SIGTERM, *command)
-    assert done.returncode == 1
-    continues(2, [*PROGRAM, *command], tmp_path, done.stdout)
-
-
-def continues(ranks: int, command: list[str], folder: Path, output: str) -> None:
-    """A run that SIGTERM has stopped says so, and goes on from there."""
-    (step,) = re.findall(r"stopped by SIGTERM after step (\d+); step \1 is saved", output)
-    (saved,) = (folder / "outputs/here/checkpoints").iterdir()
+    stopped = signalled("step", signal.SIGTERM, *PROGRAM, *SAVING, folder=tmp_path)
+    assert stopped.codes == [143]
+    (step,) = re.findall(r"stopped by SIGTERM after step (\d+); step \1 is saved", stopped.output)
+    (saved,) = (tmp_path / "outputs/here/checkpoints").iterdir()
     assert int(saved.name.removeprefix("step-")) == int(step)
-    done = ended(ranks, *command, "train.epochs=1", "train.max_steps=1", folder=folder)
-    assert done.codes == [0] * ranks, done.errors
+    done = ended(1, *PROGRAM, *SAVING, "train.epochs=1", "train.max_steps=1", folder=tmp_path)
+    assert done.codes == [0], done.errors
     assert f"continuing after step {step} of 1: nothing is left to do" in done.output
+
+
+BUILD_WHEEL = """
+import sys
+from setuptools import build_meta
+print(build_meta.build_wheel(sys.argv[1]))
+"""
+
+
+def _run(command: list[str], folder: Path, **environment: str) -> str:
+    done = in_a_shell(command, folder, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel holds, and nothing else."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("wheel")
+    source, site = folder / "source", folder / "site"
+    source.mkdir()
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout
+    if not tracked:
+        pytest.skip("not a git checkout")
+    for name in filter(None, tracked.decode().split("\0")):
+        if not name.startswith(("tests/", "outputs/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    _run([sys.executable, "-W", "ignore", "-c", BUILD_WHEEL, str(folder)], source)
+    (wheel,) = folder.glob("*.whl")
+    _run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], folder)
+    return site
+
+
+def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path) -> None:
+    where = "from importlib.util import find_spec; print(find_spec('shardtrain').origin)"
+    path = {"PYTHONPATH": str(installed)}
+    assert Path(_run([sys.executable, "-c", where], tmp_path, **path).strip()).is_relative_to(installed)
+    program = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet", "debug=fdr", "data.limit=12"]
+    options = ["model=squeezenet1_1", "data=fake", "train.batch_size=12", "run.name=here"]
+    said = _run([*program, *options], tmp_path, **path)
+    assert "finished  step 2" in said
+    assert {entry.name for entry in tmp_path.iterdir()} == {"outputs"}
+    for name in ("recipe/resnet.yaml", "data/webdataset.yaml", "images.yaml", "slurm/train.sbatch"):
+        theirs, ours = installed / "shardtrain/configs" / name, ROOT / "configs" / name
+        assert theirs.read_bytes() == ours.read_bytes()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+import textwrap
 from contextlib import redirect_stdout
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import shardtrain
 from shardtrain.job import hydra_app
 from shardtrain.job.build import require_equal_parts
-from shardtrain.job.config import AdamWConfig, Digits, SgdConfig
+from shardtrain.job.config import AdamWConfig, Digits, Images, SgdConfig, from_hydra
 from shardtrain.job.hydra_app import compose
-from shardtrain.job.schema import UserError
+from shardtrain.job.schema import UserError, one_of, typed
 
 from tiny import composed
 
@@ -75,18 +78,14 @@ def test_debugging_has_the_last_word_over_the_recipe() -> None:
         ("--epochs 3", r"unrecognized arguments: --epochs"),
         ("train.epochs=-1", r"train.epochs=-1: expected at least 1"),
         ("train.epochs=many", r"train.epochs=many: expected a whole number"),
-        ("train.epochs=true", r"train.epochs=True: expected a whole number"),
         ("data.grow={from:3}", r"Error merging override data.grow={from:3}: Cannot merge DictConfig"),
-        ("data.grow=[4,0]", r"data.grow=0: expected at least 1"),
         ("data=imagefolder data.crop_area=2", r"data.crop_area=2.0: expected at most 1"),
         ("data.grow=3", r"data.grow=3: expected a list, as in data.grow=\[a,b\]"),
-        ("train.epochs=null", r"train.epochs=null: expected a whole number"),
         ("train.label_smoothing=1", r"train.label_smoothing=1.0: expected less than 1"),
         ("optim.lr=0", r"optim.lr=0.0: expected more than 0"),
         ("optim.lr=nan", r"optim.lr=nan: expected a finite number"),
         ("optim.nesterov=1", r"optim.nesterov=1: expected true or false"),
         ("optim=adamw optim.betas=3", r"optim.betas=3: expected a list of 2 numbers"),
-        ("optim=adamw optim.betas=[0.9,1]", r"optim.betas=1.0: expected less than 1"),
         ("device=gpu", r"device=gpu.*\(valid: auto, cpu, cuda\)"),
         ("parallel.transport=mpi", r"parallel.transport=mpi \(valid: auto, process_group, shared_memory\)"),
         (
@@ -102,11 +101,9 @@ def test_debugging_has_the_last_word_over_the_recipe() -> None:
             for other in ("parallel.replicate=2", "parallel.transport=shared_memory")
         ),
         ("resume=null", r"resume=null: expected a text"),
-        ("run.name=[]", r"run.name=\[\]: expected a text"),
         ("train=3", r"train=3: expected a group of keys"),
         ("optim=3", r"Config group override must be a string or a list"),
         ("train.epochs=${nope}", r"train.epochs: Interpolation key 'nope' not found"),
-        ("train.epochs=???", r"train.epochs is missing"),
     ],
 )
 def test_mistakes_are_named(arguments: str, message: str) -> None:
@@ -125,7 +122,7 @@ def test_batches_that_ranks_do_not_divide() -> None:
         require_equal_parts(composed("+recipe=resnet").train, world_size)
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"], ["--info", "config"]])
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info", "config"]])
 def test_what_hydra_prints_appears_only_where_asked(flags: list[str]) -> None:
     for speak in (True, False):
         output = io.StringIO()
@@ -151,3 +148,66 @@ def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pyte
     monkeypatch.setattr(hydra_app.importlib.util, "find_spec", lambda name: None)
     assert composed("+recipe=resnet").seed == 0
     assert str(Path(hydra_app.__file__).parents[1]) in shardtrain.__path__
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder with one recipe, as a user would write it."""
+    (tmp_path / "own/recipe").mkdir(parents=True)
+    (tmp_path / "own/recipe/mine.yaml").write_text(
+        "# @package _global_\n"
+        "# Small and short.\n"
+        "# What else there is to say.\n"
+        "defaults: [{override /model: squeezenet1_1}, {override /data: fake}]\n"
+        "train: {epochs: 2}\n"
+    )
+    return tmp_path / "own"
+
+
+def printed(*arguments: str) -> str:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert compose(arguments) is None
+    return said.getvalue()
+
+
+def test_a_recipe_folder_of_ones_own(own: Path) -> None:
+    raw = compose(["+recipe=mine", "--config-dir", str(own), "train.max_steps=3"])
+    assert raw is not None
+    config = from_hydra(raw)
+    assert (config.model["name"], config.data.name, config.train.epochs) == ("squeezenet1_1", "fake", 2)
+    assert config.train.max_steps == 3
+    with pytest.raises(UserError, match=r"unknown recipe 'min'; did you mean mine\?"):
+        compose(["--config-dir", str(own), "+recipe=min"])
+    with pytest.raises(UserError, match=r"Additional config directory '.*/none' not found"):
+        compose(["--config-dir", str(own.parent / "none"), "seed=1"])
+
+
+def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
+    """As `docs/extending.md` says: a dataclass, and a file with its keys."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Images):
+        name: str = one_of("mine")
+        root: str
+
+    _, _, page = (Path(__file__).parents[1] / "docs/extending.md").read_text().partition("## A data set")
+    (keys,) = re.findall(r"```yaml\n(.*?)```", page.partition("\n## ")[0], re.DOTALL)
+    (own / "data").mkdir()
+    (own / "data/mine.yaml").write_text(textwrap.dedent(keys))
+    raw = compose(["data=mine", "data.root=here", "--config-dir", str(own)])
+    assert raw is not None
+    assert raw.augment == {"_target_": None}
+    section = OmegaConf.to_container(raw.data)
+    assert isinstance(typed(Digits | Mine, section, "data"), Mine)
+    (own / "augment").mkdir()
+    (own / "augment/mine.yaml").write_text("defaults: [photo]\n")
+    raw = compose(["data=mine", "data.root=here", "--config-dir", str(own)])
+    assert raw is not None
+    assert raw.augment.pad == 0
+
+
+def test_help_lists_the_recipes(own: Path) -> None:
+    said = printed("--help", "--config-dir", str(own))
+    assert re.search(r"^  mine +Small and short\.$", said, re.MULTILINE)
+    assert re.search(r"^  resnet18_cifar10 +\d\d\.\d\d %  ", said, re.MULTILINE)

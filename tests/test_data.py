@@ -1,4 +1,4 @@
-"""Data sets, the order of images, and batches on the device."""
+"""Data sets, the order of images, batches on the device; photographs in folders, tar files and on the hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import importlib.resources
 import io
 import pickle
+import tarfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
-from shardtrain.job.config import Cifar, Digits, Fake, ImageFolder
+from shardtrain.job.config import Cifar, Digits, Fake, HuggingFace, ImageFolder, WebDataset
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.data.sampler import (
     EvalSampler,
@@ -146,17 +147,18 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert all(sorted(order) == list(range(50)) for order in orders)
 
 
-@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 2), (4, 3), (1, 12)])
-def test_every_world_size_sees_the_same_global_batches(world_size: int, accumulate: int) -> None:
-    images, batch_size, steps = 53, 24, 6
-    whole = index_lists(images, Share(batch_size, 1, 0, 1), 5, steps)
-    shares = [Share(batch_size, accumulate, rank, world_size) for rank in range(world_size)]
-    parts = [index_lists(images, share, 5, steps) for share in shares]
-    for step in range(steps):
+@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
+@pytest.mark.parametrize(("world_size", "accumulate"), [(3, 2), (4, 3), (1, 12)])
+def test_every_world_size_sees_the_same_global_batches(
+    world_size: int, accumulate: int, repeats: int
+) -> None:
+    whole = index_lists(53, Share(24, 1, 0, 1), 5, 6, repeats)
+    shares = [Share(24, accumulate, rank, world_size) for rank in range(world_size)]
+    parts = [index_lists(53, share, 5, 6, repeats) for share in shares]
+    for step, batch in enumerate(whole):
         micro = slice(step * accumulate, (step + 1) * accumulate)
-        joined = [index for part in parts for piece in part[micro] for index in piece]
-        assert joined == whole[step]
-    assert not set(whole[0]) & set(whole[1])
+        assert [index for part in parts for piece in part[micro] for index in piece] == batch
+    assert repeats > 1 or not set(whole[0]) & set(whole[1])
 
 
 def reference_repeats(images: int, repeats: int, world_size: int, rank: int, order: list[int]) -> list[int]:
@@ -178,16 +180,9 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
     assert set(Counter(ours[0]).values()) == {repeats}
 
 
-@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
-def test_copies_are_spread_over_the_ranks(repeats: int) -> None:
-    share = Share(12, 2, 0, 2)
-    first, second = (index_lists(37, share._replace(rank=rank), 1, 6, repeats) for rank in range(2))
-    whole = index_lists(37, Share(12, 1, 0, 1), 1, 6, repeats)
-    for step, batch in enumerate(whole):
-        parts = [*first[2 * step : 2 * step + 2], *second[2 * step : 2 * step + 2]]
-        assert [index for part in parts for index in part] == batch
-    if repeats == 2:
-        assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
+def test_copies_are_spread_over_the_ranks() -> None:
+    first = index_lists(37, Share(12, 2, 0, 2), 1, 6, 2)
+    assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
     assert copies_apart(torch.tensor([1, 1, 1, 2, 2, 2, 3]), 3).tolist() == [1, 2, 3, 1, 2, 1, 2]
 
 
@@ -254,22 +249,154 @@ def test_batches_are_normalised_resized_and_on_time() -> None:
     assert next(iter(large)).images.shape == (4, 3, 9, 9)
 
 
+def shards(root: Path, **options: Any) -> WebDataset:
+    names = {"train": "train-*.tar", "val": "val.tar"}
+    return WebDataset(**{**PHOTOS, **names, "name": "webdataset", "root": str(root), **options})
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def feed(found: data.DataSet, workers: int = 0) -> list[data.Batch]:
+    return list(train_feed(found, 8, workers=workers))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            ["train/a/1.png", "val/1.png"],
+            r"find any class folder in .*val.*; expected val/<class>/<image> in ",
+        ),
+        (["train/a/1.png", "val"], r"Not a directory"),
+        (["train/cat/notes.txt"], r"Found no valid file for the classes cat"),
+        (["train.tar", "test/a"], r"No such file .*train'; expected .* in .*, found test, train.tar"),
+        ([], r"No such file .*train'; expected .*, found nothing"),
+    ],
+)
+def test_advice_about_folders(tmp_path: Path, make: list[str], message: str) -> None:
+    for name in make:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=message):
+        data.load(folder(tmp_path))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_training_batches_are_augmented_alike_on_every_world_size(workers: int) -> None:
-    class Add:
-        draws = 1
+def test_a_corrupt_image_is_named(tmp_path: Path, workers: int) -> None:
+    config = write_folders(tmp_path)
+    broken = tmp_path / "train/class1/0.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    with pytest.raises(UserError) as caught:
+        feed(data.load(config), workers)
+    assert str(caught.value).startswith(f"cannot read the image {broken}: ")
+    assert "\n" not in str(caught.value)
 
-        def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-            return images + uniform[:, :, None, None]
 
-    few = fake(40, 8, 3, 1, 4)
+def test_tar_files_give_what_folders_give(tmp_path: Path) -> None:
+    """The same images in the same order: the same batches, bit for bit."""
+    in_folders = data.load(write_folders(tmp_path / "folders", 6))
+    members = {}
+    for index in range(6):
+        label, number = divmod(index, 3)
+        members[f"a/{index:03}.png"] = encoded(10 * label + number)
+        members[f"a/{index:03}.cls"] = f"{label}\n".encode()
+    items = list(members.items())
+    write_tar(tmp_path / "train-0.tar", dict(items[:8]))
+    write_tar(tmp_path / "train-1.tar", dict(items[8:]))
+    write_tar(tmp_path / "val.tar", members)
+    for _ in range(2):  # from the headers, then from the index beside the shard
+        found = data.load(shards(tmp_path))
+        assert (len(found.train), len(found.val), found.classes) == (6, 6, 2)
+        for ours, theirs in zip(feed(found), feed(in_folders), strict=True):
+            assert torch.equal(ours.images, theirs.images)
+            assert torch.equal(ours.labels, theirs.labels)
+        assert (tmp_path / "train-1.tar.index").is_file()
+    write_tar(tmp_path / "train-1.tar", dict(items[:2]))  # another shard of that name
+    assert len(data.load(shards(tmp_path)).train) == 5
 
-    def batches(share: Share) -> list[data.Batch]:
-        return list(train_feed(few, 4, share, augment=Add(), workers=workers, steps=range(5)))
 
-    whole = batches(Share(12, 1, 0, 1))
-    parts = [batches(Share(12, 2, rank, 2)) for rank in range(2)]
-    for step in range(5):
-        micro = [part[2 * step + index] for part in parts for index in range(2)]
-        assert torch.equal(torch.cat([batch.images for batch in micro]), whole[step].images)
-        assert torch.equal(torch.cat([batch.labels for batch in micro]), whole[step].labels)
+def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
+    write_tar(tmp_path / "val.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
+    (tmp_path / "val.tar.index").mkdir()
+    found = data.load(shards(tmp_path, train="val.tar"))
+    assert (len(found.train), found.classes) == (1, 5)
+    assert {path.name for path in tmp_path.iterdir()} == {"val.tar", "val.tar.index"}
+    (tmp_path / "val.tar.index").rmdir()
+    for damaged in (b"no array", b""):
+        (tmp_path / "val.tar.index").write_bytes(damaged)
+        assert len(data.load(shards(tmp_path, train="val.tar")).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"0.jpg": b"x"}, r"val.tar: 0 has no label \(.cls\)"),
+        ({"b/1.cls": b"1"}, r"val.tar: b/1 has no image \(.jpg, .png, …\)"),
+        ({"0.jpg": b"x", "0.cls": b"cat"}, r"val.tar: 0.cls holds 'cat', expected the number of a class"),
+        ({"0.txt": b"x"}, r"val.tar: no images in it; expected <key>.jpg and <key>.cls"),
+        (None, r"val.tar: .*; expected an uncompressed tar file"),
+    ],
+)
+def test_tar_files_that_do_not_fit_are_named(
+    tmp_path: Path, members: dict[str, bytes] | None, message: str
+) -> None:
+    if members is None:
+        (tmp_path / "val.tar").write_bytes(b"this is not a tar file" * 100)
+    else:
+        write_tar(tmp_path / "val.tar", members)
+    with pytest.raises(UserError, match=message):
+        data.load(shards(tmp_path, train="val.tar"))
+
+
+def test_a_corrupt_image_in_a_tar_file_is_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "val.tar", {"0.jpg": b"no image", "0.cls": b"0"})
+    with pytest.raises(UserError, match=r"cannot read the image of 8 bytes from byte \d+ of .*val.tar: "):
+        data.load(shards(tmp_path, train="val.tar")).val[[0]]
+    with pytest.raises(UserError, match=r"data.train=train-\*.tar: no such file in data.root="):
+        data.load(shards(tmp_path))
+
+
+def hub(root: Path, **options: Any) -> HuggingFace:
+    names = {"train": "train", "val": "test", "image": "image", "label": "label"}
+    return HuggingFace(**{**PHOTOS, **names, "name": "huggingface", "root": str(root), **options})
+
+
+def test_hugging_faces_package_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(
+        UserError, match=r"data=huggingface needs its package: pip install 'shardtrain\[hugging"
+    ):
+        data.load(hub(tmp_path))
+
+
+def test_hugging_faces_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One saved by the package, and a folder of images that it loads itself."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    datasets.disable_progress_bars()
+    in_folders = data.load(write_folders(tmp_path / "images"))
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["class0", "class1"])}
+    )
+    rows = {"image": [{"bytes": encoded(v), "path": None} for v in (0, 1, 10, 11)], "label": [0, 0, 1, 1]}
+    part = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "saved"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for config in (hub(tmp_path / "saved"), hub(tmp_path / "images", val="validation")):
+        found = data.load(config)
+        assert (len(found.train), len(found.val), found.classes) == (4, 4, 2)
+        for ours, theirs in zip(feed(found), feed(in_folders), strict=True):
+            assert torch.equal(ours.images, theirs.images)
+    for options, message in [
+        ({"val": "tset"}, r"data.val=tset: .* has no such split; did you mean test\? \(valid: train, test\)"),
+        ({"label": "lable"}, r"data.label=lable: .* has no such column; did you mean label\?"),
+        ({"root": str(tmp_path / "none")}, r"data.root=.*none: datasets cannot load it: "),
+    ]:
+        with pytest.raises(UserError, match=message):
+            data.load(hub(**{"root": tmp_path / "saved", **options}))

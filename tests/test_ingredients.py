@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,26 +20,16 @@ from shardtrain import checkpoint, comm
 from shardtrain.job.build import loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
 from shardtrain.job.data import Batch, Share
-from shardtrain.job.data.batches import Arrays, DataSet
 from shardtrain.job.data.mixing import Draws, Mix
-from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.optim import Ema
 
-from small import Block, OddNet, sgd, shard
-from tiny import train_feed
-
-CPU = torch.device("cpu")
-
-
-def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of a global batch of 12."""
-    draw = generator("ingredients", step)
-    images, labels = torch.randn(12, 3, 5, 5, generator=draw), torch.randint(5, (12,), generator=draw)
-    return images.chunk(world)[rank], labels.chunk(world)[rank]
+import small
+from pool import each_rank
+from small import Block, OddNet, sgd, shard, train
 
 
-def go_through_a_checkpoint(folder: str, model: nn.Module, optimizer: Any, ema: Ema) -> None:
+def go_through_a_checkpoint(folder: Path, model: nn.Module, optimizer: Any, ema: Ema) -> None:
     """Saves, forgets the averages, and loads them bit for bit."""
     checkpoint.save(folder, model, optimizer, extra=ema.state(), averages=ema.averages)
     kept = [*ema.averages.values(), *ema.state()["own"]]
@@ -51,82 +40,44 @@ def go_through_a_checkpoint(folder: str, model: nn.Module, optimizer: Any, ema: 
     assert all(torch.equal(*pair) for pair in zip(before, kept, strict=True))
 
 
-def averaged(steps: int, folder: str, save_at: int) -> tuple[dict[str, torch.Tensor], Any]:
-    """A sharded model's EMA after `steps`, having gone through a checkpoint; and its evaluation."""
+@each_rank(1, 3)
+def test_an_average_of_shards_is_that_of_full_states(tmp_path: Path) -> None:
+    """Parameters and buffers, through a checkpoint, and how it is evaluated."""
     model = shard(OddNet(), units=[Block])
     optimizer, ema = sgd(model), Ema(model, 0.8, every=2, after=2)
-    for step in range(1, steps + 1):
-        images, labels = batch(step, comm.rank(), comm.world_size())
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    expected: dict[str, torch.Tensor] = {}
+    for step in range(1, 8):
+        train(model, optimizer, 1, start=step)
         ema.update(step)
-        if step == save_at:
-            go_through_a_checkpoint(folder, model, optimizer, ema)
+        if step == 5:
+            go_through_a_checkpoint(tmp_path / "checkpoint", model, optimizer, ema)
+        if step % 2 == 0:
+            for name, value in shardtrain.full_state_dict(model).items():
+                averaged = step > 2 and value.is_floating_point()
+                expected[name] = 0.8 * expected[name] + 0.2 * value if averaged else value.clone()
     raw = shardtrain.full_state_dict(model)
     with ema.swapped():
-        found = shardtrain.full_state_dict(model)
-    assert all(torch.equal(raw[name], value) for name, value in shardtrain.full_state_dict(model).items())
-    images, labels = batch(0, comm.rank(), comm.world_size())
-    scores = evaluate(model, [Batch(images, labels, len(images))], ema=ema)
-    return found, (scores.scores, scores.ema)
-
-
-def plain_average(world: int, steps: int) -> tuple[nn.Module, list[nn.Module]]:
-    """The same by hand: `world` replicas, one after the other; the average, and what was averaged."""
-    torch.manual_seed(0)
-    model = OddNet()
-    replicas = [copy.deepcopy(model) for _ in range(world)]
-    optimizers = [sgd(replica) for replica in replicas]
-    averages = [copy.deepcopy(model) for _ in range(world)]
-    for step in range(1, steps + 1):
-        for rank, replica in enumerate(replicas):
-            images, labels = batch(step, rank, world)
-            replica.zero_grad()
-            F.cross_entropy(replica(images), labels).backward()
-        for same in zip(*(replica.parameters() for replica in replicas), strict=True):
-            mean = torch.stack([param.grad for param in same]).mean(0)  # type: ignore[misc]
-            for param in same:
-                param.grad = mean.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        if step % 2 == 0:
-            decay = 0.0 if step <= 2 else 0.8
-            for average, replica in zip(averages, replicas, strict=True):
-                for ours, theirs in zip(
-                    average.state_dict().values(), replica.state_dict().values(), strict=True
-                ):
-                    if ours.is_floating_point():
-                        ours.copy_(decay * ours + (1 - decay) * theirs)
-    for values in zip(*(average.state_dict().values() for average in averages), strict=True):
-        if values[0].is_floating_point():
-            values[0].copy_(torch.stack(values).mean(0))
-    return averages[0], replicas
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_an_average_of_shards_is_that_of_the_plain_model(ranks: Any, tmp_path: Path, world: int) -> None:
-    results = ranks(world, averaged, 7, str(tmp_path / "checkpoint"), 5)
-    plain, _ = plain_average(world, 7)
-    for found, (scores, ema) in results:
-        for name, value in plain.state_dict().items():
+        for name, value in shardtrain.full_state_dict(model).items():
             if value.is_floating_point():
-                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-        images, labels = batch(0, 0, 1)
-        logits = plain.eval()(images)
-        assert ema.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
-        assert scores != ema
+                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert all(torch.equal(raw[name], value) for name, value in shardtrain.full_state_dict(model).items())
+    images, labels = small.images(0, rank=0)
+    scores = evaluate(model, [Batch(images, labels, len(images))], ema=ema)
+    plain = OddNet().eval()
+    plain.load_state_dict(expected)
+    assert scores.ema is not None
+    assert scores.ema.loss == pytest.approx(F.cross_entropy(plain(images), labels).item(), rel=1e-5)
+    assert scores.scores != scores.ema
 
 
-def average_of_nothing() -> int:
+@each_rank(2, transport="auto")
+def test_a_rank_that_owns_nothing_averages_nothing() -> None:
     model = shard(nn.Linear(3, 2, bias=False), layout="whole")
     ema = Ema(model, 0.5)
     ema.update(1)
-    return sum(average.numel() for average in ema.averages.values())
-
-
-def test_a_rank_that_owns_nothing_averages_nothing(on_ranks: Any) -> None:
-    assert sorted(on_ranks(2, average_of_nothing)) == [0, 6]
+    held = torch.tensor(sum(average.numel() for average in ema.averages.values()))
+    assert held in (0, 6)
+    assert comm.all_reduce(held) == 6
 
 
 def test_what_an_average_refuses(tmp_path: Path) -> None:
@@ -171,29 +122,6 @@ def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
     assert not torch.equal(draws.kept, mix.draws(6).kept)
-
-
-def global_batches(world: int, accumulate: int) -> list[Batch]:
-    """Each step's images and labels of all ranks, in the order of the global batch."""
-    arrays = Arrays(torch.arange(32 * 4, dtype=torch.uint8).view(32, 1, 2, 2), torch.arange(32) % 4)
-    data = DataSet(arrays, arrays, "small", 4, 1, (60.0,), (40.0,))
-    found = []
-    for rank in range(world):
-        share = Share(16, accumulate, rank, world)
-        parts = list(train_feed(data, 2, share, mix=Mix(0.3, 1.0, 4, share, 1), steps=range(1, 4)))
-        steps = [parts[at : at + accumulate] for at in range(0, len(parts), accumulate)]
-        found.append([[torch.cat(values) for values in list(zip(*step, strict=True))[:2]] for step in steps])
-    return [
-        Batch(*(torch.cat([rank[step][part] for rank in found]) for part in (0, 1)), 16) for step in range(3)
-    ]
-
-
-def test_mixed_batches_do_not_depend_on_how_they_are_cut() -> None:
-    whole = global_batches(1, 1)
-    for world, accumulate in ((2, 1), (4, 2), (1, 8)):
-        for ours, theirs in zip(whole, global_batches(world, accumulate), strict=True):
-            assert torch.equal(ours.images, theirs.images)
-            assert torch.equal(ours.labels, theirs.labels)
 
 
 def test_an_image_without_a_partner_stays_as_it_is() -> None:
@@ -243,4 +171,5 @@ def test_schedules_are_torchs() -> None:
     assert linear[:3] == pytest.approx([1 / 21, 2 / 21, 3 / 21])
     cosine = factors(Cosine(name="cosine", warmup_epochs=0.0, final_lr=0.1), 20)
     assert cosine == pytest.approx(theirs(lr_scheduler.CosineAnnealingLR, 20, 0.1, steps=20))
-    assert factors(Constant(name="constant", warmup_epochs=0.0), 5)[-1] == 1.0
+    halfway = factors(Constant(name="constant", warmup_epochs=9.0), 8)  # what a warm-up takes at most
+    assert halfway == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])

@@ -170,6 +170,16 @@ def test_a_mistake_is_told_once_and_reaches_torchrun(
     assert not (tmp_path / "0.json").exists()
 
 
+def test_a_configuration_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _arguments(monkeypatch, "+recipe=resnet", "--cfg", "job")
+    for rank in (0, 1):
+        _two_ranks(monkeypatch, rank, HashStore())
+        launch.run(_no_job)
+        assert ("batch_size: 48" in capsys.readouterr().out) == (rank == 0)
+
+
 def test_silence_when_the_store_is_gone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,15 +220,18 @@ def test_other_failures_keep_their_traceback_and_reach_torchrun(
     assert report["message"] == "RuntimeError: as it was"
 
 
-LISTENS = """
+GROUP = """
 import os
+import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
-from shardtrain.job import launch
+import shardtrain
 from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.launch import process_group
+
 
 def listens():
     own = {str(each.stat().st_ino) for each in Path("/proc/self/fd").iterdir() if each.exists()}
@@ -226,15 +239,35 @@ def listens():
     rows = [row.split() for table in tables for row in table]
     return sorted({row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own})
 
-with launch.process_group(RankInfo.from_environment(os.environ), torch.device("cpu")):
-    dist.barrier()
+
+def threads():
+    return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+with process_group(RankInfo.from_environment(os.environ), torch.device("cpu")):
+    model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+    shardtrain.shard(model, units=[nn.Linear], transport=sys.argv[1])
+    model(torch.ones(2, 9)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert any("gloo" in name for name in threads())
     print("listens at", listens(), os.environ.get("GLOO_SOCKET_IFNAME"))
-    dist.barrier()
+assert not any("gloo" in name for name in threads()), threads()
+if sys.argv[1] == "process_group":
+    try:
+        model(torch.ones(2, 9))
+    except ValueError as error:
+        assert str(error).startswith("the process group over which this model was sharded has been destroyed")
+    else:
+        raise AssertionError("a model without its group ran")
 """
 
 
-def test_ranks_of_one_host_listen_on_loopback_only(tmp_path: Path) -> None:
-    (tmp_path / "listens.py").write_text(LISTENS)
-    program = ended(2, "listens.py", folder=tmp_path)
-    assert program.codes == [0, 0], program.errors
-    assert re.findall(r"listens at (.*)", program.output) == ["['0100007F'] lo"] * 2, program.output
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_ranks_of_one_host_listen_on_loopback_only_and_leave_no_thread(
+    tmp_path: Path, transport: str
+) -> None:
+    """Also where a model lives on. A thread at the interpreter's end aborted the process now and then."""
+    (tmp_path / "program.py").write_text(GROUP)
+    done = ended(2, "program.py", transport, folder=tmp_path)
+    assert done.codes == [0, 0], done.errors
+    assert re.findall(r"listens at (.*)", done.output) == ["['0100007F'] lo"] * 2, done.output

@@ -17,15 +17,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from PIL import Image
-from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint import store as checkpoint_store
-from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.job import evaluate
-from shardtrain.job.config import Config
 from shardtrain.job.data import feed
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import UserError
@@ -35,8 +31,8 @@ from shardtrain.recipes import models
 from shardtrain.train import saving
 from shardtrain.train.loop import train
 
-import tiny
-from tiny import context, events_of, result_of
+from test_data import write_folders
+from tiny import configure, context, events_of, result_of, small_model
 
 SMALL = (
     *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),
@@ -63,7 +59,10 @@ def happening(at: dict[int, Any]) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with patch.object(Monitor, "step", step_and_more):
+        with (
+            patch.object(Monitor, "step", step_and_more),
+            patch.object(Monitor, "draw_summary", lambda monitor: None),  # it takes longer than a run
+        ):
             yield
     finally:
         for number, handler in before.items():
@@ -79,52 +78,19 @@ def on_rank_1(number: int) -> None:
         os.kill(os.getpid(), number)
 
 
-def small_model(name: str, num_classes: int, image_size: int) -> nn.Module:
-    """Build what stands for torchvision's models: the mobile net has dropout and buffers, others neither."""
-    chance = name == "mobilenet_v3_small"
-
-    def block(inputs: int, outputs: int, stride: int) -> nn.Module:
-        norm = nn.BatchNorm2d(outputs) if chance else nn.Identity()
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride), norm, nn.ReLU())
-
-    blocks = (block(3, 9, 2), block(9, 9, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(*blocks, nn.Dropout(0.2 * chance), nn.Linear(9, num_classes))
-
-
-@functools.cache
-def configure(*arguments: str) -> Config:
-    return tiny.configure(*SMALL, *arguments)
-
-
 def run(folder: str, *arguments: str, at: dict[int, Any] | None = None) -> str:
     """Return how the run ended on this rank."""
     sizes = [] if "data=imagefolder" in arguments else ["data.train_images=60", "data.val_images=13"]
-    if QUIET not in arguments:
-        time.sleep(1 - time.time() % 1)  # it names files by the second, then by a number without zeros
+    while [*Path(folder).glob(f"events.*.{int(time.time())}.*")]:
+        time.sleep(0.01)  # TensorBoard names files by the second, then by a number without zeros
     try:
         with happening(at or {}), patch.object(models, "_build", small_model):
-            train(configure(*sizes, *arguments), context(folder))
+            train(configure(*SMALL, *sizes, *arguments), context(folder))
     except (Crash, Stopped, UserError, RuntimeError) as error:
         return f"{type(error).__name__} {error}"
     finally:
         comm.barrier()
     return "finished"
-
-
-def on_a_slow_disk(folder: str) -> str:
-    """Every file takes longer to write than several steps take."""
-
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(0.3)
-        return write_tensors(*arguments)
-
-    with patch.object(checkpoint_store, "write_tensors", slowly):
-        return run(folder, QUIET, "checkpoint.every_steps=5")
-
-
-def test_a_write_that_outlasts_steps_is_waited_for(on_ranks: Any, tmp_path: Path) -> None:
-    assert on_ranks(2, on_a_slow_disk, str(tmp_path)) == ["finished"] * 2
-    assert steps_in(tmp_path / "checkpoints")[-1] == 10
 
 
 def interrupted(folder: str, events: list[dict[int, Any]], *arguments: str) -> list[str]:
@@ -154,7 +120,7 @@ def undisturbed(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 @pytest.mark.parametrize(
     ("asynchronous", "steps"),
-    [("true", [2, 7, 9, 10]), pytest.param("false", [7, 10], marks=pytest.mark.long)],
+    [("true", [2, 7, 10]), pytest.param("false", [7, 9], marks=pytest.mark.long)],
 )
 def test_crashes_leave_no_trace(
     on_ranks: Any, tmp_path: Path, undisturbed: Path, asynchronous: str, steps: list[int]
@@ -167,16 +133,13 @@ def test_crashes_leave_no_trace(
     ours, theirs = result_of(tmp_path), result_of(undisturbed)
     for key in ("status", "step", "train/loss", "val/acc1", "best_val/acc1", "grad_norm"):
         assert ours[key] == theirs[key], key
-    assert "continuing after step 4" in (tmp_path / "log.txt").read_text()
+    assert "continuing after step " in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("workers", [(0, 0), pytest.param((2, 1), marks=pytest.mark.long)])
 def test_random_crops_micro_batches_and_workers_too(tmp_path: Path, workers: tuple[int, int]) -> None:
     """In one process, since a rank of the pool may not start workers."""
-    for part, label, number in [(p, n, i) for p in ("train", "val") for n in "abc" for i in range(20)]:
-        image = tmp_path / f"images/{part}/{label}/{number}.png"
-        image.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (30, 20), 9 * number + ord(label)).save(image)
+    write_folders(tmp_path / "images", 60)
     images = ("data=imagefolder", f"data.root={tmp_path}/images", "data.image_size=16", "data.resize=18")
     arguments = (*images, "train.accumulate=2", QUIET, "augment=imagefolder")
     assert run(str(tmp_path / "a"), *arguments, f"data.workers={workers[0]}") == "finished"
@@ -185,18 +148,17 @@ def test_random_crops_micro_batches_and_workers_too(tmp_path: Path, workers: tup
     assert final(tmp_path / "a") == final(tmp_path / "b")
 
 
-def signalled(folder: str, number: int) -> list[str]:
-    events = [{3: lambda: on_rank_1(number)}]
+def signalled(folder: str) -> list[str]:
+    events = [{3: lambda: on_rank_1(signal.SIGUSR1)}]
     return interrupted(folder, events, QUIET, "checkpoint.every_steps=100")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_to_one_rank_stops_all_after_one_step(
-    on_ranks: Any, tmp_path: Path, undisturbed: Path, name: str
+    on_ranks: Any, tmp_path: Path, undisturbed: Path
 ) -> None:
-    endings = on_ranks(2, signalled, str(tmp_path), signal.Signals[name])
-    assert endings == [[f"Stopped stopped by {name}", "finished"]] * 2
-    assert f"stopped by {name} after step 4; step 4 is saved" in (tmp_path / "log.txt").read_text()
+    """`test_cli.py` has SIGTERM and Ctrl-C."""
+    assert on_ranks(2, signalled, str(tmp_path)) == [["Stopped stopped by SIGUSR1", "finished"]] * 2
+    assert "stopped by SIGUSR1 after step 4; step 4 is saved" in (tmp_path / "log.txt").read_text()
     assert final(tmp_path) == final(undisturbed)
 
 
@@ -217,25 +179,28 @@ def signal_in_an_evaluation() -> Iterator[None]:
 
 
 def left_in_an_evaluation(folder: str, *arguments: str) -> list[str]:
-    """How a run ended, one that went on from there, and one that nobody disturbed."""
+    """How a run ended, and one that went on from there."""
     with signal_in_an_evaluation():
-        first = run(f"{folder}/left", *arguments)
-    return [first, run(f"{folder}/left", *arguments), run(f"{folder}/whole", *arguments)]
+        first = run(folder, *arguments)
+    return [first, run(folder, *arguments)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_signal_ends_an_evaluation_which_is_made_up_for(on_ranks: Any, tmp_path: Path, every: int) -> None:
+def test_a_signal_ends_an_evaluation_which_is_made_up_for(
+    on_ranks: Any, tmp_path: Path, undisturbed: Path, every: int
+) -> None:
     """One in the middle, and the last one of all."""
-    endings = on_ranks(2, left_in_an_evaluation, str(tmp_path), QUIET, f"train.eval_every={every}")
-    assert endings == [["Stopped stopped by SIGTERM", "finished", "finished"]] * 2
-    ours, theirs = tmp_path / "left", tmp_path / "whole"
+    left, whole, given = tmp_path / "left", undisturbed, (QUIET, f"train.eval_every={every}")
+    endings = on_ranks(2, left_in_an_evaluation, str(left), *given)
+    assert endings == [["Stopped stopped by SIGTERM", "finished"]] * 2
     said = f"stopped by SIGTERM after step {5 * every}; step {5 * every} is saved"
-    assert said in (ours / "log.txt").read_text()
-    results = [result_of(folder) for folder in (ours, theirs)]
+    assert said in (left / "log.txt").read_text()
+    if every == 1:
+        whole = tmp_path / "whole"
+        on_ranks(2, run, str(whole), *given)
+        assert final(left) == final(whole)  # the other's last step was saved without its evaluation
     for key in ("status", "step", "train/loss", "val/loss", "val/ema_loss", "best_val/acc1"):
-        assert results[0][key] == results[1][key], key
-    if every == 1:  # the last step of the other was saved without its evaluation
-        assert final(ours) == final(theirs)
+        assert result_of(left)[key] == result_of(whole)[key], key
 
 
 def test_a_signal_ends_a_scoring(undisturbed: Path) -> None:
@@ -270,9 +235,9 @@ def without_chance(folder: str, *arguments: str, at: dict[int, Any] | None = Non
 def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
     on_ranks(2, without_chance, str(tmp_path / "whole"))
     folder = str(tmp_path / "parts")
-    for world, step in [(2, 3), (1, 5), (3, 7)]:
+    for world, step in [(2, 3), (1, 7)]:
         on_ranks(world, functools.partial(without_chance, at={step: crash}), folder)
-    assert on_ranks(4, without_chance, folder) == ["finished"] * 4
+    assert on_ranks(3, without_chance, folder) == ["finished"] * 3
     ours, theirs = curves(tmp_path / "parts"), curves(tmp_path / "whole")
     for tag in ("train/loss", "val/loss", "grad_norm", "lr/group0"):
         assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]]
@@ -283,15 +248,6 @@ def copied(undisturbed: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
     return folder
-
-
-def test_a_finished_run_has_nothing_left_to_do(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
-    folder = copied(undisturbed, tmp_path)
-    assert on_ranks(2, run, str(folder)) == ["finished"] * 2
-    assert "continuing after step 10 of 10: nothing is left to do" in (folder / "log.txt").read_text()
-    before, after = result_of(undisturbed), result_of(folder)
-    assert before["val/acc1"] == after["val/acc1"]
-    assert (after["status"], after["step"]) == ("finished", 10)
 
 
 def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
@@ -307,7 +263,8 @@ def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undistu
 def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
     folder = copied(undisturbed, tmp_path)
     (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")
-    assert on_ranks(2, functools.partial(run, at={8: crash}), str(folder), "resume=none")[0] == "Crash "
+    anew = ("resume=none", "checkpoint.asynchronous=false")
+    assert on_ranks(2, functools.partial(run, at={8: crash}), str(folder), *anew)[0] == "Crash "
     assert "the checkpoints of an earlier run are in" in (folder / "log.txt").read_text()
     assert 4 in steps_in(folder / "checkpoints")
     assert 8 not in steps_in(folder / "checkpoints")
@@ -335,7 +292,7 @@ def test_what_cannot_be_continued_is_named(
     tmp_path: Path, undisturbed: Path, argument: str, text: str
 ) -> None:
     folder = copied(undisturbed, tmp_path) if "/" not in argument else tmp_path / "new"
-    ending = run(str(folder), argument)
+    ending = run(str(folder), QUIET, argument)
     assert ending.startswith("UserError ")
     assert text in ending
 
@@ -344,14 +301,6 @@ def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:
     few, many = ("; ".join(f"w{i} is missing" for i in range(count)) for count in (5, 30))
     assert first_of(few.split("; ")) == few
     assert first_of(many.split("; ")) == f"{few}; and 25 more"
-
-
-def test_no_complete_checkpoint_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
-    assert "no checkpoint is complete: " in (ending := run(str(tmp_path)))
-    assert ending.endswith(
-        "step-00000004 is damaged: rank 0: manifest.json is missing; resume=none starts anew"
-    )
 
 
 def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Path) -> None:
@@ -371,23 +320,17 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
 
 
 def on_a_full_disk(folder: str, *arguments: str) -> str:
-    """Every write of rank 1 fails, from step 6 on."""
+    """Every write of rank 1 fails, from step 6 until step 9."""
+    full: list[int] = []
     write = checkpoint_store.write_tensors
 
-    def fails(place: Path, *args: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+    def write_if_there_is_room(place: Path, *args: Any) -> Any:
+        if full and comm.rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+        return write(place, *args)
 
-    def fill() -> None:
-        if comm.rank() == 1:
-            checkpoint_store.write_tensors = fails  # type: ignore[assignment]
-
-    def empty() -> None:
-        checkpoint_store.write_tensors = write
-
-    try:
-        return run(folder, QUIET, *arguments, at={6: fill, 9: empty})
-    finally:
-        empty()
+    with patch.object(checkpoint_store, "write_tensors", write_if_there_is_room):
+        return run(folder, QUIET, *arguments, at={6: lambda: full.append(1), 9: full.clear})
 
 
 def test_training_goes_on_without_a_checkpoint_or_stops(on_ranks: Any, tmp_path: Path) -> None:

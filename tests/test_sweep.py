@@ -20,10 +20,10 @@ from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.sweep import Outcome, Sweep, combinations
 
-from tiny import CPU, context, result_of
+from tiny import CPU, VIT, context, result_of
 
 TINY = (
-    *("+recipe=resnet", "model=squeezenet1_1", "data=fake", "data.train_images=24", "data.val_images=7"),
+    *("+recipe=resnet", *VIT, "data=fake", "data.train_images=24", "data.val_images=7"),
     *("train.batch_size=12", "train.max_steps=2", "checkpoint.keep=0"),
     *("monitor.progress=none", "monitor.tensorboard=false"),
 )

@@ -21,25 +21,25 @@ from shardtrain.comm.trace import Span
 from shardtrain.monitor import timeline
 from shardtrain.monitor.timeline import Lanes
 
+from pool import each_rank
 from small import Block, OddNet, images, sgd, shard
 from small import train as steps_of
 from tiny import CPU, run
 
 
-def _collected() -> list[float]:
-    """Return when each rank met the others, by what a rank has of all."""
+@each_rank(3, transport="auto")
+def test_ranks_share_a_clock() -> None:
+    """Each knows of all when they met the others."""
     comm.barrier()
     now = time.perf_counter()
-    return [spans[0].start for spans in timeline.collect([Span("step", "step", now, now + 1)], 7).spans]
+    starts = [spans[0].start for spans in timeline.collect([Span("step", "step", now, now + 1)], 7).spans]
+    assert max(starts) - min(starts) < 0.5
+    found = comm.gather_texts(str(starts), comm.plain_transport(), CPU)
+    assert found == [str(starts)] * 3
 
 
-def test_ranks_share_a_clock(on_ranks: Any) -> None:
-    first, *others = on_ranks(3, _collected)
-    assert others == [first] * 2
-    assert max(first) - min(first) < 0.5
-
-
-def _spans() -> list[Span]:
+@each_rank(2)
+def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     model = shard(OddNet(), units=[Block])
     optimizer = sgd(model)
     steps_of(model, optimizer, steps=2)
@@ -48,21 +48,17 @@ def _spans() -> list[Span]:
     steps_of(model, optimizer, steps=1, start=3)
     spans = taken.spans()
     assert all(span.start <= span.end for span in spans)
-    return spans
-
-
-def test_gathers_computation_reductions_and_waits_carry_unit_names(ranks: Any) -> None:
     units = ["blocks.0", "blocks.1", "the root"]
-    for spans in ranks(2, _spans):
-        found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in trace.KINDS}
-        assert found["forward"] == found["backward"] == found["reduce"] == units
-        assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1", "the root"]
-        waits = {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"}
-        assert waits <= set(found["wait"])
-        starts = {(span.kind, span.name): span.start for span in spans}
-        assert starts["forward", "blocks.0"] < starts["forward", "blocks.1"]
-        assert starts["backward", "blocks.1"] < starts["backward", "blocks.0"]
-        assert starts["backward", "blocks.1"] < starts["reduce", "blocks.1"]
+    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in trace.KINDS}
+    assert found["forward"] == found["backward"] == found["reduce"] == units
+    assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1", "the root"]
+    assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= set(
+        found["wait"]
+    )
+    starts = {(span.kind, span.name): span.start for span in spans}
+    assert starts["forward", "blocks.0"] < starts["forward", "blocks.1"]
+    assert starts["backward", "blocks.1"] < starts["backward", "blocks.0"]
+    assert starts["backward", "blocks.1"] < starts["reduce", "blocks.1"]
 
 
 def test_without_a_trace_nothing_is_kept() -> None:
@@ -121,41 +117,19 @@ def test_a_step_in_words_and_as_a_picture() -> None:
     assert red[middle:].sum() > 10 * max(1, red[: middle // 2].sum())  # in rank 1's lane
 
 
-def profiled(folder: str, *arguments: str) -> None:
-    steps = ("data.train_images=96", "train.max_steps=8", "train.log_every=1", "monitor.tensorboard=false")
-    run(folder, *steps, *arguments)
-    assert not trace.is_open()
-
-
-def test_a_timeline_that_cannot_be_written_does_not_end_the_run(on_ranks: Any, tmp_path: Path) -> None:
-    (tmp_path / "timeline").write_text("")  # a file where the folder should be
-    on_ranks(1, profiled, str(tmp_path), "debug=profile", "train.max_steps=4")
-    log = (tmp_path / "log.txt").read_text()
-    assert f"warning: cannot write {tmp_path}/timeline/step-4.png (File exists); training goes on" in log
-    assert "steps 3 to 4 are in" not in log
-    assert "step 4: " in log  # in words all the same, of the two steps that there were
-    assert "no waiting" not in log
-    assert json.loads((tmp_path / "result.json").read_text())["status"] == "finished"
-
-
 def test_profiles_are_made_when_planned_and_when_asked_for(on_ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "profile").touch()  # seen with the first report, so steps 2 to 4
-    on_ranks(2, profiled, str(tmp_path), "debug=profile", "monitor.profile_at=5")
+    steps = ("data.train_images=96", "train.max_steps=8", "train.log_every=1", "monitor.tensorboard=false")
+    on_ranks(2, run, str(tmp_path), *steps, "debug=profile", "monitor.profile_at=5")
     assert not (tmp_path / "profile").exists()
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == [
         *("step-4.png", "step-7.png", "steps-2-4.json", "steps-5-7.json"),
     ]
     events = json.loads((tmp_path / "timeline/steps-5-7.json").read_text())["traceEvents"]
     found = {(event["pid"], event["name"]) for event in events}
-    for rank in range(2):
-        for name in (
-            "gather layer1.0",
-            "forward layer4.1",
-            "backward layer4.1",
-            "reduce the root",
-            "phase data",
-        ):
-            assert (rank, name) in found
+    mlp = "encoder.layers.encoder_layer_0.mlp.0"
+    for name in ("gather conv_proj", f"forward {mlp}", f"backward {mlp}", "reduce the root", "phase data"):
+        assert {(0, name), (1, name)} <= found, name
     log = (tmp_path / "log.txt").read_text()
     assert f"steps 5 to 7 are in {tmp_path}/timeline/steps-5-7.json (for ui.perfetto.dev), step-7.png" in log
     assert "step 7: " in log
