@@ -99,7 +99,7 @@ class Twins:
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
         inside = introspect(job.model)
-        self.world, self._unit_of = inside.all_ranks.world, inside.unit_of_parameter
+        self.world, self._unit_of = inside.transport.all_ranks.world, inside.unit_of_parameter
         whole = converted(initial_model(config), config, job.device).to(job.device)
         units = [unit.name.removeprefix("(root)") for unit in inside.units]
         self.sharded = Recorded(job.model, job.optimizer, units)

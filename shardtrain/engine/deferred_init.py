@@ -27,16 +27,13 @@ Model = TypeVar("Model", bound=nn.Module)
 def deferred(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
     """Return ``build(*args, **kwargs)`` for `shard`: on rank 0 with its values, elsewhere on the meta device.
 
-    After `shard` every parameter and buffer has rank 0's value, bit for bit what ``build`` gives without
-    `deferred` under rank 0's seed. Until then parameters can be converted (``.to(dtype)``, channels_last), on
-    all ranks alike; changes of values count on rank 0. Call it once there is a process group: before that,
-    every rank builds for real.
+    After `shard` every parameter and buffer has rank 0's value. Until then parameters can be converted
+    (``.to(dtype)``, channels_last), on all ranks alike; changes of values count on rank 0. Call it once there
+    is a process group: before that, every rank builds for real.
 
-    On rank 0 random number generators are left where ``build`` leaves them. Other ranks draw nothing, so that
-    generators that agreed before do not agree after; seed anew where they must.
-
-    A constructor that needs values (``.item()``), or keeps tensors that are neither parameters nor buffers,
-    runs for real on every rank, which then holds a whole copy until `shard`.
+    Other ranks draw no random numbers: seed anew where generators of all ranks must agree. A constructor that
+    needs values (``.item()``), or keeps tensors that are neither parameters nor buffers, runs for real on
+    every rank, which then holds a whole copy until `shard`.
     """
     model = None if comm.rank() == 0 else _on_meta(build, *args, **kwargs)
     if model is None:
@@ -54,9 +51,9 @@ def _on_meta(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model | 
     except Exception:  # what has another cause than missing values is raised again by the build for real
         return None
     state = {*model.parameters(), *model.buffers()}
-    attributes = [leaf for module in model.modules() for leaf in tree_leaves(vars(module))]
-    others = [leaf for leaf in attributes if isinstance(leaf, Tensor) and leaf not in state]
-    return None if any(tensor.is_meta for tensor in others) else model
+    attributes = tree_leaves([vars(module) for module in model.modules()])
+    plain = (leaf for leaf in attributes if isinstance(leaf, Tensor) and leaf.is_meta and leaf not in state)
+    return model if next(plain, None) is None else None
 
 
 class InitialValues:

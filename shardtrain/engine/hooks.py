@@ -133,12 +133,12 @@ class Engine:
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if called is not module:
                 return
-            failed = output is None and sys.exc_info()[0] is not None
-            if failed:
-                note_pieces(sys.exc_info()[1], self.units)
-            self.schedule.after_forward(unit, output, failed)
+            error = sys.exc_info()[1] if output is None else None
+            if error is not None:
+                note_pieces(error, self.units)
+            self.schedule.after_forward(unit, output, error is not None)
             if called is self.module:
-                self.schedule.end_forward(failed)
+                self.schedule.end_forward(error is not None)
 
         self._handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
         self._handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
@@ -210,14 +210,20 @@ class Engine:
             if not any(param in self._hooked for group in groups for param in group["params"]):
                 return
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
+            self.watch(optimizer)
             self._optimizers[optimizer] = len(groups)
             for segment in self.segments:
                 segment.cut_state(optimizer)
-            pieces.watch(optimizer, self.segments)
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         self.schedule.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let torch.distributed.checkpoint find pieces in the state dict of ``optimizer``."""
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = 0  # groups that have been checked
+            pieces.watch(optimizer, self.segments)
 
     # between steps
 

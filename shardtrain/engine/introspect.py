@@ -10,39 +10,35 @@ from torch import nn
 
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.shard import Segment
-from shardtrain.engine.unit import Gathered
+from shardtrain.engine.unit import Gathered, Unit
 
 
 class UnitInfo(NamedTuple):
-    """One unit. ``parameters`` and ``bytes`` count the whole unit; ``local`` (elements, padding included) and
-    ``local_bytes`` this rank's shard, ``most_bytes`` the largest shard of any rank."""
+    """One unit. ``parameters`` and ``bytes`` count the whole unit, ``local_bytes`` this rank's shard with its
+    padding, ``most_bytes`` the largest shard of any rank."""
 
     name: str
     parameters: int
-    local: int
     bytes: int
     local_bytes: int
     most_bytes: int
 
 
 class Introspection:
-    """A sharded model as seen from outside. Every figure is of the moment at which it is asked for.
+    """A sharded model as seen from outside, at the moment at which it is asked.
 
-    ``transport``: how the shards move. ``all_ranks``: the ranks that train this model, replicas included.
-    ``primary_ranks``: those that hold what all replicas have alike. ``precision``: as given to `shard`.
+    ``transport``: how the shards move, and between which ranks. ``precision``: as given to `shard`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.transport = engine.transport
-        self.all_ranks = engine.transport.all_ranks
-        self.primary_ranks = engine.transport.primary_ranks
         self.precision = engine.precision
 
     @property
     def units(self) -> list[UnitInfo]:
         """Every unit, root first."""
-        return [_describe(unit.name or "(root)", unit.segments) for unit in self._engine.units]
+        return [_describe(unit) for unit in self._engine.units]
 
     @property
     def unit_of_parameter(self) -> dict[str, str]:
@@ -51,23 +47,9 @@ class Introspection:
         return {info.name: unit.title for unit in units for s in unit.segments for info in s.infos}
 
     @property
-    def device(self) -> torch.device:
-        """Where units compute."""
-        return self._engine.device
-
-    @property
     def bytes_by_rank(self) -> list[int]:
         """Bytes of the shards of each rank of the shard group, padding included."""
-        return _bytes_by_rank(self._engine.segments) or [0] * self.transport.world
-
-    @property
-    def elements_by_rank(self) -> dict[nn.Parameter, list[int]]:
-        """How many elements of each sharded parameter each rank of the shard group holds."""
-        return {
-            param: [segment.layout.pieces(rank)[index].numel for rank in range(segment.layout.world)]
-            for segment in self._engine.segments
-            for index, param in enumerate(segment.params)
-        }
+        return _bytes_by_rank(self._engine.segments, self.transport.world)
 
     @property
     def gathered(self) -> Gathered:
@@ -96,26 +78,20 @@ class Introspection:
 
 
 def introspect(module: nn.Module) -> Introspection:
-    """Look inside a sharded module.
-
-    Raises:
-        ValueError: ``module`` is not sharded.
-    """
+    """Look inside a sharded module. Raises ValueError for any other one."""
     return Introspection(engine_of(module))
 
 
-def _describe(name: str, segments: Sequence[Segment]) -> UnitInfo:
-    sizes = [(s.layout.numel, s.local.numel(), s.local.element_size()) for s in segments]
+def _describe(unit: Unit) -> UnitInfo:
     return UnitInfo(
-        name=name,
-        parameters=sum(whole for whole, _, _ in sizes),
-        local=sum(local for _, local, _ in sizes),
-        bytes=sum(whole * width for whole, _, width in sizes),
-        local_bytes=sum(local * width for _, local, width in sizes),
-        most_bytes=max(_bytes_by_rank(segments), default=0),
+        name=unit.name or "(root)",
+        parameters=sum(segment.layout.numel for segment in unit.segments),
+        bytes=sum(segment.layout.numel * segment.local.element_size() for segment in unit.segments),
+        local_bytes=sum(segment.local.nbytes for segment in unit.segments),
+        most_bytes=max(_bytes_by_rank(unit.segments, unit.transport.world)),
     )
 
 
-def _bytes_by_rank(segments: Sequence[Segment]) -> list[int]:
-    lengths = [[s.layout.length(r) * s.local.element_size() for r in range(s.layout.world)] for s in segments]
-    return [sum(held) for held in zip(*lengths, strict=True)]
+def _bytes_by_rank(segments: Sequence[Segment], world: int) -> list[int]:
+    widths = [(segment.layout, segment.local.element_size()) for segment in segments]
+    return [sum(layout.length(rank) * width for layout, width in widths) for rank in range(world)]

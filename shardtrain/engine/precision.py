@@ -38,17 +38,16 @@ class Precision:
     """Dtypes for `shard`. ``None`` leaves a thing as it is.
 
     ``param``: parameters while a unit computes, and on the wire. ``reduce``: gradients on the wire (default:
-    the dtype they are computed in); sums are taken in fp32 or wider, on NCCL by NCCL. ``gather``:
-    ``torch.int8``, or None for ``param``. ``torch.int8``, as ``gather`` or as ``reduce``, means blocks of 256
-    elements with a scale each, an error of at most 1/254 of a block's largest magnitude, and a quarter of
-    fp32's bytes. Vectors (biases) and what ``keep`` names travel as they are. ``output``: floating-point
-    outputs of the root. ``cast_inputs``: cast floating-point inputs of every unit to ``param``. ``keep``:
-    modules whose own parameters stay in their dtype, and which are given inputs of that dtype; normalisation
-    layers unless said otherwise. BatchNorm takes ``param`` inputs as they are: its kernels compute in fp32
-    then.
+    the dtype they are computed in); sums are taken in fp32 or wider, on NCCL by NCCL. ``output``:
+    floating-point outputs of the root. ``cast_inputs``: cast floating-point inputs of every unit to
+    ``param``. ``keep``: modules whose own parameters stay in their dtype, and which are given inputs of that
+    dtype. BatchNorm takes ``param`` inputs as they are: its kernels compute in fp32 then.
 
-    Raises:
-        ValueError: a dtype that is not floating-point.
+    ``torch.int8`` as ``gather`` or ``reduce`` moves blocks of 256 elements with a scale each: a quarter of
+    fp32's bytes, and an error of at most 1/254 of a block's largest magnitude. Vectors (biases) and what
+    ``keep`` names travel as they are.
+
+    Raises ValueError for a dtype that is not floating-point.
     """
 
     param: torch.dtype | None = None
@@ -59,11 +58,10 @@ class Precision:
     gather: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("param", "reduce", "output"):
+        for name, or_int8 in (("param", ""), ("reduce", ", torch.int8"), ("output", "")):
             dtype = getattr(self, name)
-            also = (None, torch.int8) if name == "reduce" else (None,)
-            if dtype not in also and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                or_int8 = ", torch.int8" if name == "reduce" else ""
+            floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if not (dtype is None or floating or (or_int8 and dtype is torch.int8)):
                 raise ValueError(
                     f"precision.{name} must be a floating-point dtype{or_int8} or None, got {dtype!r}"
                 )
@@ -75,8 +73,9 @@ class Precision:
 
     def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
         """Return the dtype in which ``param``, held by ``holder``, computes."""
-        kept = isinstance(holder, self.keep) or not param.dtype.is_floating_point
-        return param.dtype if kept or self.param is None else self.param
+        if self.param is None or isinstance(holder, self.keep) or not param.is_floating_point():
+            return param.dtype
+        return self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients computed in ``compute`` are summed up, and move as they are."""
@@ -91,7 +90,7 @@ class Precision:
 
     def traffic(self, param: torch.Tensor, holder: nn.Module) -> Traffic:
         """Return what of ``param`` moves as int8: matrices and filters, unless ``holder`` is in ``keep``."""
-        may = param.dtype.is_floating_point and param.ndim > 1 and not isinstance(holder, self.keep)
+        may = param.is_floating_point() and param.ndim > 1 and not isinstance(holder, self.keep)
         return Traffic(may and self.gather is torch.int8, may and self.reduce is torch.int8)
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
@@ -119,17 +118,21 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
     That is ``value`` itself if there is nothing to do: a unit may append to a list that it was given.
     """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is tuple:  # the arguments of each call: mostly one tensor
+        return tuple([cast(item, dtype) for item in value])
+    if type(value) is dict and not value:
+        return value
     if all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors_in(value)):
         return value
 
     def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
         if isinstance(leaf, Mapping):
             return type(leaf)({key: cast(item, dtype) for key, item in leaf.items()})  # type: ignore[call-arg]
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = [field.name for field in dataclasses.fields(leaf) if field.init]
             return dataclasses.replace(leaf, **{name: cast(getattr(leaf, name), dtype) for name in fields})
-        return leaf
+        return cast(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(of_leaf, value)

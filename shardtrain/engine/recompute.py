@@ -16,15 +16,16 @@ Checkpointing is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174), w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain.engine.hooks import Engine, engine_of
@@ -32,8 +33,6 @@ from shardtrain.engine.precision import tensors_in
 from shardtrain.engine.unit import Unit
 
 Forward = Callable[..., Any]  # takes the module, then what the module takes
-
-_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile, that capture CUDA graphs
 
 
 def compile_units(
@@ -46,39 +45,40 @@ def compile_units(
     """Run each unit of a sharded module by ``torch.compile``; each is compiled when it first runs.
 
     Units of one class with the same shapes and settings share what is compiled. With `checkpoint_activations`
-    too, compile first.
+    too, compile first. ``fullgraph``: refuse a unit that does not become one graph. All options are torch's.
 
-    Args:
-        module: what `shard` returned.
-        backend, options: as for ``torch.compile``.
-        fullgraph: refuse a unit that does not become one graph; else it falls apart into several.
-
-    Raises:
-        ValueError: there are no units; a unit is compiled or checkpointed already, or holds parameters of
-            the root; inductor lacks what it needs; CUDA graphs are asked for. At the first forward: a unit
-            is not one graph.
+    Raises ValueError if there are no units; a unit is compiled or checkpointed already, or holds parameters
+    of the root; inductor lacks what it needs; CUDA graphs are asked for. At the first forward: a unit is not
+    one graph.
     """
     engine = engine_of(module)
-    units = _innermost_units(engine, "compile")
+    units = _innermost_units(engine, "compile", _compiled, _checkpointed)
+    entrances = {inner for unit in engine.units for inner in engine.entrances(unit)}
     for unit in units:
-        _refuse_compiling(unit, engine)
-    if options.get("mode") in _GRAPH_MODES or (options.get("options") or {}).get("triton.cudagraphs"):
+        for name, child in unit.module.named_modules():
+            if name and child in entrances:
+                raise ValueError(
+                    f"unit {unit.title} cannot be compiled: parameters of its module {name} are shared with "
+                    "another unit, and so belong to the root"
+                )
+    asked = (options.get("options") or {}).get("triton.cudagraphs")
+    if asked or options.get("mode") in ("reduce-overhead", "max-autotune"):
         raise ValueError(
             "CUDA graphs read parameters where they lay when the graph was captured, but released units get "
             "new memory: compile without triton.cudagraphs, in mode 'default' or 'max-autotune-no-cudagraphs'"
         )
     if backend == "inductor":
         require_inductor(engine.device)
-    kinds: dict[object, Compiled] = {}
+    kinds: dict[object, Forward] = {}
     for unit in units:
         forward = _forward_of(unit)
         shapes = tuple(shape for segment in unit.segments for shape in segment.shapes)
         kind = (forward, shapes, repr(unit.module))  # settings too: each probability is compiled on its own
         if kind not in kinds:
-            name = f"{type(unit.module).__name__}_{len(kinds)}"
-            run = torch.compile(_entry(forward, name), backend=backend, fullgraph=fullgraph, **options)
-            kinds[kind] = Compiled(run, unit.title)
-        _set_forward(unit, kinds[kind])
+            entry = _entry(forward, f"{type(unit.module).__name__}_{len(kinds)}")
+            run = torch.compile(entry, backend=backend, fullgraph=fullgraph, **options)
+            kinds[kind] = partial(_compiled, run, unit.title)
+        unit.module.forward = MethodType(kinds[kind], unit.module)
 
 
 def checkpoint_activations(module: nn.Module) -> None:
@@ -87,137 +87,88 @@ def checkpoint_activations(module: nn.Module) -> None:
     Results are bit-equal: random draws (dropout) repeat, and BatchNorm counts each batch once. ``module`` is
     what `shard` returned.
 
-    Raises:
-        ValueError: there are no units, or they are checkpointed already. While training: a unit changes its
-            inputs, or a buffer other than a BatchNorm's, so that computing again would differ.
+    Raises ValueError if there are no units, or they are checkpointed already. In backward: a unit's inputs,
+    or a buffer other than a BatchNorm's, have changed in place, so that computing again would differ.
     """
-    units = _innermost_units(engine_of(module), "checkpoint")
-    for unit in units:
-        if isinstance(_forward_of(unit), Checkpointed):
-            raise ValueError(f"the activations of {unit.title} are checkpointed already")
-    for unit in units:
-        _set_forward(unit, Checkpointed(_forward_of(unit), unit.title))
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled forward of all units of one kind; ``title``: the first of them."""
-
-    run: Forward
-    title: str
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.run(module, *args, **kwargs)
-        except torch._dynamo.exc.Unsupported as error:
-            reason = str(error).strip().split("\n", 1)[0]
-            raise ValueError(
-                f"unit {self.title} cannot be compiled as one graph: {reason}; change its forward, compile "
-                "with fullgraph=False, or do not compile"
-            ) from error
-
-
-@dataclass(frozen=True)
-class Checkpointed:
-    """The forward of one unit, whose activations are dropped and computed again in backward."""
-
-    forward: Forward
-    title: str
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(module, *args, **kwargs)
-        inputs = _versions(tensors_in((args, kwargs)))
-
-        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self.forward(module, *args, **kwargs)
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return self._first(module), self._again(module, inputs)
-
-        # Both go in as arguments: that is where torch looks for devices whose random state it is to keep.
-        return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=contexts)
-
-    @contextmanager
-    def _first(self, module: nn.Module) -> Iterator[None]:
-        """Run the first forward inside: refuse a change of buffers that computing again would repeat."""
-        names = {
-            buffer: f"{name}.{key}" if name else key
-            for name, child in module.named_modules()
-            if not isinstance(child, _NormBase)
-            for key, buffer in child._buffers.items()
-            if buffer is not None
-        }
-        before = _versions(names)
-        yield
-        for buffer, version in before:
-            if buffer._version != version:
-                raise ValueError(
-                    f"unit {self.title} changes its buffer {names[buffer]} in forward, so that computing it "
-                    "again would begin elsewhere; do not checkpoint its activations"
-                )
-
-    @contextmanager
-    def _again(self, module: nn.Module, inputs: list[tuple[torch.Tensor, int]]) -> Iterator[None]:
-        """Run the forward again inside: BatchNorms update copies of their running statistics."""
-        if any(tensor._version != version for tensor, version in inputs):
-            raise ValueError(
-                f"inputs of unit {self.title} were changed in place after it began to compute, so that "
-                "computing it again would begin elsewhere; make that operation not in place, or do not "
-                "checkpoint activations"
-            )
-        norms = [child for child in module.modules() if isinstance(child, _NormBase) and child.training]
-        kept = [dict(norm._buffers) for norm in norms]
-        for norm in norms:
-            norm._buffers.update({key: b if b is None else b.clone() for key, b in norm._buffers.items()})
-        try:
-            yield
-        finally:
-            for norm, buffers in zip(norms, kept, strict=True):
-                norm._buffers.update(buffers)
+    for unit in _innermost_units(engine_of(module), "checkpoint", _checkpointed):
+        forward = partial(_checkpointed, _forward_of(unit), unit.title)
+        unit.module.forward = MethodType(forward, unit.module)
 
 
 def require_inductor(device: torch.device) -> None:
-    """Require what inductor generates code for.
-
-    Raises ValueError if there is no C++ compiler for the CPU, or no Triton for another device.
-    """
+    """Raise ValueError if inductor lacks what compiles its code: a C++ compiler for the CPU, else Triton."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
 
-    if device.type != "cpu":
-        if not has_triton():
-            raise ValueError(f"compiling for {device.type} needs Triton, which does not work here")
-        return
     try:
-        get_cpp_compiler()
+        if device.type == "cpu":
+            get_cpp_compiler()
+        elif not has_triton():
+            raise ValueError(f"compiling for {device.type} needs Triton, which does not work here")
     except InvalidCxxCompiler:
         raise ValueError(
             "compiling for the CPU needs a C++ compiler, and there is none: install g++, or name one in CXX"
         ) from None
 
 
-def _innermost_units(engine: Engine, what: str) -> list[Unit]:
+def _compiled(run: Forward, title: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the compiled forward of all units of one kind; ``title``: the first of them."""
+    try:
+        return run(module, *args, **kwargs)
+    except torch._dynamo.exc.Unsupported as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise ValueError(
+            f"unit {title} cannot be compiled as one graph: {reason}; change its forward, compile "
+            "with fullgraph=False, or do not compile"
+        ) from error
+
+
+def _checkpointed(forward: Forward, title: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of one unit, drop its activations, and compute them again in backward."""
+    if not torch.is_grad_enabled():
+        return forward(module, *args, **kwargs)
+    needed = [("inputs", tensor) for tensor in tensors_in((args, kwargs))]
+    needed += [(f"the buffer {name}", buffer) for name, buffer in _buffers(module, of_norms=False)]
+    begun = [(what, tensor, tensor._version) for what, tensor in needed if not tensor.is_inference()]
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(module, *args, **kwargs)
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        for what, tensor, version in begun:
+            if tensor._version != version:
+                raise ValueError(
+                    f"{what} of unit {title} changed in place after it began to compute, so that computing "
+                    "it again would begin elsewhere; make that operation not in place, or do not checkpoint "
+                    "activations"
+                )
+        statistics = {name: buffer.clone() for name, buffer in _buffers(module, of_norms=True)}
+        with _reparametrize_module(module, statistics):  # BatchNorms update copies
+            yield
+
+    # Both go in as arguments: that is where torch looks for devices whose random state it is to keep.
+    return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), again()))
+
+
+def _buffers(module: nn.Module, of_norms: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers of all BatchNorms in ``module`` with their names, or all others."""
+    children = [item for item in module.named_modules() if isinstance(item[1], _NormBase) == of_norms]
+    return [item for name, child in children for item in child.named_buffers(name, recurse=False)]
+
+
+def _innermost_units(engine: Engine, what: str, *before: Forward) -> list[Unit]:
+    """Return the units that hold no other one; refuse if forwards of theirs run one of ``before``."""
     units = [u for u in engine.units[1:] if not any(u.holds(other) for other in engine.units)]
     if not units:
         raise ValueError(f"there is nothing to {what}: the model has no unit besides the root; choose units")
+    for unit in units:
+        run = getattr(_forward_of(unit), "func", None)
+        if run in before:
+            done = "compiled" if run is _compiled else "checkpointed"
+            raise ValueError(f"{unit.title} is {done} already: compile units once, then checkpoint them once")
     return units
-
-
-def _refuse_compiling(unit: Unit, engine: Engine) -> None:
-    forward = _forward_of(unit)
-    if isinstance(forward, Checkpointed):
-        raise ValueError(f"the activations of {unit.title} are checkpointed already: compile first")
-    if isinstance(forward, Compiled):
-        raise ValueError(f"{unit.title} is compiled already")
-    hooked = {module for other in engine.units for module in engine.entrances(other)}
-    for name, child in unit.module.named_modules():
-        if child in hooked and child is not unit.module:
-            raise ValueError(
-                f"unit {unit.title} cannot be compiled: parameters of its module {name} are shared with "
-                "another unit, and so belong to the root"
-            )
 
 
 def _forward_of(unit: Unit) -> Forward:
@@ -226,10 +177,6 @@ def _forward_of(unit: Unit) -> Forward:
     if not isinstance(bound, MethodType) or bound.__self__ is not unit.module:
         raise ValueError(f"the forward of {unit.title} is no method of that module, but {bound!r}")
     return bound.__func__
-
-
-def _set_forward(unit: Unit, forward: Forward) -> None:
-    unit.module.forward = MethodType(forward, unit.module)
 
 
 def _entry(forward: Forward, name: str) -> Forward:
@@ -244,8 +191,3 @@ def _entry(forward: Forward, name: str) -> Forward:
 
     enter.__code__ = enter.__code__.replace(co_name=name)
     return enter
-
-
-def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Return each tensor with the number of its changes in place so far."""
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]

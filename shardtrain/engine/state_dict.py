@@ -1,7 +1,6 @@
 """Whole parameters for users: to look at and edit, to save, to load; and buffers made equal.
 
-`unsharded`, `full_state_dict`, `load_full_state_dict`, `average_buffers` and `equal_buffers` are collective:
-every rank must call them.
+Everything here but `optimizer_state_dict` is collective: every rank must call it.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.pieces import watch
 from shardtrain.engine.shard import Segment, in_memory_order
 from shardtrain.engine.unit import Unit
 
@@ -29,7 +27,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
+    def of(cls, tensor: Tensor) -> Spec:
         return cls(tensor.dtype, tuple(tensor.shape))
 
 
@@ -37,15 +35,11 @@ class Spec(NamedTuple):
 def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False) -> Iterator[None]:
     """Make every parameter whole and shaped inside, on every rank; with ``grads``, gradients too.
 
-    Args:
-        module: what `shard` returned.
-        writeback: keep the edits made inside (each rank keeps those to its own intervals, so make the
-            same edits on all ranks), or drop them.
-        grads: gather gradients as well, and treat edits to them alike.
+    ``writeback``: keep the edits made inside, or drop them. Each rank keeps those to its own intervals, so
+    make the same edits on all ranks.
 
-    Raises:
-        ValueError: a step or another ``unsharded`` is under way; gradients asked for wait under `no_sync`;
-            or, at the end, an edit gave a parameter or gradient another shape.
+    Raises ValueError if a step or another ``unsharded`` is under way; gradients asked for wait under
+    `no_sync`; or, at the end, an edit gave a parameter or gradient another shape.
     """
     engine = engine_of(module)
     engine.require_rest("unsharded() cannot be called")
@@ -73,8 +67,8 @@ def _open(unit: Unit, grads: bool) -> None:
     """Show private whole copies: nobody sees edits before they are written back."""
     unit.release()
     for segment in unit.segments:
-        values = segment.views_of(_whole(segment, segment.local, unit))
-        gradients = _whole_grads(segment, unit) if grads else [None] * len(values)
+        values = _whole(unit, segment, segment.local)
+        gradients = _whole_grads(unit, segment) if grads else [None] * len(values)
         segment.show_full()
         for param, value, grad in zip(segment.params, values, gradients, strict=True):
             param.data, param.grad = value, grad
@@ -83,38 +77,36 @@ def _open(unit: Unit, grads: bool) -> None:
 
 def _write_back(segment: Segment, grads: bool) -> None:
     """Keep this rank's part of the whole copies."""
-    for index, (view, param) in enumerate(zip(segment.local_views, segment.params, strict=True)):
-        view.copy_(_piece_of(segment, index, param.data))
-    if grads:
-        for index, grad in enumerate([param.grad for param in segment.params]):
+    for index, param in enumerate(segment.params):
+        segment.local_views[index].copy_(_piece_of(segment, index, param.data))
+        if grads:
+            grad = param.grad
             segment.set_grad(index, None if grad is None else _piece_of(segment, index, grad).clone())
 
 
-def _whole(segment: Segment, local: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """Gather every rank's ``local`` interval into a private flat vector where the unit computes."""
+def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
+    """Gather every rank's ``local`` interval; return private whole tensors where the unit computes."""
     if unit.transport.world == 1:
-        return local.to(segment.full.device, copy=True)
+        return segment.views_of(local.to(segment.full.device, copy=True))
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
     unit.transport.gather(unit.gather_tag, [Flat(full, local, segment.layout)]).wait()
-    return full
+    return segment.views_of(full)
 
 
-def _whole_grads(segment: Segment, unit: Unit) -> list[torch.Tensor | None]:
+def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     """Gather and shape every parameter's gradient; None where there is none."""
     # Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
-    has_grad = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
-    segment.transport.all_ranks.all_reduce(has_grad, "max")
-    if not has_grad.any():
-        return [None] * len(segment.params)
+    present = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
+    segment.transport.all_ranks.all_reduce(present, "max")
     local = torch.zeros_like(segment.local)
     for index, param in enumerate(segment.params):
         if param.grad is not None:
             segment.part_of(local, index).copy_(segment.flattened(index, param.grad))
-    views = segment.views_of(_whole(segment, local, unit))
-    return [view if has else None for view, has in zip(views, has_grad.tolist(), strict=True)]
+    wholes = _whole(unit, segment, local) if present.any() else [None] * len(segment.params)
+    return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
 
 
-def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor:
+def _piece_of(segment: Segment, index: int, whole: Tensor) -> Tensor:
     """Return this rank's part of ``whole``, which must have the shape of parameter ``index``, as at rest."""
     if whole.shape != segment.shapes[index]:
         raise ValueError(
@@ -126,60 +118,47 @@ def _piece_of(segment: Segment, index: int, whole: torch.Tensor) -> torch.Tensor
     return segment.shown(index, flat[piece.start : piece.stop])
 
 
-def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
     """Return whole parameters and persistent buffers on the CPU, as the unwrapped model's ``state_dict()``.
 
     Same keys in the same order, same shapes and dtypes. One unit is gathered at a time. Floating-point
     buffers (BatchNorm's running statistics) are the mean over ranks, others are rank 0's, so the result is
     the same on every rank. With ``rank0_only`` the other ranks return an empty dict.
 
-    Raises:
-        ValueError: called inside forward, backward or `unsharded`.
+    Raises ValueError inside forward, backward or `unsharded`.
     """
     engine = engine_of(module)
     engine.require_rest("full_state_dict() cannot be called")
     wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
-    values: dict[torch.Tensor, torch.Tensor] = {}
+    buffers = equal_buffers(module, engine.transport.all_ranks)
+    values = {buffer: value.to("cpu", copy=True) for buffer, value in buffers}
     for unit in engine.units:
         for segment in unit.segments:
-            views = segment.views_of(_whole(segment, segment.local, unit))
+            wholes = _whole(unit, segment, segment.local)
             if wanted:
-                values.update(zip(segment.params, (v.to("cpu", copy=True) for v in views), strict=True))
-    for buffer, value in equal_buffers(module, engine.transport.all_ranks):
-        values[buffer] = value.to("cpu", copy=True)
-    if not wanted:
-        return {}
-    items = module.state_dict(keep_vars=True).items()
+                values.update(zip(segment.params, (w.to("cpu", copy=True) for w in wholes), strict=True))
+    items = module.state_dict(keep_vars=True).items() if wanted else ()
     return {key: values[v] if v in values else v.detach().to("cpu", copy=True) for key, v in items}
 
 
-def load_full_state_dict(
-    module: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True
-) -> None:
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
     """Load whole parameters and buffers; rank 0's ``state`` is used on every rank.
 
-    Args:
-        module: what `shard` returned.
-        state: as `full_state_dict` or the unwrapped model's ``state_dict()`` give it. Other ranks than 0
-            may pass an empty dict.
-        strict: refuse missing and unexpected keys. Otherwise the former keep their values and the latter
-            are ignored.
+    ``state``: as `full_state_dict` or the unwrapped model's ``state_dict()`` give it. ``strict=False``: what
+    ``state`` lacks keeps its value, and what the model lacks is ignored.
 
-    Raises:
-        ValueError: on every rank, naming each key that is missing, unexpected, of another shape or of
-            another dtype. Nothing has been loaded then.
+    Raises ValueError on every rank, naming each key that is missing, unexpected, of another shape or dtype.
+    Nothing has been loaded then.
     """
     engine = engine_of(module)
     engine.require_rest("load_full_state_dict() cannot be called")
-    all_ranks, device = engine.transport.all_ranks, engine.device
-    problems, lacking = _compare(engine, state, strict) if all_ranks.rank == 0 else ([], [])
-    ours = {"problems": problems, "missing": lacking}
-    message = comm.broadcast_text(json.dumps(ours), all_ranks, device)
-    verdict = json.loads(message) if message else ours  # a simulated world delivers nothing
-    if verdict["problems"]:
-        raise ValueError("nothing was loaded: " + "; ".join(verdict["problems"]))
+    all_ranks = engine.transport.all_ranks
     given = {} if all_ranks.rank else state
-    missing = set(verdict["missing"])
+    verdict = json.dumps(([], []) if all_ranks.rank else _compare(engine, state, strict))
+    # A simulated world delivers an empty text.
+    problems, missing = json.loads(comm.broadcast_text(verdict, all_ranks, engine.device) or verdict)
+    if problems:
+        raise ValueError("nothing was loaded: " + "; ".join(problems))
     for unit in engine.units:
         unit.release()
         for segment in unit.segments:
@@ -197,23 +176,21 @@ def load_full_state_dict(
 def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's state by parameter names, as torch's ``get_optimizer_state_dict`` lays it out.
 
-    ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}``. Tensors are the
-    optimizer's own, as pieces (see ``pieces.py``): ``torch.distributed.checkpoint`` saves them as parts of
-    the whole and loads into them. Options loaded with them reach the optimizer by ``load_state_dict`` of
-    the result. An optimizer without state gets some first, by a step with a learning rate of 0.
+    Its tensors are the optimizer's own, as pieces (see ``pieces.py``): ``torch.distributed.checkpoint`` saves
+    them as parts of the whole and loads into them. Options reach the optimizer by ``load_state_dict`` of the
+    result. An optimizer without state gets some first, by a step with a learning rate of 0.
 
-    Raises:
-        ValueError: called inside forward, backward or `unsharded`.
+    Raises ValueError inside forward, backward or `unsharded`.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     engine = engine_of(module)
     engine.require_rest("optimizer_state_dict() cannot be called")
-    watch(optimizer, engine.segments)
+    engine.watch(optimizer)
     return dict(get_optimizer_state_dict(module, optimizer))
 
 
-def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) -> tuple[list[str], list[str]]:
+def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
     """Return what does not fit between ``state`` and the module, and which names ``state`` lacks."""
     expected = {
         info.name: Spec(segment.local.dtype, tuple(shape))
@@ -222,15 +199,12 @@ def _compare(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool) ->
     }
     expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]
-    tied = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # further names
-    given = {name: Spec.of(value) for name, value in state.items() if name not in tied}
-    if not strict:
-        given = {name: spec for name, spec in given.items() if name in expected}
-        expected = {name: spec for name, spec in expected.items() if name in state}
-    return differences(expected, given), missing
+    further = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # names of what is tied
+    given = {name: Spec.of(value) for name, value in state.items() if name not in further}
+    return differences(expected, given, strict), missing
 
 
-def _uncut(engine: Engine) -> list[tuple[str, torch.Tensor]]:
+def _uncut(engine: Engine) -> list[tuple[str, Tensor]]:
     """Return what every rank holds whole of the module's state, by name: ignored parameters and buffers."""
     cut = {param for segment in engine.segments for param in segment.params}
     named = engine.module.named_parameters()
@@ -238,10 +212,11 @@ def _uncut(engine: Engine) -> list[tuple[str, torch.Tensor]]:
     return [*ignored, *persistent_buffers(engine.module)]
 
 
-def differences(expected: Mapping[str, Spec], given: Mapping[str, Spec]) -> list[str]:
-    """Return what is missing, unexpected, misshapen or of another dtype in ``given``, a line each."""
-    problems = [f"{name} is missing" for name in expected if name not in given]
-    problems += [f"{name} is unexpected" for name in given if name not in expected]
+def differences(expected: Mapping[str, Spec], given: Mapping[str, Spec], strict: bool = True) -> list[str]:
+    """Return what is misshapen, of another dtype or (``strict``) missing or unexpected, a line each."""
+    missing = [f"{name} is missing" for name in expected if name not in given]
+    unexpected = [f"{name} is unexpected" for name in given if name not in expected]
+    problems = [*missing, *unexpected] if strict else []
     for name, ours in expected.items():
         theirs = given.get(name, ours)
         if theirs.shape != ours.shape:
@@ -261,9 +236,9 @@ def average_buffers(module: nn.Module) -> None:
         buffer.copy_(value)
 
 
-def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """Return every buffer with the value that all ranks are to have, and leave the buffers alone."""
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in dict.fromkeys(module.buffers()):
         groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     pairs = []
@@ -279,7 +254,7 @@ def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[torch.Tenso
     return pairs
 
 
-def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers that belong to the module's state, by name."""
     persistent = module.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
 
 from torch import nn
 
@@ -13,6 +12,7 @@ from shardtrain.engine.unit import Unit
 
 UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALL = 16_384  # elements; a unit below this is not worth a message of its own
 
 
@@ -46,28 +46,21 @@ def infos_by_unit(
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     units = {module: name for name, module in anchors.items()}
-    names: dict[nn.Parameter, str] = {}
-    holders: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
-    homes: dict[nn.Parameter, set[str]] = {}
+    uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in modules.items():
-        home = _innermost(module_name, modules, units)
         for attribute, param in module._parameters.items():
-            if param is None or param in ignored:
-                continue
-            names.setdefault(param, f"{module_name}.{attribute}" if module_name else attribute)
-            holders.setdefault(param, {})[module, attribute] = None
-            homes.setdefault(param, set()).add(home)
+            if param is not None and param not in ignored:
+                uses.setdefault(param, []).append((module_name, module, attribute))
     infos: dict[str, list[ParamInfo]] = {name: [] for name in anchors}
-    for param, used_in in homes.items():
-        home = _innermost(_common_ancestor(used_in), modules, units)
-        infos[home].append(ParamInfo(names[param], tuple(holders[param])))
+    for used in uses.values():
+        homes = [_innermost(module_name, modules, units) for module_name, _, _ in used]
+        home = homes[0]
+        while home and not all(f"{other}.".startswith(f"{home}.") for other in homes):
+            home = _innermost(home.rpartition(".")[0], modules, units)
+        first, _, attribute = used[0]
+        holders = dict.fromkeys((module, attribute) for _, module, attribute in used)
+        infos[home].append(ParamInfo(f"{first}.{attribute}".removeprefix("."), tuple(holders)))
     return {name: members for name, members in infos.items() if members or name == ""}
-
-
-def _common_ancestor(names: set[str]) -> str:
-    """Return ``a.b`` for ``a.b.c`` and ``a.b.d``."""
-    steps = zip(*(name.split(".") for name in names), strict=False)
-    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def _innermost(name: str, modules: Mapping[str, nn.Module], units: Mapping[nn.Module, str]) -> str:
@@ -83,8 +76,7 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
     A block is what a model's author wrote a class with a ``forward`` for, and repeated. So a module becomes a
     unit unless it is
 
-    - a container (``Sequential``, ``ModuleList``, ``ModuleDict``, or anything without a ``forward``): its
-      children are looked at;
+    - a container (``Sequential``, or what has no ``forward``): its children are looked at;
     - more than half of the model (an "encoder" that is nearly everything): its children are looked at, but
       not those of ``nn.MultiheadAttention``, which reads its children's weights without calling them;
     - a single layer whose parameters a module around it reads (``F.linear(x, self.embedding.weight)``): it
@@ -92,24 +84,21 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
     - small, at most 16,384 elements or 1/64 of the model, whichever is less: it stays with the root,
       which is whole during the entire step. A message costs as much as moving some 10,000 elements.
 
-    That gives one unit per residual block of a ResNet or RegNet, per inverted residual of a MobileNet or
-    EfficientNet, per encoder block of a ViT or Swin, per layer of a DenseNet, per mixed block of an
-    Inception, per auxiliary head, and one for a classifier; a VGG, which has no blocks, is cut into its
+    That gives one unit per residual block of a ResNet, per encoder block of a ViT or Swin, per layer of a
+    DenseNet, per auxiliary head, and one for a classifier; a VGG, which has no blocks, is cut into its
     convolutions. Stem and norms stay with the root.
     """
     sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in root.named_modules()}
-    total = sizes[""]
-    small = min(_SMALL, total // 64)
+    small = min(_SMALL, sizes[""] // 64)
     chosen: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module, around: tuple[nn.Module, ...] = ()) -> None:
-        if sizes[name] == 0 or sizes[name] <= small:
+        layer = next(module.children(), None) is None
+        if sizes[name] <= small or (layer and _is_read(name, module, around)):
             return
-        if next(module.children(), None) is None and _is_read(name, module, around):
-            return
-        whole = isinstance(module, nn.MultiheadAttention) or next(module.children(), None) is None
-        too_large = 2 * sizes[name] > total and not whole
-        if name and not too_large and not _is_container(module):
+        divisible = not (layer or isinstance(module, nn.MultiheadAttention))
+        container = isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward
+        if name and not container and not (divisible and 2 * sizes[name] > sizes[""]):
             chosen[name] = module
             return
         for child_name, child in module.named_children():
@@ -127,46 +116,34 @@ def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
     That is code that mentions both names, as ``self.embedding.weight`` does.
     """
     attribute = name.rpartition(".")[2]
-    for module in around:
-        for method in vars(type(module)).values():
-            code = getattr(method, "__code__", None)
-            mentioned = code.co_names if code is not None and "init" not in code.co_name else ()
-            if attribute in mentioned and not layer._parameters.keys().isdisjoint(mentioned):
-                return True
-    return False
+    methods = [method for module in around for method in vars(type(module)).values()]
+    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    return any(
+        attribute in code.co_names and not layer._parameters.keys().isdisjoint(code.co_names)
+        for code in codes
+        if "init" not in code.co_name
+    )
 
 
-def note_pieces(error: BaseException | None, units: Iterable[Unit]) -> None:
-    """Add to ``error`` which parameters the code that raised it reads, though they show pieces there."""
-    infos = [(info, unit) for unit in units for s in unit.segments if not s.shows_full for info in s.infos]
-    for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
-        names = frame.f_code.co_names
-        around = frame.f_locals.get("self")
-        if not isinstance(around, nn.Module) or error is None:
-            continue
-        for info, unit in infos:
+def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
+    """Add to ``error`` which parameter the code that raised it reads, though that shows a piece there."""
+    shown = [(info, unit) for unit in units for s in unit.segments if not s.shows_full for info in s.infos]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names, module = frame.f_code.co_names, frame.f_locals.get("self")
+        for info, unit in shown if isinstance(module, nn.Module) else ():
             *_, layer, attribute = ("", *info.name.split("."))
-            if attribute in names and (layer in names or around is info.holder):
-                note = (
-                    f"{info.name} is this rank's piece while {unit.title} does not run, and the forward of "
-                    f"{type(around).__name__} reads it: choose units so that they are in one, "
-                    "shard(units=...), or read it inside shardtrain.unsharded(model)"
+            if attribute in names and (layer in names or module is info.holder):
+                error.args = (
+                    f"{error}. {info.name} is this rank's piece while {unit.title} does not run, and the "
+                    f"forward of {type(module).__name__} reads it: choose units so that they are in one, "
+                    "shard(units=...), or read it inside shardtrain.unsharded(model)",
                 )
-                error.args = (f"{error}. {note}",)
                 return
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not _has_forward(module)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def check_forward(name: str, module: nn.Module) -> None:
     """Refuse a module that is never called itself."""
-    if not _has_forward(module):
+    if type(module).forward is nn.Module.forward:
         raise ValueError(
             f"{name} is a {type(module).__name__}, which has no forward of its own, so nothing tells when "
             "its parameters are needed; shard the module that calls it, or its children"

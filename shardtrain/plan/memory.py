@@ -139,7 +139,7 @@ class LiveTensors(TorchDispatchMode):
         self._fixed = {"parameters": inside.shard_bytes, "gradients": inside.transport.reserved}
         ours = {_address(tensor) for tensor in inside.tensors}
         for kind, tensors in (
-            ("gradients", [p.grad for p in inside.elements_by_rank if p.grad is not None]),
+            ("gradients", [p.grad for p in model.parameters() if p.grad is not None]),
             ("optimizer", optimizer_tensors(optimizer)),
             ("other", [*model.buffers(), *present]),
         ):
