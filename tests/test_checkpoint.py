@@ -291,7 +291,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "manifest.json says what cannot be: KeyError 'shape'",
     ),
 }
-# What torture.files does to every file of a checkpoint is not repeated here.
+# What test_torture.py does to every file of a checkpoint is not repeated here.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "two files": (
         lambda f: (_flip(f / DATA), _flip(f / OTHER)),

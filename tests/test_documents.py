@@ -69,7 +69,7 @@ READERS: dict[str, Callable[[list[str], bool], object]] = {
     "shardtrain.doctor": doctor.read,
 }
 # Their parts are tests of their own.
-PROGRAMS = ["tests/torture.py", "tests/behaviours.py"]
+PROGRAMS = ["tests/behaviours.py"]
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "shardtrain." in c and c not in ELSEWHERE])

@@ -1,37 +1,335 @@
-"""Short forms of what `torture.py` does at length."""
+"""Checkpoints under torture: ranks killed in the middle of a save or at random, bit flips, damaged files."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-import torture
+import shardtrain
+from shardtrain import comm
+from shardtrain.checkpoint.loading import load_into, open_checkpoint
+from shardtrain.checkpoint.manifest import Damaged
+from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
+
+import programs
+from pool import forkserver
+from small import Block, OddNet, train
+
+CPU = torch.device("cpu")
+WORLD = 2
 
 
-@pytest.mark.parametrize(
-    ("part", "arguments", "lines"),
-    [
-        (torture.points, (["in the middle of a data file", "after the rename"],), 2),
-        pytest.param(torture.points, (), len(torture.POINTS), marks=pytest.mark.long),
-        (torture.flips, (40,), 1),
-        (torture.files, (), 11),
-        pytest.param(torture.kills, (4,), 4, marks=pytest.mark.long),
-    ],
-)
-def test_checkpoints_under_torture(tmp_path: Path, part: Any, arguments: Any, lines: int) -> None:
-    assert len(list(part(tmp_path, *arguments))) == lines
+# what is saved and how it is compared
+
+
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = shardtrain.shard(OddNet(), units=[Block])
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
+    """Continue from the newest checkpoint, train on, save every step."""
+    model, optimizer = fresh()
+    store = Store(Path(folder), comm.open_transport(), CPU, keep=keep, asynchronous=asynchronous)
+    start = store.newest()
+    if comm.rank() == 0:
+        store.clear(start.damaged)
+    if start.opened is not None:
+        load_into(start.opened, model, optimizer)
+    for step in range(start.step + 1, steps + 1):
+        store.settle()
+        train(model, optimizer, 1, start=step)
+        store.save(step, model, optimizer, extra={"step": step}, facts={}, best=None)
+    store.finish()
+
+
+def content(path: Path) -> str:
+    """Return a digest of everything that the checkpoint ``path`` loads into a single rank."""
+    model, optimizer = fresh()
+    extra = load_into(open_checkpoint(path, comm.Alone(), CPU), model, optimizer)
+    digest = hashlib.sha256(json.dumps(extra).encode())
+    states = [optimizer.state[param] for param in model.parameters()]
+    for tensors in (shardtrain.full_state_dict(model), *states):
+        for name, value in tensors.items():
+            digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ranks that can be killed
+
+
+class Kill(NamedTuple):
+    """End ``rank`` with SIGKILL ``when`` ("before", "after") the ``count``-th call of ``os.<function>``."""
+
+    rank: int
+    when: str
+    function: str
+    count: int
+
+
+POINTS = {
+    "before the temporary directory is made": Kill(0, "before", "mkdir", 1),
+    "after the temporary directory is made": Kill(0, "after", "mkdir", 2),
+    "before a data file": Kill(1, "before", "write", 1),
+    "in the middle of a data file": Kill(1, "before", "write", 9),
+    "before a data file is on the disk": Kill(1, "before", "fsync", 1),
+    "after a data file is on the disk": Kill(1, "after", "fsync", 1),
+    "in the manifest": Kill(0, "before", "fsync", 2),
+    "between the manifest and its digest": Kill(0, "after", "fsync", 2),
+    "before the rename": Kill(0, "before", "rename", 1),
+    "after the rename": Kill(0, "after", "rename", 1),
+    "after the commit": Kill(0, "after", "fsync", 5),
+    "in the deletion of an old checkpoint": Kill(0, "after", "rename", 2),
+}
+
+
+def _arm(kill: Kill) -> None:
+    """Make this process die there."""
+    original, calls = getattr(os, kill.function), [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        try:
+            if calls[0] == kill.count and kill.when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        finally:
+            if calls[0] == kill.count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, kill.function, counted)
+
+
+def _rank(rank: int, meeting: str, kill: Kill | None, work: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what survivors say of the dead is not wanted here
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, WORLD), rank=rank, world_size=WORLD)
+    if kill is not None and kill.rank == rank:
+        _arm(kill)
+    works(*work)
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ranks(
+    folder: Path, steps: int, keep: int = 2, asynchronous: bool = False, kill: Kill | None = None
+) -> Iterator[list[Any]]:
+    """Start two ranks that work on ``folder`` up to step ``steps``; they are gone when the block is left."""
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (f"{meeting}/store", kill, (str(folder), steps, keep, asynchronous))
+        started = [forkserver().Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
+        for process in started:
+            process.start()
+        try:
+            yield started
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def undisturbed(folder: Path, steps: int, keep: int = 2) -> None:
+    with ranks(folder, steps, keep) as started:
+        for process in started:
+            process.join(60)
+        assert [process.exitcode for process in started] == [0] * WORLD, "the undisturbed ranks failed"
+
+
+def contents(folder: Path) -> dict[int, str]:
+    return {step: content(folder / step_name(step)) for step in steps_in(folder)}
+
+
+def survivor(folder: Path, known: dict[int, str], at_least: int) -> int:
+    """Return the step that the next start finds: complete, bit for bit, and not before ``at_least``."""
+    start = newest(folder, comm.Alone(), CPU)
+    assert not start.damaged, start.damaged
+    assert start.step >= at_least, f"step {start.step} is found, but {at_least} was committed"
+    assert not start.step or content(folder / step_name(start.step)) == known[start.step], start.step
+    return start.step
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose undisturbed run serves both of these tests."""
-    return tmp_path_factory.mktemp("runs")
+def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of four steps, of ranks that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("four")
+    undisturbed(folder, 4, keep=4)
+    return folder
+
+
+BRIEFLY = ("in the middle of a data file", "after the rename")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BRIEFLY else pytest.mark.long) for name in POINTS]
+)
+def test_a_kill_in_a_save_leaves_a_complete_checkpoint(four_steps: Path, tmp_path: Path, name: str) -> None:
+    """And the ranks that are started again leave nothing of it behind."""
+    for step in (1, 2):
+        shutil.copytree(four_steps / step_name(step), tmp_path / step_name(step))
+    with ranks(tmp_path, 3, kill=POINTS[name]) as started:
+        for process in started:
+            process.join(30)
+        codes = [process.exitcode for process in started]
+    assert codes[POINTS[name].rank] == -signal.SIGKILL, codes
+    assert None not in codes, "the other rank did not leave within 30 s"
+    known = contents(four_steps)
+    survivor(tmp_path, known, at_least=2)
+    undisturbed(tmp_path, 4)
+    assert survivor(tmp_path, known, at_least=4) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(3), step_name(4)]
+
+
+@pytest.mark.long
+def test_kills_at_random_times(tmp_path: Path) -> None:
+    """Of all ranks; each start goes on where the one before was killed."""
+    undisturbed(tmp_path / "expected", 40, keep=40)
+    chance, known, place, reached = random.Random(0), contents(tmp_path / "expected"), tmp_path / "kills", 0
+    for number in range(4):
+        with ranks(place, 2000, asynchronous=number % 2 == 0) as started:
+            deadline = time.monotonic() + 60
+            while not (steps_in(place) and steps_in(place)[-1] > reached):
+                assert time.monotonic() < deadline, "the ranks make no progress"
+                time.sleep(0.002)
+            time.sleep(chance.random() * 0.05)
+            for process in started:
+                os.kill(process.pid, signal.SIGKILL)
+        reached = survivor(place, known, at_least=steps_in(place)[-1])
+
+
+# damage
+
+
+@pytest.fixture
+def two_steps(four_steps: Path, tmp_path: Path) -> Path:
+    for step in (1, 2):
+        shutil.copytree(four_steps / step_name(step), tmp_path / step_name(step))
+    return tmp_path
+
+
+def assert_noticed(place: Path, file: Path) -> None:
+    """Loading step 2 fails and names the file, and the next start falls back to step 1."""
+    name = "manifest" if file.name.startswith("manifest") else file.name
+    with pytest.raises(Damaged, match=re.escape(name)):
+        open_checkpoint(place / step_name(2), comm.Alone(), CPU)
+    assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
+
+
+def test_bit_flips_are_noticed(two_steps: Path) -> None:
+    """Single bits, spread evenly over every file."""
+    chance = random.Random(0)
+    files = sorted((two_steps / step_name(2)).iterdir())
+    for number in range(40):
+        file = files[number % len(files)]
+        intact = file.read_bytes()
+        at = chance.randrange(len(intact))
+        file.write_bytes(intact[:at] + bytes([intact[at] ^ (1 << chance.randrange(8))]) + intact[at + 1 :])
+        assert_noticed(two_steps, file)
+        file.write_bytes(intact)
+    content(two_steps / step_name(2))
+
+
+def zero_tail(file: Path) -> None:
+    data = file.read_bytes()
+    kept = len(data) * 2 // 3
+    file.write_bytes(data[:kept] + bytes(len(data) - kept))
+
+
+def another_step_s(file: Path) -> None:
+    shutil.copy(file.parents[1] / step_name(1) / file.name, file)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut short by a byte": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "emptied": lambda file: os.truncate(file, 0),
+    "with a zeroed tail": zero_tail,
+    "deleted": lambda file: file.unlink(),
+    "from another step": another_step_s,
+    "a link to itself elsewhere": lambda file: file.symlink_to(file.rename(file.parents[1] / "elsewhere")),
+    "a directory": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_noticed(two_steps: Path, name: str) -> None:
+    path = two_steps / step_name(2)
+    for file in sorted(path.iterdir()):
+        shutil.copytree(path, two_steps / "keep")
+        DAMAGES[name](file)
+        assert_noticed(two_steps, file)
+        shutil.rmtree(path)
+        (two_steps / "keep").rename(path)
+
+
+def test_files_in_each_other_s_place_are_noticed(two_steps: Path) -> None:
+    path = two_steps / step_name(2)
+    first, second = (path / f"rank-0000{rank}.safetensors" for rank in (0, 1))
+    swapped = first.rename(path / "x"), second.rename(first), (path / "x").rename(second)
+    assert_noticed(two_steps, swapped[1])
+    shutil.rmtree(path)
+    shutil.copytree(two_steps / step_name(1), path)
+    assert newest(two_steps, comm.Alone(), CPU).step == 1
+
+
+# whole runs
+
+
+RUN = """
+    -m shardtrain.train +recipe=resnet model=mobilenet_v3_small data=fake data.train_images=120
+    data.val_images=12 train.batch_size=12 train.epochs=1 train.log_every=3 checkpoint.every_steps=5
+    monitor.progress=lines
+"""
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
-@pytest.mark.parametrize("part", [torture.runs, torture.restarts])
-def test_killed_runs_end_as_undisturbed_ones(folder: Path, part: Any) -> None:
-    assert len(list(part(folder, 1, ["train.epochs=1", "data.train_images=120"]))) == 1
+def test_a_worker_killed_under_torchrun_is_started_again(tmp_path: Path) -> None:
+    """With ``--max-restarts``; what it saves last is, bit for bit, what an undisturbed run saves."""
+    whole, restarted = tmp_path / "whole", tmp_path / "restarted"
+    assert programs.ended(WORLD, *RUN.split(), f"run.dir={whole}", folder=tmp_path, timeout=300).codes == [
+        0,
+        0,
+    ]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend",
+        "c10d",
+        "--max-restarts",
+        "1",
+    ]
+    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]  # a port of its own
+    command = [*launcher, *RUN.split(), f"run.dir={restarted}"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    told, killed = [], False
+    with running, running.stdout as lines:  # type: ignore[union-attr]
+        for line in lines:
+            told.append(line)
+            if not killed and re.match(r"step +\d", line):
+                workers = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+                os.kill(int(random.Random(1).choice(workers)), signal.SIGKILL)
+                killed = True
+    assert running.returncode == 0, "".join(told[-60:])
+    assert killed
+    ends = [path / "checkpoints" / step_name(10) / "manifest.json" for path in (whole, restarted)]
+    expected, found = (json.loads(path.read_text())["files"] for path in ends)
+    assert found == expected
