@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+Ranks = Callable[..., list[Any]]  # of the fixtures `ranks` and `on_ranks`
 LARGEST = 4
 TIMEOUT_S = 150.0
 # What tests import, so that ranks are forked with it; `shardtrain.train` stands for what programs import.

@@ -11,7 +11,7 @@ from behaviours import PROBES, Shardtrain, outcome
 
 Ranks = Callable[..., list[Any]]
 
-# These end in an error that the other ranks may have to wait for; `test_shared_memory.py` has them.
+# These end in an error that the other ranks may have to wait for; `test_guard.py` has them.
 _DIVERGING = ("Ranks that run units in another order", "Unequal numbers of steps")
 
 

@@ -25,23 +25,20 @@ from shardtrain.comm.meter import waiting
 from shardtrain.comm.movement import GATHER
 from shardtrain.layout import Policy
 
-from small import Block, OddNet, assert_at_rest, images, sgd
+from small import Block, OddNet, assert_at_rest, images, sgd, train
 
 one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 def steps(model: torch.nn.Module, rank: int, device: torch.device, count: int = 4) -> list[float]:
-    optimizer = sgd(model)
-    losses = []
-    for step in range(count):
-        x, y = (tensor.to(device) for tensor in images(step, rank))
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    """Train, and return this rank's losses."""
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = images(step, rank)
+        return x.to(device), y.to(device)
+
+    return train(model, sgd(model), count, batch)
 
 
 @one_gpu

@@ -1,4 +1,4 @@
-"""What runs inside units: compiled forwards, activations computed again, and both together."""
+"""What runs inside units: compiled, computed again, both; and options together, as people use them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import math
 import os
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +20,11 @@ from torch import nn
 from torch._inductor import config as inductor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torchvision.models import VisionTransformer
 from torchvision.models.vision_transformer import EncoderBlock
 
 import shardtrain
-from shardtrain import comm
-from shardtrain.engine.hooks import engine_of
+from shardtrain import Precision, comm
+from shardtrain.engine import api
 from shardtrain.engine.recompute import require_inductor
 from shardtrain.job.step import Step
 from shardtrain.plan.memory import memory_of_step
@@ -31,13 +32,18 @@ from shardtrain.plan.memory import memory_of_step
 from pool import each_rank
 from small import (
     Block,
+    Deep,
     OddNet,
+    Vit,
     assert_at_rest,
     assert_same_parameters,
     images,
+    mesh,
     sgd,
     sharded_and_replica,
+    train_in_micro_batches,
 )
+from test_replicated import assert_replicas_are_equal
 
 Inside = Callable[[nn.Module], None]
 BF16 = shardtrain.Precision(param=torch.bfloat16, output=torch.float32)
@@ -63,13 +69,6 @@ class Counting(Dropping):
 class DroppingBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().forward(x), 0.3, self.training)
-
-
-class Vit(VisionTransformer):
-    """On 5×5 images. Without dropout, which aot_eager cannot differentiate behind attention."""
-
-    def __init__(self) -> None:
-        super().__init__(5, 1, 2, 3, 9, 19, num_classes=5)
 
 
 MODELS = {OddNet: Block, Vit: EncoderBlock, Dropping: DroppingBlock, Counting: DroppingBlock}
@@ -102,36 +101,13 @@ def fresh_compiler() -> Iterator[dict[str, int]]:
     torch._dynamo.reset()
 
 
-def train(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
-    """Train three clipped steps of two micro-batches; return this rank's losses."""
-    if isinstance(model, DistributedDataParallel):
-        no_sync, clip = model.no_sync, partial(nn.utils.clip_grad_norm_, [*model.parameters()])
-    else:
-        no_sync, clip = (partial(f, model) for f in (shardtrain.no_sync, shardtrain.clip_grad_norm_))
-    optimizer, losses = sgd(model), []
-    for step in range(3):
-        torch.manual_seed(step)
-        for micro in range(2):
-            x, y = images(2 * step + micro)
-            with no_sync() if micro == 0 else contextlib.nullcontext():
-                loss = F.cross_entropy(model(x), y)
-                (loss / 2).backward()
-            losses.append(loss.item())
-        clip(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        after(step)
-    return losses
-
-
 @pytest.mark.parametrize(
     ("make", "inside", "bf16", "reshard"),
     [
-        (OddNet, compiled, False, True),
+        pytest.param(OddNet, compiled, False, True, marks=pytest.mark.long),
         (Counting, checkpointed, False, True),
-        (Vit, both, True, True),
+        pytest.param(Vit, both, True, True, marks=pytest.mark.long),
         (Dropping, both, False, False),
-        pytest.param(Vit, compiled, False, True, marks=pytest.mark.long),
     ],
 )
 @each_rank(3, transport="auto")
@@ -145,31 +121,29 @@ def test_units_compute_what_others_do(
     with fresh_compiler() as stats:
         inside(model)
         graphs: list[int] = []
-        losses = train(model, after=lambda step: graphs.append(stats["unique_graphs"]))
+        losses = train_in_micro_batches(model, after=lambda step: graphs.append(stats["unique_graphs"]))
     assert graphs[1] == graphs[2]  # nothing is compiled after the second step
     rounding = 5e-2 if bf16 else 1e-5
     # A compiled backward adds up what comes from attention's inputs in another order.
     exact = make is not Vit or not graphs[2]
     off = {"rtol": 0, "atol": 0} if exact else {"rtol": rounding, "atol": rounding}
-    torch.testing.assert_close(losses, train(plain), **off)
+    torch.testing.assert_close(losses, train_in_micro_batches(plain), **off)
     whole = [shardtrain.full_state_dict(each) for each in (model, plain)]
     torch.testing.assert_close(*whole, **off)
-    assert losses == pytest.approx(train(replica), rel=rounding)
+    assert losses == pytest.approx(train_in_micro_batches(replica), rel=rounding)
     assert_same_parameters(model, replica, rounding)
 
 
 # compiling
 
 
-@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.long), True])
 @each_rank(2, transport="auto")
-def test_compiled_units_evaluate(bf16: bool) -> None:
+def test_compiled_units_evaluate() -> None:
     """Evaluation at several sizes, whole parameters, then training again: few graphs, right results."""
-    options = {"precision": BF16 if bf16 else None}
-    (model, _), (plain, _) = (sharded_and_replica(OddNet, **options) for _ in range(2))
+    (model, _), (plain, _) = (sharded_and_replica(OddNet, precision=BF16) for _ in range(2))
     with fresh_compiler() as stats:
         compiled(model)
-        assert train(model) == train(plain)
+        assert train_in_micro_batches(model) == train_in_micro_batches(plain)
         assert stats["unique_graphs"] == 1  # for two equal blocks
 
         def looks() -> list[torch.Tensor]:
@@ -186,37 +160,30 @@ def test_compiled_units_evaluate(bf16: bool) -> None:
         for _ in range(2):
             found = looks()
             assert all(torch.equal(a, b) for a, b in zip(found[:4], found[4:], strict=True))
-        assert stats["unique_graphs"] == 3 + bf16  # evaluation, at any size, and with fp32 parameters
-        assert train(model) == train(plain)
-        assert stats["unique_graphs"] == 3 + bf16
+        assert stats["unique_graphs"] == 4  # evaluation, at any size, and with fp32 parameters
+        assert train_in_micro_batches(model) == train_in_micro_batches(plain)
+        assert stats["unique_graphs"] == 4
 
 
 @each_rank(1, transport="auto")
 def test_what_is_computed_again_is_compiled() -> None:
-    """What is computed again in backward is compiled, too."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
+    ran: list[int] = []
 
-    ran: list[str] = []
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append(1)
+            return graph(*args)
 
-    def counting(name: str) -> Any:
-        def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
-            def run(*args: Any) -> Any:
-                ran.append(name)
-                return graph(*args)
-
-            return make_boxed_func(run)
-
-        return compiler
+        return run
 
     model, _ = sharded_and_replica()
     with fresh_compiler():
-        shardtrain.compile_units(
-            model, backend=aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"))
-        )
+        shardtrain.compile_units(model, backend=counting)
         shardtrain.checkpoint_activations(model)
-        model(images(0)[0]).sum().backward()
-    assert ran == ["forward"] * 2 + ["forward", "backward"] * 2
+        loss = model(images(0)[0]).sum()
+        assert len(ran) == 2
+        loss.backward()
+    assert len(ran) == 4
 
 
 @pytest.mark.long
@@ -229,7 +196,7 @@ def test_inductor() -> None:
         with fresh_compiler():
             shardtrain.compile_units(model)
             checkpointed(model)
-            assert train(model) == pytest.approx(train(plain), rel=1e-5)
+            assert train_in_micro_batches(model) == pytest.approx(train_in_micro_batches(plain), rel=1e-5)
     finally:  # inductor adds to it
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
@@ -275,9 +242,9 @@ def test_checkpointed_units_hold_less_and_move_the_same() -> None:
     for again in (False, True):
         if again:
             checkpointed(model)
-        train(model)
+        train_in_micro_batches(model)
         with comm.meter() as meter:
-            train(model)
+            train_in_micro_batches(model)
         moved.append(dict(meter.calls) | dict(meter.bytes))
         kept.append(peak_of_activations(model))
         assert_at_rest(model)
@@ -286,12 +253,6 @@ def test_checkpointed_units_hold_less_and_move_the_same() -> None:
     assert kept[0] - kept[1] >= 4 * inputs
     without, with_it = moved[0], moved[1]
     assert without == with_it
-
-
-class Deep(OddNet):
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(7) for _ in range(blocks)))
 
 
 def peak_of_activations(model: nn.Module) -> int:
@@ -307,7 +268,7 @@ def test_a_copy_runs_its_own_forward() -> None:
     with fresh_compiler():
         both(model)
         twin = copy.deepcopy(model)
-        assert all(unit.module.forward.__self__ is unit.module for unit in engine_of(twin).units[1:])
+        assert all(block.forward.__self__ is block for block in twin.blocks)
         x, _ = images(0, rank=0)
         expected = model(x)
         with torch.no_grad():
@@ -320,18 +281,9 @@ def test_a_copy_runs_its_own_forward() -> None:
 # mistakes
 
 
-class Elsewhere(nn.Module):
-    """Two linear units, one of which does what the test asks."""
-
-    def __init__(self, does: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.second = Doing(does), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x * 1.0))
-
-
 class Doing(nn.Module):
+    """A linear layer, and then what the test asks."""
+
     def __init__(self, does: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.linear, self.does = nn.Linear(4, 4), does
@@ -342,7 +294,8 @@ class Doing(nn.Module):
 
 
 def elsewhere(does: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda module, y: y) -> nn.Module:
-    return shardtrain.shard(Elsewhere(does), units=lambda name, _: name in ("first", "second"))
+    named = OrderedDict(first=Doing(does), second=nn.Linear(4, 4))
+    return shardtrain.shard(nn.Sequential(named), units=lambda name, _: name in named)
 
 
 def breaks_the_graph(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
@@ -390,37 +343,48 @@ def test_inputs_that_are_changed_afterwards() -> None:
         y.sum().backward()
 
 
-def test_wrong_order_and_twice() -> None:
-    model = elsewhere()
-    with pytest.raises(ValueError, match="Linear is not sharded: pass the module that"):
-        shardtrain.compile_units(nn.Linear(2, 2))
-    compiled(model)
-    with pytest.raises(ValueError, match="first is compiled already: compile units once, then checkpoint"):
-        compiled(model)
-    checkpointed(model)
-    for again in (checkpointed, compiled):
-        with pytest.raises(ValueError, match="first is checkpointed already"):
-            again(model)
+def nothing(model: nn.Module) -> None:
+    pass
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}], ids=str
+    ("before", "inside", "message"),
+    [
+        (compiled, compiled, "first is compiled already: compile units once, then checkpoint"),
+        (checkpointed, checkpointed, "first is checkpointed already"),
+        (checkpointed, compiled, "first is checkpointed already"),
+        (
+            lambda model: setattr(model.second, "forward", lambda x: x),
+            checkpointed,
+            "the forward of second is no method of that module, but <function",
+        ),
+        (
+            nothing,
+            partial(shardtrain.compile_units, mode="reduce-overhead"),
+            "CUDA graphs read parameters wher",
+        ),
+        (
+            nothing,
+            partial(shardtrain.compile_units, options={"triton.cudagraphs": True}),
+            "CUDA graphs read ",
+        ),
+    ],
 )
-def test_cuda_graphs_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="CUDA graphs read parameters where they lay"):
-        shardtrain.compile_units(elsewhere(), **options)
+def test_mistakes_are_refused(before: Inside, inside: Inside, message: str) -> None:
+    model = elsewhere()
+    before(model)
+    with pytest.raises(ValueError, match=message):
+        inside(model)
 
 
-def test_models_without_what_it_takes() -> None:
+def test_models_without_units() -> None:
     alone = shardtrain.shard(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nothing to compile: the model has no unit besides the root"):
         compiled(alone)
     with pytest.raises(ValueError, match="nothing to checkpoint: the model has no unit besides the root"):
         checkpointed(alone)
-    patched = elsewhere()
-    patched.second.forward = lambda x: x
-    with pytest.raises(ValueError, match="the forward of second is no method of that module, but <function"):
-        checkpointed(patched)
+    with pytest.raises(ValueError, match="Linear is not sharded: pass the module that"):
+        compiled(nn.Linear(2, 2))
 
 
 def test_parameters_of_two_units() -> None:
@@ -437,4 +401,64 @@ def test_units_inside_units() -> None:
     """Only inner ones are concerned: of outer ones all would be gathered at once."""
     model = shardtrain.shard(OddNet(), units=[nn.Sequential, Block])
     checkpointed(model)
-    assert [u.name for u in engine_of(model).units if "forward" in vars(u.module)] == ["blocks.0", "blocks.1"]
+    assert [name for name, m in model.named_modules() if "forward" in vars(m)] == ["blocks.0", "blocks.1"]
+
+
+# options together
+
+
+Inside = Callable[[nn.Module], None]
+LOW = {"precision": Precision(torch.bfloat16, reduce=torch.float32, output=torch.float32)}
+INT8 = {"precision": Precision(gather=torch.int8, reduce=torch.int8)}
+KEPT = {"reshard_after_forward": False}
+WHOLE = {"layout": "whole"}
+OFFLOAD = {"offload": True}
+DEFERRED = {"deferred": True}
+
+# Replicas and ranks of a shard group, what runs inside units, how far from DDP, options.
+CASES: dict[str, tuple[tuple[int, int], Inside, float, dict[str, Any]]] = {
+    "replicas, whole, offload, compiled": ((2, 2), compiled, 1e-5, WHOLE | OFFLOAD),
+    "int8, compiled": ((1, 2), compiled, 5e-2, INT8),
+    "int8, offload, recomputed": ((1, 3), checkpointed, 5e-2, INT8 | OFFLOAD),
+    "int8, whole, kept": ((1, 3), lambda _: None, 5e-2, INT8 | WHOLE | KEPT),
+    "all but int8": ((2, 2), both, 5e-2, WHOLE | OFFLOAD | LOW | DEFERRED),
+    "replicas, recomputed, kept": ((2, 2), checkpointed, 1e-5, KEPT),
+}
+SLOW = ("replicas, whole, offload, compiled", "int8, compiled")  # others compile, too
+
+
+def on_the_cpu(link: comm.Transport, *_: object) -> comm.Transport:
+    """What ``offload=True`` makes of a transport where there is a device: the CPU stands in for it."""
+    return comm.Offloaded(link, torch.device("cpu"))
+
+
+def trains_like_ddp(name: str) -> None:
+    """Over shared memory where the options allow it, else over messages."""
+    (replicate, group), inside, rounding, options = CASES[name]
+    torch.manual_seed(0)
+    plain = OddNet()
+    replica = DistributedDataParallel(copy.deepcopy(plain))
+    torch.manual_seed(0)
+    model = shardtrain.deferred(OddNet) if "deferred" in options else plain
+    by_messages = "offload" in options or INT8.items() <= options.items()
+    chosen = {key: value for key, value in options.items() if key != "deferred"}
+    chosen["transport"] = "process_group" if by_messages else "shared_memory"
+    if replicate > 1:
+        chosen["mesh"] = mesh(replicate, group)
+    with mock.patch.object(api, "_offloaded", on_the_cpu):
+        model = shardtrain.shard(model, units=[Block], **chosen)
+    with fresh_compiler():
+        inside(model)
+        losses = train_in_micro_batches(model)
+    assert losses == pytest.approx(train_in_micro_batches(replica), rel=rounding)
+    assert_same_parameters(model, replica, rounding)
+    if replicate > 1:
+        assert_replicas_are_equal(model)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in CASES]
+)
+def test_options_together_train_like_ddp(on_ranks: Callable[..., list[Any]], name: str) -> None:
+    replicate, group = CASES[name][0]
+    on_ranks(replicate * group, trains_like_ddp, name)

@@ -110,9 +110,9 @@ def is_killed(folder: str, sizes: tuple[int, int] | None, where: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "sizes", "where"),
     [
-        ("process_group", None, "backward"),
-        ("shared_memory", None, "forward"),
         ("process_group", (2, 2), "forward"),
+        ("shared_memory", None, "forward"),
+        pytest.param("process_group", None, "backward", marks=pytest.mark.long),
         pytest.param("shared_memory", (2, 2), "backward", marks=pytest.mark.long),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_stopped_rank_is_named_at_the_time_out_of_the_user() -> None:
     model, optimizer = trained()
     process = torch.tensor(os.getpid())
     dist.broadcast(process, 1)
-    comm.set_time_out(timedelta(seconds=2))
+    comm.set_time_out(timedelta(seconds=1))
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -148,11 +148,11 @@ def test_a_stopped_rank_is_named_at_the_time_out_of_the_user() -> None:
         return
     begun = time.monotonic()
     text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
-    assert 1 < time.monotonic() - begun < 6
+    assert 0.5 < time.monotonic() - begun < 5
     if dist.get_rank() == 0:
         time.sleep(1)  # the third rank is as late as this one
         os.kill(int(process), signal.SIGCONT)
-    waited = f"rank 1 does not answer: rank {dist.get_rank()} has waited [2-4] s"
+    waited = f"rank 1 does not answer: rank {dist.get_rank()} has waited [1-3] s"
     told = f"rank 1 does not answer: rank {dist.get_rank()} was"
     assert re.match(f"({waited}|{told}) at step 3, (entering|gathering) the ", text), text
 
@@ -160,10 +160,10 @@ def test_a_stopped_rank_is_named_at_the_time_out_of_the_user() -> None:
 @each_rank(2, 3)
 def test_a_rank_that_is_busy_alone_is_waited_for() -> None:
     model, optimizer = trained()
-    comm.set_time_out(timedelta(seconds=1.5))
+    comm.set_time_out(timedelta(seconds=1))
     with patch.object(logging.getLogger("shardtrain"), "warning") as told:
         if is_last():
-            time.sleep(3.5)
+            time.sleep(2.5)
         train(model, optimizer, 1)
     said = [call.args[0] % call.args[1:] for call in told.call_args_list]
     if is_last():
@@ -221,10 +221,9 @@ def test_any_number_of_movements_may_come_without_a_wait(steps: int) -> None:
         assert max(map(len, [paths.own, *paths.theirs.values()])) < 1000
 
 
-@each_rank(3)
+@each_rank(2)
 def test_a_model_may_have_hundreds_of_units() -> None:
-    model = shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(500))), units=[nn.Linear])
-    model(torch.ones(2, 3)).sum().backward()
+    model = shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(400))), units=[nn.Linear])
     model(torch.ones(2, 3)).sum().backward()
 
 

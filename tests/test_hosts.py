@@ -1,4 +1,4 @@
-"""Ranks on several hosts, which are simulated on this one by a forced key: ranks of one key share memory."""
+"""Ranks that share memory: on one host, and on several, which are simulated by a forced key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,11 +15,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
-from shardtrain import checkpoint, comm
+from shardtrain import comm
+from shardtrain.comm.shared_memory import Arena
 
 from pool import each_rank
-from small import Block, OddNet, assert_same_parameters, raised_soon, sgd, train
-from test_parity import mean_of_means
+from small import (
+    Block,
+    Deep,
+    OddNet,
+    assert_same_parameters,
+    raised_soon,
+    sgd,
+    sharded_and_replica,
+    train,
+    train_in_micro_batches,
+)
+from test_engine import mean_of_means
 
 BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
 
@@ -63,24 +73,6 @@ def test_training_over_hosts_is_training() -> None:
 
 
 @each_rank(4, transport="auto")
-def test_state_goes_through_hosts_and_back(tmp_path: Path) -> None:
-    path = tmp_path / "step"
-    model = sharded(BLOCKS)
-    train(model, sgd(model), 2)
-    wanted = shardtrain.full_state_dict(model)
-    checkpoint.save(path, model)
-    with shardtrain.unsharded(model):
-        for param in model.parameters():
-            param.data.zero_()
-    assert not any(shardtrain.full_state_dict(model)["fc.weight"].flatten())
-    checkpoint.load(path, model)
-    other = sharded([0] * 4)
-    checkpoint.load(path, other)
-    for found in (shardtrain.full_state_dict(model), shardtrain.full_state_dict(other)):
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@each_rank(4, transport="auto")
 def test_a_rank_on_another_path_is_named_on_every_host() -> None:
     """Rank 3 runs the two blocks in the other order."""
     model = sharded(BLOCKS)
@@ -108,3 +100,25 @@ def test_hosts_that_cannot_share_fall_back_with_one_line(of_ranks: list[int], wh
     with hosts(of_ranks):
         refusal = raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), transport="shared_memory"))
     assert refusal == f"transport='shared_memory' is not possible: {why}"
+
+
+# one host
+
+
+@each_rank(2, 3, transport="auto")
+def test_gradients_that_wait_together_share_the_arena() -> None:
+    """Ten units whose gradients all wait under `no_sync`."""
+    model, replica = sharded_and_replica(lambda: Deep(9), transport="shared_memory")
+    assert train_in_micro_batches(model) == pytest.approx(train_in_micro_batches(replica), rel=1e-5)
+    assert_same_parameters(model, replica)
+
+
+def test_an_arena_gives_out_what_is_free() -> None:
+    arena = Arena(torch.zeros(384, dtype=torch.uint8))
+    assert (arena.take(100), arena.take(128)) == (0, 128)
+    with pytest.raises(AssertionError, match="a unit has one gradient"):
+        arena.take(129)
+    assert arena.offset_of(arena.view(128, 4, torch.float32)) == 128
+    arena.give_back(0)
+    assert arena.take(0) == 0
+    assert arena.take(64) == 64

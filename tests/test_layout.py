@@ -14,14 +14,11 @@ worlds = st.integers(1, 9)
 aligns = st.sampled_from([1, 2, 4, 8])
 
 
-def test_the_docstring_s_worked_numbers() -> None:
+def test_the_docstrings_worked_numbers() -> None:
     layout = even([3, 4, 6], world=2, align=4)
     assert layout.bounds == (0, 8, 16)
     assert layout.pieces(0) == (Piece(0, 3, 0), Piece(0, 4, 3), Piece(0, 1, 7))
     assert layout.pieces(1) == (Piece(3, 3, 0), Piece(4, 4, 0), Piece(1, 6, 0))
-
-
-def test_the_docstring_s_worked_numbers_for_whole_parameters() -> None:
     layout = cut_of("whole", world=2)([3, 4, 6], 4)
     assert layout.bounds == (0, 8, 16)
     assert layout.offsets == (8, 11, 0)

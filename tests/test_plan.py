@@ -97,6 +97,8 @@ MESSAGES = "parallel.transport=process_group"
         (1, [*DEEPER, MESSAGES, AGAIN]),
         (2, [*VIT, MESSAGES, "optim=muon"]),
         pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),
+        pytest.param(4, [*VIT, "parallel.replicate=2", "parallel.precision=bf16"], marks=pytest.mark.long),
+        pytest.param(3, [*VIT, "parallel.replicate=3", "train.batch_size=15"], marks=pytest.mark.long),
     ],
 )
 def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None:

@@ -1,11 +1,12 @@
-"""Computing and reducing in another dtype than the shards': exactly what a replicated twin does by hand."""
+"""Computing and reducing in another dtype than the shards': what a replicated twin does by hand; fp16."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardtrain
-from shardtrain import Precision, comm
-from shardtrain.engine.hooks import engine_of
+from shardtrain import GradScaler, Precision, comm
 from shardtrain.engine.precision import cast
+from shardtrain.train.saving import Saver
 
 from pool import each_rank
-from small import Block, OddNet, assert_at_rest, images, sgd, shard, train
+from small import Block, OddNet, assert_at_rest, images, sgd, shard
+from tiny import result_of, run
 
 BF16 = Precision(param=torch.bfloat16)
 
@@ -83,53 +85,40 @@ class Twin:
         return losses
 
 
-@pytest.mark.parametrize(
-    ("make", "unit", "norms"),
-    [
-        (OddNet, Block, (nn.BatchNorm2d,)),
-        (NormNet, nn.Linear, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)),
-    ],
-)
+# The model, its units, its norms, micro-batches per step, the dtype of the reduction.
+TWINS = [
+    (OddNet, Block, (nn.BatchNorm2d,), 1, None),
+    (NormNet, nn.Linear, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), 1, None),
+    (OddNet, Block, (nn.BatchNorm2d,), 3, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("make", "unit", "norms", "micro", "reduce"), TWINS)
 @each_rank(1, 3)
-def test_bf16_equals_a_replicated_twin(
-    make: Callable[[], nn.Module], unit: type[nn.Module], norms: tuple[type[nn.Module], ...]
-) -> None:
+def test_bf16_equals_a_replicated_twin(make: Any, unit: Any, norms: Any, micro: int, reduce: Any) -> None:
+    """bf16 gradients of micro-batches are added up in the dtype of the reduction."""
     torch.manual_seed(0)
     plain = make()
     twin = Twin(copy.deepcopy(plain), norms)
-    model = shard(plain, units=[unit], precision=Precision(torch.bfloat16, output=torch.float32))
-    expected = [loss for step in range(4) for loss in twin.step([images(step)])]
-    assert train(model, sgd(model), 4) == expected
+    precision = Precision(torch.bfloat16, reduce=reduce, output=torch.float32)
+    model = shard(plain, units=[unit], precision=precision)
+    optimizer = sgd(model)
+    for step in range(3):
+        batches = [images(micro * step + index) for index in range(micro)]
+        losses = []
+        for index, (x, y) in enumerate(batches):
+            with shardtrain.no_sync(model) if index < micro - 1 else contextlib.nullcontext():
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+            losses.append(loss.item())
+        assert losses == twin.step(batches)
+        optimizer.step()
+        optimizer.zero_grad()
     whole = shardtrain.full_state_dict(model)
     for name, param in twin.master.named_parameters():
         assert whole[name].dtype == torch.float32
         assert torch.equal(whole[name], param), name
     assert_at_rest(model)
-
-
-@each_rank(1, 3)
-def test_accumulation_adds_up_in_the_dtype_of_the_reduction() -> None:
-    """bf16 gradients of three micro-batches are added up in fp32, and move in fp32."""
-    torch.manual_seed(0)
-    plain = OddNet()
-    twin = Twin(copy.deepcopy(plain), (nn.BatchNorm2d,))
-    precision = Precision(torch.bfloat16, reduce=torch.float32, output=torch.float32)
-    model = shard(plain, units=[Block], precision=precision)
-    optimizer = sgd(model)
-    for step in range(3):
-        batches = [images(3 * step + micro) for micro in range(3)]
-        expected = twin.step(batches)
-        losses = []
-        for index, (x, y) in enumerate(batches):
-            with contextlib.nullcontext() if index == 2 else shardtrain.no_sync(model):
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        assert losses == expected
-    whole = shardtrain.full_state_dict(model)
-    assert all(torch.equal(whole[name], param) for name, param in twin.master.named_parameters())
 
 
 def moved(precision: Precision | None, **options: Any) -> tuple[int, int]:
@@ -181,8 +170,6 @@ def test_every_forward_sees_the_last_update() -> None:
             for param in model.parameters():
                 param.fill_(value)
             assert model(torch.ones(1, 3)).eq(3 * value).all()
-    for segment in engine_of(model).units[0].segments:
-        assert segment.wire.dtype == torch.bfloat16
 
 
 @each_rank(2)
@@ -197,14 +184,13 @@ def test_autocast() -> None:
 
 
 def test_a_dtype_that_cannot_compute_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"precision.param must be a floating-point dtype or None, got torch.int8"
+    for options, message in (
+        ({"param": torch.int8}, "param must be a floating-point dtype or None, got torch.int8"),
+        ({"reduce": "bf16"}, "reduce must be a floating-point dtype, torch.int8 or None, got 'bf16'"),
+        ({"gather": torch.bfloat16}, "gather must be torch.int8 or None, got torch.bfloat16"),
     ):
-        Precision(torch.int8)
-    with pytest.raises(
-        ValueError, match=r"precision.reduce must be a floating-point dtype, torch.int8 or None, got 'bf16'"
-    ):
-        Precision(reduce="bf16")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"precision.{message}"):
+            Precision(**options)  # type: ignore[arg-type]
 
 
 class Pair(NamedTuple):
@@ -220,3 +206,98 @@ def test_casting_keeps_containers() -> None:
     assert found["a"][0].dtype == found["a"][1][0].dtype == found["b"].left.dtype == torch.bfloat16
     assert isinstance(found["b"], Pair)
     assert found["c"].dtype == torch.int64
+
+
+# fp16, with a scaled loss
+
+
+FP16 = Precision(param=torch.float16, output=torch.float32)
+
+
+def sharded(fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = shard(net, units=[nn.Linear], precision=FP16)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+
+
+def backward(model: nn.Module, step: int, scaler: GradScaler) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    scaler.scale(model(torch.randn(4, 5, generator=generator)).square().mean()).backward()
+
+
+def update(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("fused", "clip"), [(False, False), (True, False), (False, True)])
+@each_rank(3)
+def test_scaling_changes_no_update(fused: bool, clip: bool) -> None:
+    """A power of two as scale changes no bit of what does not overflow."""
+    ends = []
+    for scale in (1.0, 2.0**10):
+        scaler = GradScaler("cpu", init_scale=scale)
+        model, optimizer = sharded(fused)
+        for step in range(4):
+            backward(model, step, scaler)
+            if clip:
+                scaler.unscale_(optimizer)
+                shardtrain.clip_grad_norm_(model, 0.05)
+            update(optimizer, scaler)
+        ends.append(shardtrain.full_state_dict(model))
+    for name, value in ends[0].items():  # subnormal fp16 has fewer bits
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@each_rank(3)
+def test_all_ranks_skip_a_step_that_overflows_on_one(fused: bool) -> None:
+    """The last parameter overflows in the second step; only the last of three ranks owns a part of it."""
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    model, optimizer = sharded(fused)
+    seen = []
+    for step in range(4):
+        before = shardtrain.full_state_dict(model)
+        backward(model, step, scaler)
+        last = list(model.parameters())[-1]
+        if step == 1 and last.grad is not None and last.grad.numel():
+            last.grad[-1] = torch.inf
+        update(optimizer, scaler)
+        after = shardtrain.full_state_dict(model)
+        moved = any(not torch.equal(before[name], after[name]) for name in before)
+        seen.append((scaler.get_scale(), moved))
+    assert seen == [(8.0, True), (4.0, False), (4.0, True), (8.0, True)]
+
+
+TINY = """
+    model=vit_cifar model.layers=1 model.heads=1 model.width=64 model.mlp_width=64 augment=none
+    data=fake data.image_size=8 data.train_images=40 data.val_images=8 parallel.precision=fp16
+    train.batch_size=4 train.epochs=1 train.log_every=1 optim.lr=0.01 sched=constant
+    checkpoint.every_steps=1 monitor.tensorboard=false
+"""
+
+
+def scales(folder: Path, max_steps: int) -> list[float]:
+    """Train, and return the scales that the run's checkpoints hold."""
+    found = []
+    save = Saver._save
+
+    def saved(saver: Saver, step: int) -> None:
+        found.append(saver._job.scaler.get_scale())
+        save(saver, step)
+
+    with patch.object(Saver, "_save", saved):
+        run(str(folder), *TINY.split(), f"train.max_steps={max_steps}")
+    return found
+
+
+@each_rank(2, transport="auto")
+def test_a_run_in_fp16_scales_its_loss(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    found = scales(whole, 6)
+    assert found[0] < 65536, found  # the first step overflowed, which is no failure
+    assert len(set(found)) < 6, found  # others did not
+    assert scales(parts, 3) + scales(parts, 6) == found
+    assert result_of(whole)["train/loss"] == result_of(parts)["train/loss"]

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtrain
 from shardtrain import Precision, comm
@@ -23,7 +22,7 @@ from shardtrain.comm.quantised import BLOCK, Packets, Part, decode, encode
 from shardtrain.layout import Layout, even
 
 from pool import each_rank
-from small import Block, OddNet, assert_at_rest, images, raised_soon, sgd, train
+from small import Block, OddNet, assert_at_rest, images, raised_soon, train
 from test_precision import moved
 
 INT8 = Precision(gather=torch.int8, reduce=torch.int8)
@@ -195,26 +194,20 @@ def test_units_compute_with_rounded_matrices_and_all_else_stays_exact() -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize(
-    ("precision", "each", "mean"),
-    [
-        pytest.param(INT8, 0.01, 0.002, marks=pytest.mark.long),
-        (Precision(torch.bfloat16, torch.int8, torch.float32, gather=torch.int8), 0.05, 0.01),
-    ],
-)
 @each_rank(3, transport="auto")
-def test_losses_stay_near_ddp_s(precision: Precision, each: float, mean: float) -> None:
-    """20 losses, every one within ``each`` of DDP's and their mean within ``mean``."""
+def test_losses_stay_near_ddp_s() -> None:
+    """20 losses: every one within 0.05 of DDP's, their mean within 0.01."""
     losses = []
     torch.manual_seed(0)
     plain = OddNet()
+    precision = Precision(torch.bfloat16, torch.int8, torch.float32, gather=torch.int8)
     model = shardtrain.shard(copy.deepcopy(plain), precision=precision)
     for net in (DistributedDataParallel(plain), model):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
         losses.append(train(net, optimizer, 20, lambda step: images(step, n=8, size=32)))
-    assert losses[1] == pytest.approx(losses[0], rel=each)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
     assert losses[1] != losses[0]
-    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=mean)
+    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.01)
     assert_at_rest(model)
 
 
@@ -241,19 +234,3 @@ def test_int8_over_memory_that_is_shared_is_refused() -> None:
     assert raised_soon(ValueError, shard).startswith(f"{message} SharedMemoryTransport: ranks")
     with pytest.raises(ValueError, match=f"{message} Simulated"):
         Quantised(Simulated(0, 2, in_place=True))
-    with pytest.raises(ValueError, match=r"precision.gather must be torch.int8 or None, got torch.bfloat16"):
-        Precision(gather=torch.bfloat16)
-
-
-@pytest.mark.parametrize("rank_and_world", [(0, 8), (1023, 1024)], ids=str)
-def test_a_step_in_a_simulated_world(rank_and_world: tuple[int, int]) -> None:
-    rank, world = rank_and_world
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        model = shardtrain.shard(OddNet(), units=[Block], precision=INT8)
-        with comm.meter() as meter:
-            model(torch.randn(2, 3, 5, 5)).sum().backward()
-        sgd(model).step()
-    finally:
-        dist.destroy_process_group()
-    assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}

@@ -1,44 +1,54 @@
-"""Hybrid sharding on real ranks: replicas against DDP, against one another, and against theory."""
+"""Hybrid sharding on real ranks: replicas against DDP, one another and theory; what they save and load."""
 
 from __future__ import annotations
 
-import copy
+import math
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
-from shardtrain import comm
+from shardtrain import checkpoint, comm
 from shardtrain.comm import Tag
 from shardtrain.engine.precision import Precision
+from shardtrain.job.build import require_equal_groups
+from shardtrain.job.schema import UserError
+from shardtrain.layout import Policy
+from shardtrain.optim import Ema
 
-from pool import each_rank
+from pool import Ranks, each_rank
 from small import (
     Block,
     OddNet,
     TwoPaths,
+    Vit,
+    assert_at_rest,
     assert_same_parameters,
-    average_gradients,
     images,
+    like_a_replica,
     mesh,
     raised_soon,
     sgd,
     shard,
     sharded_and_replica,
     train,
+    whole_state,
 )
-from test_parity import adamw, mean_of_means, momentum_sgd
+from test_engine import adamw, mean_of_means, momentum_sgd
+from test_hosts import hosts
+from test_whole import muon
+from tiny import configure
 
 HYBRID = (2, 2)
 
@@ -60,14 +70,6 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
     assert all(torch.equal(other, pieces) for other in found[transport.rank :: transport.world])
 
 
-def small_vit() -> nn.Module:
-    vit = torchvision.models.VisionTransformer(
-        image_size=16, patch_size=8, num_layers=2, num_heads=3, hidden_dim=33, mlp_dim=45, num_classes=5
-    )
-    nn.init.normal_(vit.heads.head.weight, std=0.1)  # torchvision's zeros would give no gradients below
-    return vit
-
-
 def freeze() -> nn.Module:
     net = OddNet()
     net.stem.requires_grad_(False)
@@ -76,26 +78,20 @@ def freeze() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "size", "sizes", "optimizer", "steps"),
+    ("make", "sizes", "optimizer"),
     [
-        (small_vit, 16, HYBRID, adamw, 6),
-        (OddNet, 5, HYBRID, momentum_sgd, 12),
-        (freeze, 5, HYBRID, sgd, 4),
-        (OddNet, 5, (4, 1), sgd, 4),  # DDP
-        (OddNet, 5, (1, 4), sgd, 4),  # full sharding
+        (Vit, HYBRID, adamw),
+        (OddNet, HYBRID, momentum_sgd),
+        (freeze, HYBRID, sgd),
+        (OddNet, (4, 1), sgd),  # DDP
+        (OddNet, (1, 4), sgd),  # full sharding
     ],
 )
 @each_rank(4)
-def test_training_equals_ddp_bit_for_bit(
-    make: Any, size: int, sizes: tuple[int, int], optimizer: Any, steps: int
-) -> None:
+def test_training_equals_ddp_bit_for_bit(make: Any, sizes: tuple[int, int], optimizer: Any) -> None:
     model, replica = hybrid_and_replica(make, sizes, units=None)
-
-    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return images(step, n=4, size=size)
-
-    expected = train(replica, optimizer(replica), steps, batch)
-    assert train(model, optimizer(model), steps, batch) == expected
+    expected = train(replica, optimizer(replica))
+    assert train(model, optimizer(model)) == expected
     assert_same_parameters(model, replica, tolerance=0)
     assert_replicas_are_equal(model)
 
@@ -113,31 +109,20 @@ class Sometimes(nn.Module):
         return self.sometimes(x) if uses else x, self.head(x)
 
 
-def trains_where_used(users: list[int], skips: bool) -> None:
-    """Weight decay would move what has a gradient of zeros; what has none must stay as it is."""
-    torch.manual_seed(0)
-    plain = Sometimes()
-    model = shard(copy.deepcopy(plain), mesh=mesh(*HYBRID), units=[] if skips else [nn.Linear, nn.Sequential])
-    optimizers = [sgd(plain), sgd(model)]
-    uses = dist.get_rank() in users
-    for step in range(3):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        for net, optimizer in zip((plain, model), optimizers, strict=True):
-            optimizer.zero_grad()
-            first, second = net(x, uses or not skips)
-            (first.square().mean() + (second.mean() if uses else 0.0)).backward()
-        average_gradients(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_parameters(model, plain, tolerance=1e-6)
-    assert_replicas_are_equal(model)
-
-
 @pytest.mark.parametrize("skips", [True, False], ids=["layers of the root", "outputs of nested units"])
 @each_rank(4)
 def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
-    for users in ([3], [0], [1, 2], []):
-        trains_where_used(users, skips)
+    """Weight decay would move what has a gradient of zeros; what has none must stay as it is."""
+    for users in ([3], [1, 2], []):
+        uses = dist.get_rank() in users
+
+        def step(net: nn.Module, number: int, uses: bool = uses) -> None:
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+            first, second = net(x, uses or not skips)
+            (first.square().mean() + (second.mean() if uses else 0.0)).backward()
+
+        units = [] if skips else [nn.Linear, nn.Sequential]
+        assert_replicas_are_equal(like_a_replica(Sometimes, step, mesh=mesh(*HYBRID), units=units))
 
 
 class Touched(nn.Module):
@@ -264,3 +249,132 @@ def test_a_rank_or_replica_on_another_path_is_named(
         assert re.search("rank 3 takes another path than ranks 0(, | and )1", text), text
     else:
         assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, text
+
+
+# state
+
+
+State = dict[str, torch.Tensor]
+
+
+class Setup(NamedTuple):
+    sizes: tuple[int, int]  # replicas, and ranks of a shard group
+    layout: Policy = "even"
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+
+
+def made(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer, Ema]:
+    torch.manual_seed(0)
+    net = OddNet().to(memory_format=torch.channels_last)
+    model = shard(net, units=[Block], mesh=mesh(*setup.sizes), layout=setup.layout)
+    return model, setup.optimizer(model), Ema(model, 0.9)
+
+
+def saved(path: str, setup: Setup) -> tuple[State, list[float]]:
+    model, optimizer, ema = made(setup)
+    train(model, optimizer, 3)
+    ema.update(1)
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank()}, averages=ema.averages)
+    return whole_state(model, optimizer), train(model, optimizer, 3, start=3)
+
+
+def loaded(path: str, setup: Setup, expected: State) -> tuple[int, list[float]]:
+    model, optimizer, ema = made(setup)
+    extra = checkpoint.load(path, model, optimizer, averages=ema.averages)
+    found = whole_state(model, optimizer)
+    torch.testing.assert_close(found, expected)  # three times a buffer, divided by 3, may not be the buffer
+    assert all(
+        torch.equal(found[name], expected[name]) for name in found.keys() - dict(model.named_buffers())
+    )
+    assert_at_rest(model)
+    losses = train(model, optimizer, 3, start=3)
+    assert_replicas_are_equal(model)
+    return int(extra["rank"]), losses
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Setup(HYBRID), Setup((3, 1))),
+        (Setup((1, 3)), Setup(HYBRID)),
+        (Setup(HYBRID), Setup(HYBRID)),
+        (Setup((1, 2), "whole", muon), Setup((1, 3), "whole", muon)),
+        (Setup((1, 2), "whole", adamw), Setup((1, 3), "even", adamw)),
+        (Setup((1, 3), "even", adamw), Setup((1, 2), "whole", adamw)),
+    ],
+    ids=lambda setup: f"{setup.sizes} {setup.layout}",
+)
+def test_a_checkpoint_goes_from_any_mesh_and_layout_to_any_other(
+    on_ranks: Ranks, tmp_path: Path, before: Setup, after: Setup
+) -> None:
+    """With the same setup, training goes on as if it had never stopped; one replica writes what all hold."""
+    path = str(tmp_path / "step")
+    before_all = on_ranks(math.prod(before.sizes), saved, path, before)
+    assert len(before_all[0][0]) > 20
+    after_all = on_ranks(math.prod(after.sizes), loaded, path, after, before_all[0][0])
+    same_world = len(after_all) == len(before_all)
+    assert [rank for rank, _ in after_all] == [rank if same_world else 0 for rank in range(len(after_all))]
+    if before == after:
+        assert [losses for _, losses in after_all] == [losses for _, losses in before_all]
+        for rank in range(4):
+            with safe_open(tmp_path / "step" / f"rank-{rank:05}.safetensors", framework="pt") as file:
+                kinds = {key.split("/")[0] for key in file.keys()}  # noqa: SIM118
+            assert "buffers" in kinds
+            assert kinds & {"parameters", "optimizer", "ema"} == (
+                {"parameters", "optimizer", "ema"} if rank < 2 else set()
+            )
+
+
+@each_rank(4)
+def test_whole_parameters_and_buffers_are_everyones() -> None:
+    model, _, _ = made(Setup(HYBRID))
+    with torch.no_grad(), shardtrain.unsharded(model):
+        model.fc.weight.fill_(2.0)  # type: ignore[union-attr]
+    whole = shardtrain.full_state_dict(model, rank0_only=True)
+    assert bool(whole) == (dist.get_rank() == 0)
+    if whole:
+        assert bool((whole["fc.weight"] == 2).all())
+        whole["fc.bias"].fill_(3.0)
+    shardtrain.load_full_state_dict(model, whole)
+    assert bool((shardtrain.full_state_dict(model)["fc.bias"] == 3).all())
+    for buffer in model.buffers():
+        buffer.fill_(dist.get_rank())
+    shardtrain.average_buffers(model)
+    means = {float(b.mean()) for b in model.buffers() if b.is_floating_point()}
+    assert means == {1.5}
+    assert_replicas_are_equal(model)
+
+
+@each_rank(4)
+def test_a_model_that_differs_in_another_replica_is_named() -> None:
+    odd = nn.Linear(3, 4 if dist.get_rank() == 3 else 5)
+    text = raised_soon(ValueError, lambda: shard(odd, mesh=mesh(*HYBRID)))
+    assert text.startswith("the model to shard differs")
+    assert "rank 3 has weight (4, 3)" in text
+
+
+@each_rank(4, transport="auto")
+def test_memory_is_shared_where_every_shard_group_is_on_one_host() -> None:
+    for of_ranks, shared in (([0, 0, 1, 1], True), ([0, 1, 0, 1], False)):
+        with hosts(of_ranks):
+            model = shardtrain.shard(OddNet(), mesh=mesh(*HYBRID))
+        train(model, sgd(model), 1)
+        assert_replicas_are_equal(model)
+        assert shardtrain.introspect(model).transport.in_place == shared
+    with (
+        hosts([0, 1, 0, 1]),
+        pytest.raises(ValueError, match=r"^transport='shared_memory' is not possi") as caught,
+    ):
+        shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport="shared_memory")
+    assert str(caught.value).endswith(": the shard group of ranks 0, 1 is on several hosts")
+
+
+def test_replicas_that_do_not_fit_are_refused() -> None:
+    require_equal_groups(configure("parallel.replicate=2", "parallel.shard=2").parallel, 4)
+    for arguments, message in {
+        "parallel.replicate=3": "parallel.replicate=3 does not divide 4 ranks; 1, 2, 4 would",
+        "parallel.shard=3 parallel.replicate=2": "parallel.shard=3 × parallel.replicate=2 is not the number "
+        "of ranks, 4; parallel.shard=null leaves it to parallel.replicate",
+    }.items():
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            require_equal_groups(configure(*arguments.split()).parallel, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,30 +11,30 @@ import torch.distributed as dist
 import torchvision
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models.vision_transformer import EncoderBlock
 
 import shardtrain
-from shardtrain import checkpoint, comm
+from shardtrain import comm
+from shardtrain.optim import Muon, muon_groups
+from shardtrain.optim.muon import hidden_matrices
 
 from pool import each_rank
 from small import (
     Block,
     OddNet,
+    Vit,
     assert_at_rest,
     assert_same_parameters,
     images,
+    like_a_replica,
     shard,
     sharded_and_replica,
     train,
-    whole_state,
+    train_in_micro_batches,
 )
-from test_forwards import train as train_in_micro_batches
+from test_engine import adamw, mean_in_rank_order, momentum_sgd
 from test_hosts import BLOCKS, hosts
-from test_muon import muon
-from test_parity import adamw, momentum_sgd
 from test_uses import Lars
-
-Ranks = Callable[..., list[Any]]
-
 
 # what is shown
 
@@ -109,7 +108,7 @@ SCENES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-@each_rank(4)
+@each_rank(3, transport="auto")
 def test_what_even_cuts_do_whole_ones_do(scene: str) -> None:
     """Bit for bit. With a unit of one or two parameters some ranks have empty intervals."""
     found = []
@@ -151,11 +150,6 @@ def test_copies_edits_and_conversions() -> None:
     model.float()
     expected = train(twin, momentum_sgd(twin), 2)
     assert train(model, momentum_sgd(model), 2) == expected
-    mine = next(param for param in model.parameters() if param.ndim == 4)
-    mine.data = torch.zeros(3, 3)
-    message = r"stem.weight now has shape \(3, 3\) on this rank, but its local pie"
-    with pytest.raises(ValueError, match=message):
-        model(images(0)[0])
 
 
 # traffic
@@ -202,68 +196,135 @@ class Clipping(torch.optim.SGD):
         return super().step(closure)
 
 
+def two_matrices() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
+
+
+def backward(net: nn.Module, _: int = 0) -> torch.Tensor:
+    loss = net(torch.ones(2, 7)).square().sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, Lars])
 @each_rank(2, 3)
-def test_optimizers_that_look_at_one_parameter_are_right_and_at_all_are_refused() -> None:
-    refusals = []
-    for kind in (torch.optim.Adafactor, torch.optim.Muon, Lars, torch.optim.LBFGS, Clipping):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
-        twin, model = copy.deepcopy(plain), shard(plain, layout="whole", units=[nn.Linear])
-        ours, theirs = kind(model.parameters(), lr=0.1), kind(twin.parameters(), lr=0.1)
-        try:
-            for _ in range(3):
-                for net, optimizer in ((model, ours), (twin, theirs)):
-                    optimizer.zero_grad()
-                    loss = net(torch.ones(2, 7)).square().sum()
-                    loss.backward()
-                    optimizer.step(lambda loss=loss: loss)
-            assert_same_parameters(model, twin, tolerance=1e-6)
-        except ValueError as error:
-            refusals.append(str(error))
-    assert [text.split(" ", 1)[0] for text in refusals] == ["LBFGS", "Clipping"]
-    assert all("this optimizer looks at all together" in text for text in refusals)
+def test_optimizers_that_look_at_one_parameter_are_right(kind: Any) -> None:
+    options = {"layout": "whole", "units": [nn.Linear]}
+    like_a_replica(two_matrices, backward, lambda net: kind(net.parameters(), lr=0.1), **options)
 
 
-# checkpoints
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Clipping])
+@each_rank(2, 3)
+def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
+    model = shard(two_matrices(), layout="whole", units=[nn.Linear])
+    optimizer, loss = kind(model.parameters(), lr=0.1), backward(model)
+    with pytest.raises(ValueError, match=f"^{kind.__name__} .*this optimizer looks at all together"):
+        optimizer.step(lambda: loss)
 
 
-MAKERS = {"adamw": adamw, "sgd": momentum_sgd, "muon": muon}
+# Muon
 
 
-def saved(path: str, kind: str, layout: str) -> Any:
+class Together:
+    """torch's own Muon and AdamW, stepped one after the other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = hidden_matrices(model)
+        rest = [param for param in model.parameters() if param not in set(matrices)]
+        options = {"lr": 0.02, "weight_decay": 0.1}
+        self.both = [
+            torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options),
+            torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **options),
+        ]
+
+    def zero_grad(self) -> None:
+        for optimizer in self.both:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def moves_nothing(optimizer: Muon) -> bool:
+    with comm.meter() as meter:
+        optimizer.step()
+    return not meter.calls
+
+
+@each_rank(1, 3)
+def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model() -> None:
+    sharded, replica = sharded_and_replica(Vit, units=[EncoderBlock], layout="whole")
+    replica.register_comm_hook(None, mean_in_rank_order)
+    expected = train(replica, Together(replica.module), 5)
+    ours = Muon(muon_groups(sharded), lr=0.02, weight_decay=0.1)
+    assert train(sharded, ours, 5) == pytest.approx(expected, rel=1e-6)
+    assert_same_parameters(sharded, replica, tolerance=1e-6)
+    assert moves_nothing(ours)
+
+
+def muon(model: nn.Module) -> Muon:
+    return Muon(muon_groups(model), lr=0.02)
+
+
+@pytest.mark.parametrize(("channels_last", "built_before"), [(True, False), (False, True)])
+@each_rank(1, 3)
+def test_convolutions_on_shards_equal_unsharded_ones(channels_last: bool, built_before: bool) -> None:
     torch.manual_seed(0)
-    model = shard(OddNet().to(memory_format=torch.channels_last), units=[Block], layout=layout)
-    optimizer = MAKERS[kind](model)
-    train(model, optimizer, 2)
-    checkpoint.save(path, model, optimizer)
-    return whole_state(model, optimizer)
+    plain = OddNet().to(memory_format=torch.channels_last) if channels_last else OddNet()
+    replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    replica.register_comm_hook(None, mean_in_rank_order)
+    before = muon(plain)
+    model = shard(plain, units=[Block], layout="whole")
+    optimizer = before if built_before else muon(model)
+    theirs = muon(replica.module)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 9]
+    assert train(model, optimizer) == pytest.approx(train(replica, theirs), rel=1e-6)
+    assert_same_parameters(model, replica, tolerance=1e-6)
+    assert moves_nothing(optimizer)
+    held = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim)
+    assert held <= 2 * sum(param.numel() for param in model.parameters())
 
 
-def loaded(path: str, kind: str, layout: str) -> Any:
-    torch.manual_seed(5)
-    model = shard(OddNet(), units=_leaves, layout=layout)
-    optimizer = MAKERS[kind](model)
-    checkpoint.load(path, model, optimizer)
-    found = whole_state(model, optimizer)
-    train(model, optimizer, 1)
-    return found
+@each_rank(2, transport="auto")
+def test_muon_on_pieces_is_refused_with_the_way_out() -> None:
+    plain = OddNet()
+    before = muon(plain)
+    model = shard(plain)
+    for optimizer in (before, muon(model)):
+        model(images(0)[0]).sum().backward()
+        with pytest.raises(ValueError, match=r"Muon cannot step on a sharded.*shard\(..., layout='whole'\)"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "after"),
+    ("options", "message"),
     [
-        ("muon", (2, "whole"), (3, "whole")),
-        ("adamw", (2, "whole"), (3, "even")),
-        ("sgd", (3, "even"), (2, "whole")),
+        ({"lr": -1.0}, "lr=-1.0, .*expected at least 0"),
+        ({"momentum": 1.0}, r"momentum=1.0, .*expected numbers in \[0, 1\)"),
     ],
 )
-def test_checkpoints_between_layouts_and_world_sizes(
-    on_ranks: Ranks, tmp_path: Any, kind: str, before: tuple[int, str], after: tuple[int, str]
-) -> None:
-    path = str(tmp_path / "saved")
-    state = on_ranks(before[0], saved, path, kind, before[1])[0]
-    assert len(state) > 20
-    for found in on_ranks(after[0], loaded, path, kind, after[1]):
-        assert found.keys() == state.keys()
-        odd = [name for name, value in state.items() if not torch.equal(found[name], value)]
-        assert all("running_" in name for name in odd), "means over ranks are rounded, nothing else"
+def test_bad_options_of_muon_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon(nn.Linear(3, 3, bias=False).parameters(), **options)
+    with pytest.raises(ValueError, match=r"shape \(3,\): put it into a group with use_muon=False"):
+        Muon(nn.Linear(3, 3).parameters())
+
+
+def test_a_closure_is_called() -> None:
+    layer = nn.Linear(3, 3, bias=False)
+    assert Muon(layer.parameters()).step(lambda: layer(torch.ones(3)).sum()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("resnet18", {"conv1.weight", "fc.weight"}),
+        ("vit_b_16", {"class_token", "conv_proj.weight", "encoder.pos_embedding", "heads.head.weight"}),
+    ],
+)
+def test_stem_head_and_embeddings_are_adamw_s(name: str, left: set[str]) -> None:
+    with torch.device("meta"):
+        model = getattr(torchvision.models, name)()
+    matrices = set(hidden_matrices(model))
+    assert {key for key, p in model.named_parameters() if p.ndim > 1 and p not in matrices} == left
