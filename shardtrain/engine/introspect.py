@@ -1,4 +1,7 @@
-"""What code around the engine may know of a sharded model: its units, what is gathered, what a rank holds."""
+"""What code around the engine may know of a sharded model: its units, what is gathered, what a rank holds.
+
+It has its own file so that the program looks at a sharded model through this one alone.
+"""
 
 from __future__ import annotations
 
