@@ -62,12 +62,12 @@ def runtime_version() -> str:
 
 
 def new_stream(device: torch.device, priority: int = 0) -> Any:
-    """Return a new stream; one of ``priority`` -1 overtakes others."""
-    return _module(device).Stream(device, priority=priority)
+    """Return a new stream, ``None`` on the CPU; one of ``priority`` -1 overtakes others."""
+    return _module(device).Stream(device, priority=priority) if is_accelerator(device) else None
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream in which this thread works on ``device``."""
+    """Return the stream in which this thread works on ``device``; the CPU's records and waits for nothing."""
     return _module(device).current_stream(device)
 
 

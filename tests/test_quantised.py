@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
-from shardtrain.comm.quantised import BLOCK, Packets, Part, decode, encode
+from shardtrain.comm.quantised import BLOCK, decode, encode, packets_of
 from shardtrain.layout import Layout, even
 
 from pool import each_rank
@@ -31,12 +31,11 @@ ZERO = 1e-37  # what fp32 may lose below its smallest normal numbers
 
 def there_and_back(rows: torch.Tensor) -> torch.Tensor:
     """What [row, element] of fp32 become on their way."""
-    layout = even([rows.numel()], world=1, align=1)
-    packets = Packets([Part(layout, rows.dtype, True)], 1)
-    packet = torch.empty(1, packets.sizes[0], dtype=torch.uint8)
-    encode(rows.view(1, -1), packet, True)
+    packets = packets_of(even([rows.numel()], world=1, align=1))
+    packet = torch.empty(1, packets.padded, dtype=torch.uint8)
+    encode(rows.view(1, -1), packet)
     found = torch.empty(1, rows.numel())
-    decode(packet, found, True)
+    decode(packet, found)
     return found.view_as(rows)
 
 
@@ -112,8 +111,8 @@ def gathers(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
     rounded = torch.cat([by_hand(exact[layout.interval(r)].float()) for r in range(world)]).to(dtype)
     for flat, expected in zip(flats, (rounded, exact, rounded), strict=True):
         assert torch.equal(flat.full, expected)
-    parts = [Part(layout, dtype, flat.quantised).bytes(rank) for flat in flats]
-    assert meter.bytes == {"all_gather": sum(parts) * (world - 1)}
+    own = 2 * packets_of(layout).length(rank) + local.nbytes
+    assert meter.bytes == {"all_gather": own * (world - 1)}
 
 
 def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
@@ -139,7 +138,7 @@ def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
         assert torch.equal(
             torch.cat([*gradient.own, total.new_empty(0)]), (total / world)[: sum(p.numel for p in pieces)]
         )
-    parts = [Part(layout, dtype, True).bytes(r) + Part(layout, dtype, False).bytes(r) for r in range(world)]
+    parts = [packets_of(layout).length(r) + layout.length(r) * dtype.itemsize for r in range(world)]
     assert meter.bytes == {"reduce_scatter": sum(parts) - parts[rank]}
 
 

@@ -143,4 +143,4 @@ def test_a_meter_that_is_open_for_long_stays_small() -> None:
             with waiting(GATHER, "the unit", CPU):
                 pass
     assert list(meter.exposed()) == [comm.Wait("all_gather", "the unit")]
-    assert len(meter._seconds) + len(meter._on_device) == 1
+    assert len(meter._seconds) + len(meter._moments) == 1

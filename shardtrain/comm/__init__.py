@@ -4,28 +4,21 @@ Read in this order; imports point upwards:
 
 - ``movement``, ``transport``: which movements there are, and what the engine asks of a transport
 - ``trace``, ``meter``: when things happen; what moves, and what is waited for
-- ``arithmetic``, ``messages``, ``native``: how values are added up; movements made of messages, and of the
-  backend's own collectives
-- ``guard``: which path every rank takes through the model, and who takes another; ranks tell one another by
-  ``signals`` on one host, by ``reports`` over gloo
-- ``process_group``: the transport over a process group
-- ``shared_memory``: the transport inside a host; ``hosts``: that one inside hosts, messages between them
-- ``replicated``: several shard groups
-- ``quantised``, ``offload``: around another transport: int8, and shards in host memory
-- ``simulated``: without other ranks
+- ``arithmetic``, ``messages``, ``native``: sums; movements by messages, and by the backend's own collectives
+- ``guard``: who takes another path through the model, by ``signals`` on one host, by ``reports`` over gloo
+- ``process_group``, ``shared_memory``: the two transports, and memory inside hosts with messages between them
+- ``replicated``, ``quantised``, ``offload``, ``simulated``: around these, and without other ranks
 - ``opening``: which of these it is to be
 - ``agreement``, ``public``: texts between ranks; collectives for everybody, under torch's names
 
-The functions below serve the code around the engine. They work on the default process group, and without
-one they act as a single rank: nothing moves.
-
-``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: beside the
-collectives, the few names that such programs need are passed on as they are. Their traffic is not metered.
+The functions below serve the code around the engine, over the default process group. Without one they act as
+a single rank. ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: the
+few other names that these need are torch's own, and their traffic is not metered.
 """
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +38,7 @@ from torch.distributed import (
 
 from shardtrain.comm import native
 from shardtrain.comm.agreement import broadcast_text, gather_texts, require_same
+from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.meter import Meter, Wait, count, meter
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST
@@ -66,18 +60,10 @@ from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag
 
 Op = str | ReduceOp.RedOpType
 Group = dist.ProcessGroup
-Moved = Tensor | Work | None
 
 # What torch calls them from 2.13 on.
 all_gather_single = all_gather_into_tensor
 reduce_scatter_single = reduce_scatter_tensor
-
-_OPS: dict[Op, str] = {
-    **{name: name for name in ("sum", "max", "min")},
-    ReduceOp.SUM: "sum",
-    ReduceOp.MAX: "max",
-    ReduceOp.MIN: "min",
-}
 
 
 def rank() -> int:
@@ -90,20 +76,17 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-@overload
-def all_reduce(tensor: Tensor, op: Op = ..., group: Group | None = ...) -> Tensor: ...
-@overload
-def all_reduce(tensor: Tensor, op: Op = ..., group: Group | None = ..., *, async_op: bool) -> Moved: ...
-def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async_op: bool = False) -> Moved:
-    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks of ``group``, and return it.
+def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async_op: bool = False) -> Any:
+    """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks of ``group``.
 
-    With ``async_op`` torch's ``Work`` is returned at once.
+    Returns:
+        ``tensor``; with ``async_op``, at once, torch's ``Work``.
 
     Raises:
         ValueError: ``op`` is neither one of these, nor the ``ReduceOp`` of that name.
     """
-    name = _OPS.get(op)
-    if name is None:
+    name = op if isinstance(op, str) else op_name(op).lower()
+    if name not in ("sum", "max", "min"):
         raise ValueError(f"expected op to be ReduceOp.SUM, MAX or MIN, found {op}")
     if async_op:
         world = dist.get_world_size(group)
@@ -113,12 +96,8 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async
     return tensor
 
 
-@overload
-def broadcast(tensor: Tensor, src: int = ..., group: Group | None = ...) -> Tensor: ...
-@overload
-def broadcast(tensor: Tensor, src: int = ..., group: Group | None = ..., *, async_op: bool) -> Moved: ...
-def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op: bool = False) -> Moved:
-    """Overwrite ``tensor`` with rank ``src``'s on every rank of ``group``; return it, or a ``Work``."""
+def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op: bool = False) -> Any:
+    """Overwrite ``tensor`` with rank ``src``'s on every rank of ``group``. Returns as `all_reduce`."""
     if async_op:
         count(BROADCAST, [tensor.nbytes * (dist.get_world_size(group) - 1) if dist.get_rank() == src else 0])
         return dist.broadcast(tensor, src, group, async_op=True)
@@ -128,13 +107,13 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op
 
 def plain_transport(group: Group | None = None) -> Ranks:
     """Return movements over ``group`` (default: the world), for use outside the engine: without a guard."""
-    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    group = group or dist.group.WORLD
     return Alone() if group is None or group.size() == 1 else ProcessGroupTransport(group)
 
 
 def control_device(group: Group | None = None) -> torch.device:
     """Return where a small tensor must lie that ranks of ``group`` (default: the world) exchange."""
-    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    group = group or dist.group.WORLD
     return torch.device("cpu" if group is None else native.device_types(group)[0])
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.comm import native
-from shardtrain.comm.messages import ROW, TEXT, Mailbox, size_tag, start_exchange
+from shardtrain.comm.messages import ROW, TEXT, Mailbox, start_exchange
 from shardtrain.comm.transport import Pending, Ranks
 
 _TEXT_BYTES = 1024
@@ -77,11 +77,6 @@ def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.de
     raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
 
 
-def by_size(part: Tensor) -> int:
-    """Return the tag of a payload: messages of different sizes never meet, whatever their ranks believe."""
-    return size_tag(part.nbytes)
-
-
 class Agreement:
     """What all ranks say that they are about to do; their rows are on their way from construction on.
 
@@ -126,7 +121,7 @@ class Agreement:
         assert group is not None, "a rank alone shares nothing"
         if native.has_gloo(group):
             table = mine.new_empty((world, mine.numel()))
-            return table, start_exchange(self._mailbox, lambda _: tag, [mine] * world, list(table))
+            return table, start_exchange(self._mailbox, tag, [mine] * world, list(table))
         mine = mine.to(native.device_types(group)[0])
         table = mine.new_empty((world, mine.numel()))
         native.all_gather(table.view(-1), mine, group)
@@ -155,7 +150,7 @@ class Rows:
                 if sent != wanted:
                     transfer = mailbox.receive if sender == peer else mailbox.send
                     scratch = torch.zeros(sent if sender == peer else wanted, dtype=torch.uint8)
-                    works += transfer(scratch, peer, by_size(scratch))
+                    works += transfer(scratch, peer)
         return works
 
     def complaints(self, texts: list[str]) -> list[str]:

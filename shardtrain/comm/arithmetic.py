@@ -70,27 +70,22 @@ def _merge_span(parts: Sequence[Tensor], out: Tensor, op: object, wide: torch.dt
     needed_later = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     total = torch.empty_like(out, dtype=wide) if needed_later or out.dtype != wide else out
     combine = _MERGES[op]
-    first = parts[0].to(wide)
-    if len(parts) == 1:
-        total.copy_(first)
+    # fp8 has no arithmetic of its own; other types are widened inside the operation.
+    is_fp8 = [part.element_size() == 1 and part.is_floating_point() for part in parts]
+    first, *others = [part.to(wide) if fp8 else part for part, fp8 in zip(parts, is_fp8, strict=True)]
+    if others:
+        combine(first.to(wide), others[0], out=total)
     else:
-        combine(first, _as(parts[1], wide), out=total)
-    for part in parts[2:]:
-        combine(total, _as(part, wide), out=total)
+        total.copy_(first)
+    for part in others[1:]:
+        combine(total, part, out=total)
     if op == ReduceOp.AVG:
         total.div_(len(parts), rounding_mode=None if wide.is_floating_point else "trunc")
     if total is not out:
         out.copy_(total)
 
 
-def _as(part: Tensor, wide: torch.dtype) -> Tensor:
-    """Widen fp8, which has no arithmetic of its own; other types are widened inside the operation."""
-    return part.to(wide) if part.element_size() == 1 and part.is_floating_point() else part
-
-
 def _accumulator(dtype: torch.dtype, op: object) -> torch.dtype:
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        return torch.float32
-    if dtype.is_floating_point and op in (*_LINEAR, ReduceOp.PRODUCT):
-        return torch.promote_types(dtype, torch.float32)
-    return dtype
+    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    rounds = op in (*_LINEAR, ReduceOp.PRODUCT) or dtype.itemsize == 1
+    return torch.float32 if narrow and rounds else dtype

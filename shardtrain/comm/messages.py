@@ -11,39 +11,35 @@ intervals ``[a b]``::
 
 Values are merged in rank order whichever message came first, so results do not depend on timing.
 
-Messages longer than ``CHUNK_BYTES`` go in chunks. A reduction receives into an inbox of ``WINDOW`` chunks
-per peer that is used again and again: a chunk is merged while the next ones arrive and while it is still
-in the cache, and no memory as large as the interval is needed. At 64 MiB that took 0.5 to 0.9 of the time
-of one message per peer (2 and 4 ranks on 2 busy cores). Both sides cut by bytes, so they agree on the
-chunks whatever the dtype.
+Messages longer than ``CHUNK_BYTES`` go in chunks, cut by bytes. A reduction receives into an inbox of
+``WINDOW`` chunks per peer that is used again and again: a chunk is merged while it is in the cache and the
+next ones arrive. At 64 MiB that took 0.5 to 0.9 of the time of one message per peer (2 and 4 ranks on 2 busy
+cores).
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.transport import Pending
 
 CHUNK_BYTES = 2 << 20
 WINDOW = 4
 FOREVER = timedelta(days=300)
 
-# `tag_of(part)`: what marks a part's messages. Both sides of a message must find the same tag.
-TagOf = Callable[[torch.Tensor], int]
-
-# `merge(parts, out)`: every rank's part of one interval, in rank order, into `out`.
-Merge = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-
 
 class Mailbox(NamedTuple):
     """This rank's end of the messages within ``group``. A group of one needs no process group.
+
+    Both sides of a message must give it the same tag. Without one its size is its tag, so that messages of
+    different sizes never meet.
 
     ``members``: the ranks of ``group`` that take part, if not all do; ranks here count among them.
     ``guarded``: somebody else decides how long to wait. At gloo's own time-out all connections close.
@@ -59,29 +55,28 @@ class Mailbox(NamedTuple):
         """Return the other ranks, nearest first, so that not all ranks turn to the same one at once."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def receive(self, into: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+    def receive(self, into: torch.Tensor, peer: int, tag: int | None = None) -> list[dist.Work]:
         """Start filling ``into`` (1-D) with what ``peer`` sends, one message per chunk."""
-        # The group's own methods: `dist.irecv` around them takes as long again, twice per peer and call.
-        group, peer = self._to(peer)
-        return [group.recv([into[span]], peer, tag) for span in chunks(into.numel(), into.element_size())]
+        return self._post("recv", into, peer, tag)
 
-    def send(self, part: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
+    def send(self, part: torch.Tensor, peer: int, tag: int | None = None) -> list[dist.Work]:
         """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
-        group, peer = self._to(peer)
-        return [group.send([part[span]], peer, tag) for span in chunks(part.numel(), part.element_size())]
+        return self._post("send", part, peer, tag)
 
     def wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:
             work.wait(FOREVER) if self.guarded else work.wait()
 
-    def _to(self, peer: int) -> tuple[dist.ProcessGroup, int]:
-        """Return the group, and the rank of ``peer`` in it."""
-        assert self.group is not None, "there are no peers without a process group"
-        return self.group, peer if self.members is None else self.members[peer]
+    def _post(self, method: str, vector: torch.Tensor, peer: int, tag: int | None) -> list[dist.Work]:
+        # The group's own method: `dist.irecv` around it takes as long again, twice per peer and call.
+        post = getattr(self.group, method)
+        peer = peer if self.members is None else self.members[peer]
+        tag = size_tag(vector.nbytes) if tag is None else tag
+        return [post([vector[span]], peer, tag) for span in chunks(vector.numel(), vector.element_size())]
 
 
 def start_exchange(
-    mailbox: Mailbox, tag_of: TagOf, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    mailbox: Mailbox, tag: int | None, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
 ) -> Pending:
     """Start sending ``outgoing[r]`` to rank ``r`` and filling ``incoming[r]`` with what rank ``r`` sends.
 
@@ -90,9 +85,9 @@ def start_exchange(
     """
     works = []
     for peer in mailbox.peers():
-        works += mailbox.receive(incoming[peer], peer, tag_of(incoming[peer]))
+        works += mailbox.receive(incoming[peer], peer, tag)
     for peer in mailbox.peers():
-        works += mailbox.send(outgoing[peer], peer, tag_of(outgoing[peer]))
+        works += mailbox.send(outgoing[peer], peer, tag)
     own, mine = outgoing[mailbox.rank], incoming[mailbox.rank]
     if own.data_ptr() != mine.data_ptr():
         mine.copy_(own)
@@ -101,34 +96,31 @@ def start_exchange(
 
 def start_reduce_scatter(
     mailbox: Mailbox,
-    tag_of: TagOf,
+    tag: int | None,
     parts: Sequence[torch.Tensor],
     out: torch.Tensor,
-    merge: Merge,
+    op: object,
     window: int = WINDOW,
 ) -> Pending:
-    """Start sending ``parts[r]`` to rank ``r``; finishing merges every rank's part of ours into ``out``.
+    """Start sending ``parts[r]`` to rank ``r``; finishing merges all ranks' of ours with ``op``.
 
     ``parts``: ``world`` contiguous 1-D tensors, on every rank of the same sizes and, but for
-    ``parts[rank]``, which may be wider, of one dtype. ``out``: 1-D, as many elements as ``parts[rank]``,
-    or that itself; ``merge`` decides about its dtype. ``window``: chunks per peer that have room in the
-    inbox. Beyond it receives are posted while finishing, so until then no other collective between these
-    ranks may use the same tag.
+    ``parts[rank]``, which may be wider, of one dtype. ``out``: see `arithmetic.merge`. ``window``: chunks per
+    peer that have room in the inbox. Beyond it receives are posted while finishing, so until then no other
+    collective between these ranks may use the same tag.
     """
     own, sent = parts[mailbox.rank], parts[mailbox.rank - 1]
-    tag, spans = tag_of(own), chunks(own.numel(), sent.element_size())
-    inbox = open_inbox(sent, mailbox.world, spans, window)
+    own_tag = size_tag(own.nbytes) if tag is None else tag
+    spans = chunks(own.numel(), sent.element_size())
+    inbox = open_inbox(sent, mailbox.world, own.numel(), window)
     slots = len(inbox)
 
     def receive(index: int) -> list[dist.Work]:
-        length = spans[index].stop - spans[index].start
-        slot = inbox[index % slots]
-        return [work for peer in mailbox.peers() for work in mailbox.receive(slot[peer, :length], peer, tag)]
+        rooms = inbox[index % slots, :, : spans[index].stop - spans[index].start]
+        return [work for peer in mailbox.peers() for work in mailbox.receive(rooms[peer], peer, own_tag)]
 
     arriving = deque(receive(index) for index in range(slots))
-    sends = [
-        work for peer in mailbox.peers() for work in mailbox.send(parts[peer], peer, tag_of(parts[peer]))
-    ]
+    sends = [work for peer in mailbox.peers() for work in mailbox.send(parts[peer], peer, tag)]
 
     def finish() -> None:
         for index, span in enumerate(spans):
@@ -136,7 +128,7 @@ def start_reduce_scatter(
             mine = own[span]
             came = [slot[: mine.numel()] for slot in inbox[index % slots]]
             came[mailbox.rank] = mine
-            merge(came, out[span])
+            merge(came, out[span], op)
             if index + slots < len(spans):
                 arriving.append(receive(index + slots))
         mailbox.wait(sends)
@@ -144,8 +136,9 @@ def start_reduce_scatter(
     return Pending(finish)
 
 
-def open_inbox(like: torch.Tensor, world: int, spans: Sequence[slice], window: int = WINDOW) -> torch.Tensor:
-    """Return room for ``window`` chunks per rank, of ``like``'s dtype: [slot, rank, element]."""
+def open_inbox(like: torch.Tensor, world: int, elements: int, window: int = WINDOW) -> torch.Tensor:
+    """Return [slot, rank, element] of ``like``'s dtype: room for ``window`` chunks of each rank's part."""
+    spans = chunks(elements, like.element_size())
     return like.new_empty((min(window, len(spans)), world, spans[0].stop if spans else 0))
 
 
@@ -155,25 +148,22 @@ def chunks(elements: int, element_size: int) -> list[slice]:
     return [slice(start, min(start + length, elements)) for start in range(0, elements, length)]
 
 
-# Tags of all messages on a model's group. A message meets one of the same tag from the same rank, the first
-# sent the first received::
+# Tags. A message meets one of the same tag from the same rank, the first sent the first received::
 #
 #     from        to          what
 #     0           2**20 - 1   nothing of ours: users' own messages on the same group
-#     2**20       2**26 - 1   the engine's collectives: 2**20 numbers at each of 63 positions, in turn
-#     2**26       2**27 - 1   ranks that handshake before one of the backend's own collectives
+#     2**20       2**27 - 1   the engine's collectives: 2**20 numbers at each of 127 positions, in turn
 #     2**27       2**28 - 1   reports, two tags for each transport: a report, and the pulse beside it
 #     2**28                   the row in which a rank says which public collective it means
 #     2**28 + 1               its text, where the ranks do not mean the same
 #     2**29       2**30 - 1   payloads of public collectives, by their sizes
 #
-# A collective's number says which unit and which of its two collectives, and leaves room for its segments.
-# After 4,096 units numbers come again, which does no harm: two gathers and a reduction are under way at most.
+# A collective's number says which unit, which of its two collectives and which segment. After 4,096 units
+# numbers come again, which does no harm: two gathers and a reduction are under way at most.
 
 _NUMBERS = 1 << 20
-_HANDSHAKES = 1 << 26
-_POSITIONS = _HANDSHAKES // _NUMBERS - 1
 _REPORTS = 1 << 27
+_POSITIONS = _REPORTS // _NUMBERS - 1
 ROW = 1 << 28
 TEXT = ROW + 1
 _SIZES = 1 << 29
@@ -194,18 +184,12 @@ def segment_number(number: int, segment: int) -> int:
 
 
 def collective_tag(position: int, number: int) -> int:
-    """Return the tag of the collective ``number`` that a rank makes at ``position``."""
+    """Return the tag of the collective ``number`` at ``position``."""
     return (1 + position % _POSITIONS) * _NUMBERS + number % _NUMBERS
-
-
-def handshake_tag(position: int, kind: str, number: int) -> int:
-    """Return the tag of the handshake before the backend's own ``kind`` of collective at ``position``."""
-    return _HANDSHAKES + zlib.crc32(f"{position} {kind} {number}".encode()) % (_REPORTS - _HANDSHAKES)
 
 
 def report_tag(number: int) -> int:
     """Return the tag of reports of the transport ``number``, below 2**24. The next tag is its pulse's."""
-    assert 0 <= number < 1 << 24
     return _REPORTS + 2 * number
 
 

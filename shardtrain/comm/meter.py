@@ -1,12 +1,11 @@
 """Counts what this rank sends and how long it waits for others, by the kind of movement.
 
 A movement is counted under its own name whatever carried it: a gather built from point-to-point messages is
-one ``all_gather``. Bytes are those that this rank sends: N ranks gathering K bytes in all send (N-1)/N * K
-bytes each.
+one ``all_gather``. N ranks gathering K bytes in all send (N-1)/N * K bytes each.
 
 A wait that computation does not hide is *exposed*: the time between asking for a movement's result and having
-it. On the CPU that includes adding up what came. On an accelerator it is the time that the compute stream
-stands still, measured by events, so that the host need not stop.
+it, with adding up what came on the CPU. On an accelerator it is the time that the compute stream stands
+still, measured by events, so that the host need not stop.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from shardtrain.comm.movement import Movement
 
 
 class Wait(NamedTuple):
-    """What was waited for: a `Movement`, as it is counted, and the unit's name."""
+    """What was waited for: a `Movement`, as it is counted, and the unit's name; and `Meter.during` then."""
 
     kind: str
     unit: str
+    during: str = ""
 
 
 class Meter:
@@ -41,35 +41,21 @@ class Meter:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.during = ""
-        self._seconds: dict[tuple[str, Wait], float] = {}
-        self._on_device: list[tuple[str, Wait, Any, Any]] = []  # between two moments
+        self._seconds: dict[Wait, float] = {}
+        self._moments: list[tuple[Wait, Any, Any]] = []  # what is not among the seconds yet
 
     def exposed(self) -> dict[Wait, float]:
-        """Return seconds of exposed communication by kind and unit; the host waits for an accelerator."""
-        sums: dict[Wait, float] = {}
-        for (_, what), seconds in self._waits().items():
-            sums[what] = sums.get(what, 0.0) + seconds
-        return sums
-
-    def exposed_during(self) -> dict[str, float]:
-        """Return the same by what the owner was doing."""
-        sums: dict[str, float] = {}
-        for (during, _), seconds in self._waits().items():
-            sums[during] = sums.get(during, 0.0) + seconds
-        return sums
-
-    def add_wait(self, what: Wait, start: Any, end: Any) -> None:
-        """Add a wait between two moments."""
-        self._on_device.append((self.during, what, start, end))
-        if isinstance(start, float):  # at once: a meter may be open for as long as a run
-            self._waits()
-
-    def _waits(self) -> dict[tuple[str, Wait], float]:
-        for during, what, start, end in self._on_device:
-            key = during, what
-            self._seconds[key] = self._seconds.get(key, 0.0) + devices.seconds(start, end)
-        self._on_device.clear()
+        """Return seconds of exposed communication; the host waits for an accelerator."""
+        for what, start, end in self._moments:
+            self._seconds[what] = self._seconds.get(what, 0.0) + devices.seconds(start, end)
+        self._moments.clear()
         return self._seconds
+
+    def add_wait(self, movement: Movement, unit: str, start: Any, end: Any) -> None:
+        """Add a wait between two moments."""
+        self._moments.append((Wait(movement.counted, unit, self.during), start, end))
+        if isinstance(start, float):  # at once: a meter may be open for as long as a run
+            self.exposed()
 
 
 # The one piece of process-wide state: `meter()` takes no argument, and backward runs in other threads,
@@ -99,28 +85,17 @@ def count(movement: Movement, sent: Iterable[int]) -> None:
 
 
 def waiting(movement: Movement, unit: str, device: torch.device) -> AbstractContextManager[None]:
-    """Count the block as waiting on ``device`` for a movement of ``unit``, and end its span after it."""
-    return _Timed(movement, unit, device) if _open or trace.is_open() else _UNTIMED
+    """Count the block as waiting on ``device`` for a movement of ``unit``, unless it ends in an error."""
+    return _timed(movement, unit, device) if _open or trace.is_open() else nullcontext()
 
 
-_UNTIMED = nullcontext()
-
-
-class _Timed(AbstractContextManager[None]):
-    """Counts the time in it, unless that ends in an error. A step has dozens, so it is no generator."""
-
-    def __init__(self, movement: Movement, unit: str, device: torch.device) -> None:
-        self._movement, self._unit, self._device = movement, unit, device
-
-    def __enter__(self) -> None:
-        self._start = devices.moment(self._device)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            return
-        end = devices.moment(self._device)
-        for current in _open:
-            current.add_wait(Wait(self._movement.counted, self._unit), self._start, end)
-        trace.note("wait", f"{self._movement.counted} of {self._unit}", self._start, end)
-        if self._movement.traced:
-            trace.end(self._movement.traced, self._unit)
+@contextmanager
+def _timed(movement: Movement, unit: str, device: torch.device) -> Iterator[None]:
+    start = devices.moment(device)
+    yield
+    end = devices.moment(device)
+    for current in _open:
+        current.add_wait(movement, unit, start, end)
+    trace.note("wait", f"{movement.counted} of {unit}", start, end)
+    if movement.traced:
+        trace.end(movement.traced, unit)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
-from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, intervals, staged
-from shardtrain.layout import Layout
+from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Shipment, intervals
 
 # Renamed in torch 2.13. The group's own methods: the functions around them take a third as long again, and
 # every unit of every step makes three such calls.
@@ -32,6 +31,8 @@ _all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.Proc
 _reduce_scatter = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
+
+Op = dist.ReduceOp.RedOpType
 
 # Gloo cannot average, so the sum is divided.
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -46,31 +47,23 @@ def all_gather(
     """Call torch's ``all_gather_into_tensor``."""
     if input.is_complex():
         output, input = torch.view_as_real(output), torch.view_as_real(input)
-    return _finished(_all_gather(group, output, input, _gather_options(async_op)), async_op)
+    return _finished(_all_gather(group, output, input, _options(async_op)), async_op)
 
 
 def reduce_scatter(
-    output: Tensor,
-    input: Tensor,
-    group: dist.ProcessGroup,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    async_op: bool = False,
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Op = _SUM, async_op: bool = False
 ) -> dist.Work | None:
     """Call torch's ``reduce_scatter_tensor``."""
-    return _finished(_reduce_scatter(group, output, input, _reduce_options(op, async_op)), async_op)
+    return _finished(_reduce_scatter(group, output, input, _options(async_op, op)), async_op)
 
 
 @cache
-def _gather_options(async_op: bool) -> AllgatherOptions:
-    options = AllgatherOptions()
+def _options(async_op: bool, op: Op | None = None) -> Any:
+    """Return the options of an all-gather, or of a reduce-scatter with ``op``."""
+    options: Any = AllgatherOptions() if op is None else ReduceScatterOptions()
     options.asyncOp = async_op
-    return options
-
-
-@cache
-def _reduce_options(op: dist.ReduceOp.RedOpType, async_op: bool) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, async_op
+    if op is not None:
+        options.reduceOp = op
     return options
 
 
@@ -117,110 +110,64 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
     return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
 
-# Movements by the backend's own collectives, NCCL's above all.
-#
-# On an accelerator they run on a stream of their own. That stream waits for the compute stream when a
-# movement starts, and the compute stream waits for an event when its result is needed; until then whatever
-# the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
-# ``record_stream`` is not needed, and a host that is far ahead of the device takes no more memory than one
-# that is not: what a release gives back is available at once to the next gather, which the device starts
-# later. Gathers and reductions share the stream: one communicator runs one at a time anyway, in the order of
-# starting.
-
-
-class NativeGradient(NamedTuple):
-    """A gradient as backends want it: own interval in place, and room of the same dtype for the mean."""
-
-    full: Tensor
-    layout: Layout
-    out: Tensor
-    interval: Tensor  # where the mean belongs, ``out`` itself unless it has a wider dtype
-
-
-Moved = TypeVar("Moved", Flat, NativeGradient, Interval)
-
-
-class Streams:
-    """The communication stream of each device; the parts of a group have them in common."""
-
-    def __init__(self) -> None:
-        self._of: dict[torch.device, Any] = {}
-
-    def run(self, movements: Callable[[], None], device: torch.device) -> Pending:
-        """Run ``movements`` on the communication stream of ``device``, on an accelerator.
-
-        The result holds ``movements``, and so the memory that they use, until it is waited for: given back
-        before, the compute stream would write to it while it is still on its way.
-        """
-        if device not in self._of:
-            # Of high priority, so that copies around a collective do not queue behind computation.
-            self._of[device] = devices.new_stream(device, priority=-1)
-        stream = self._of[device]
-        stream.wait_stream(devices.current_stream(device))
-        with devices.inside(stream):
-            movements()
-            done = stream.record_event()
-
-        def finish(held: object = movements) -> None:
-            devices.current_stream(device).wait_event(done)
-
-        return Pending(finish)
-
-
 class Backend:
-    """The movements of a `Transport` between all ranks of ``group``, by the group's own collectives."""
+    """The movements of a `Transport` between all ranks of ``group``, by the group's own collectives.
 
-    def __init__(self, group: dist.ProcessGroup, streams: Streams) -> None:
+    On an accelerator they run on a stream of their own. That stream waits for the compute stream when a
+    movement starts, and the compute stream waits for an event when its result is needed; until then whatever
+    the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
+    ``record_stream`` is not needed, and what a release gives back is available at once to the next gather,
+    however far the host is ahead of the device. Gathers and reductions share the stream: one communicator
+    runs one at a time anyway.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._streams = streams
+        self._streams: dict[torch.device, Any] = {}  # the communication stream of each device
         # Dividing by a tensor takes a third of the time that dividing by a number does.
         self._world = torch.tensor(float(group.size()), device="cpu")
 
     def of(self, group: dist.ProcessGroup) -> Backend:
         """Return the same between other ranks, on the same streams."""
-        return Backend(group, self._streams)
+        other = Backend(group)
+        other._streams = self._streams
+        return other
 
     @property
     def group(self) -> dist.ProcessGroup:
         return living(self._group)
 
     def gather(self, flats: Sequence[Flat]) -> Pending:
-        return self._start(self._gather, flats, flats[0].full)
+        return self._run(flats[0].full.device, *(partial(self._gather, flat) for flat in flats))
 
     def reduce(self, gradients: Sequence[Gradient]) -> Pending:
-        return self._start(self._reduce, [self._native(each) for each in gradients], gradients[0].full)
+        return self._run(gradients[0].full.device, *map(self._reduction, gradients))
 
     def average(self, values: Sequence[Interval]) -> Pending:
-        return self._start(self._average, values, values[0].values)
+        return self._run(values[0].values.device, *(partial(self._average, each) for each in values))
 
-    def exchange(self, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
-        equal = [incoming.numel() // len(sizes)] * len(sizes)
-        dist.all_to_all_single(incoming, outgoing, equal, [*sizes], group=self.group)
-        return Pending()
+    def exchange(self, shipments: Sequence[Shipment]) -> Pending:
+        return self._run(shipments[0].full.device, *(partial(self._exchange, each) for each in shipments))
 
-    def staged(
-        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
-    ) -> Pending:
-        if not devices.is_accelerator(device):
-            return staged(start, finish)
+    def _run(self, device: torch.device, *movements: Callable[[], None]) -> Pending:
+        """Run ``movements`` in turn, on an accelerator on the communication stream of ``device``.
 
-        def both() -> None:
-            start().wait()
-            finish()
+        The result holds ``movements``, and so the memory that they use, until it is waited for.
+        """
+        if device not in self._streams:
+            # Of high priority, so that copies around a collective do not queue behind computation.
+            self._streams[device] = devices.new_stream(device, priority=-1)
+        called = devices.current_stream(device).record_event()
+        with devices.inside(self._streams[device]):
+            devices.current_stream(device).wait_event(called)
+            for movement in movements:
+                movement()
+            done = devices.current_stream(device).record_event()
 
-        return self._streams.run(both, device)
+        def finish(held: object = movements) -> None:
+            devices.current_stream(device).wait_event(done)
 
-    def _start(self, movement: Callable[[Moved], None], items: Sequence[Moved], like: Tensor) -> Pending:
-        """Run ``movement`` on each item; where ``like`` is on an accelerator, on the communication stream."""
-
-        def all_of_them() -> None:
-            for item in items:
-                movement(item)
-
-        if devices.on_accelerator(like):
-            return self._streams.run(all_of_them, like.device)
-        all_of_them()
-        return Pending()
+        return Pending(finish)
 
     def _gather(self, flat: Flat) -> None:
         if flat.layout.equal:
@@ -228,8 +175,11 @@ class Backend:
         elif moves_bytes(self.group):  # the fake one would copy the input to every output
             dist.all_gather(intervals(flat.full, flat.layout), flat.local, group=self.group)
 
-    def _native(self, gradient: Gradient) -> NativeGradient:
-        """Let ``full`` hold this rank's part, too, and the pieces of ``own`` be views of the mean to come."""
+    def _reduction(self, gradient: Gradient) -> Callable[[], None]:
+        """Return the reduction of ``gradient``, and allocate its memory now, in the compute stream's order.
+
+        ``full`` gets this rank's part, too. The pieces of ``own`` become views of the mean to come.
+        """
         full, own, layout, pieces, _ = gradient
         rank = self.group.rank()
         out = full.new_empty(layout.length(rank))
@@ -241,19 +191,25 @@ class Backend:
                 end = offset + stop - start
                 full[begin + offset : begin + end].copy_(own[index])
                 own[index] = interval[offset:end]
-        return NativeGradient(full, layout, out, interval)
 
-    def _reduce(self, gradient: NativeGradient) -> None:
-        full, layout, out, interval = gradient
-        op = _AVG if devices.on_accelerator(full) else _SUM
-        if layout.equal:
-            reduce_scatter(out, full, self.group, op)
-        elif moves_bytes(self.group):
-            dist.reduce_scatter(out, intervals(full, layout), op=op, group=self.group)
-        if op is _SUM:
-            out.div_(self._world)
-        if out is not interval:
-            interval.copy_(out)
+        def reduce() -> None:
+            op = _AVG if devices.on_accelerator(full) else _SUM
+            if layout.equal:
+                reduce_scatter(out, full, self.group, op)
+            elif moves_bytes(self.group):
+                dist.reduce_scatter(out, intervals(full, layout), op=op, group=self.group)
+            if op is _SUM:
+                out.div_(self._world)
+            if out is not interval:
+                interval.copy_(out)
+
+        return reduce
+
+    def _exchange(self, shipment: Shipment) -> None:
+        full, layout, incoming = shipment
+        sizes = [layout.length(rank) for rank in range(layout.world)]
+        equal = [incoming.shape[1]] * layout.world
+        dist.all_to_all_single(incoming.view(-1), full, equal, sizes, group=self.group)
 
     def _average(self, interval: Interval) -> None:
         values = interval.values.to(interval.wire)

@@ -1,8 +1,6 @@
 """Shards in host memory, units on a device: a transport around the one that moves between ranks.
 
-At rest the device holds no shard, and the optimizer steps on the CPU. A gather first puts this rank's
-interval in its place in the full vector, on the device, and then lets the ranks fill the rest; a reduction
-ends by bringing the mean of this rank's interval to the host. Two ranks, a unit of four elements::
+At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks, a unit of four elements::
 
     host of rank 0    a a                       host of rank 1        b b
     upload            a a . .   on device 0     upload            . . b b   on device 1
@@ -11,15 +9,15 @@ ends by bringing the mean of this rank's interval to the host. Two ranks, a unit
     download          A A       to the host     download              B B   to the host
 
 On an accelerator host memory is pinned, and copies run on a stream of their own, so that both ways are hidden
-behind the units that compute meanwhile. The host waits in two places only, both at a fence: at the end of a
-backward until its gradients have come, and at the end of a forward without gradients until nothing reads the
-shards any more. On the CPU the copies are made at once.
+behind the units that compute meanwhile. The host waits at fences only: at the end of a backward until its
+gradients have come, and at the end of a forward without gradients until nothing reads the shards any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,26 +25,8 @@ from torch import Tensor
 
 from shardtrain import device as devices
 from shardtrain.comm.movement import LEAVE, Movement
-from shardtrain.comm.transport import Flat, Gradient, Pending, Ranks, Tag, Transport, TransportWrapper
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, TransportWrapper
 from shardtrain.layout import Layout
-
-
-class OnDevice:
-    """``inner``, for tensors that may lie elsewhere than on ``device``: they are moved there and back."""
-
-    def __init__(self, inner: Ranks, device: torch.device) -> None:
-        self.inner, self.device = inner, device
-        self.rank, self.world = inner.rank, inner.world
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        moved = tensor.to(self.device)
-        self.inner.broadcast(moved, src)
-        tensor.copy_(moved)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        moved = tensor.to(self.device)
-        self.inner.all_reduce(moved, op)
-        tensor.copy_(moved)
 
 
 class Offloaded(TransportWrapper):
@@ -57,9 +37,9 @@ class Offloaded(TransportWrapper):
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         assert not inner.in_place or inner.world == 1
-        super().__init__(inner, OnDevice(inner.all_ranks, device))
+        super().__init__(inner)
         self.device, self.in_place = device, False
-        self._stream = devices.new_stream(device) if devices.is_accelerator(device) else None
+        self._stream = devices.new_stream(device)
         self._last: Any = None  # event of the newest copy, with which all before it are done
         self._arriving = False  # whether gradients may be on their way
 
@@ -81,13 +61,7 @@ class Offloaded(TransportWrapper):
                 own.copy_(flat.local, non_blocking=True)
                 moved.append(flat._replace(local=own))
             pending = self.inner.gather(tag, moved)
-        done = self._last
-
-        def finish() -> None:
-            pending.wait()
-            self._wait_for(done)
-
-        return Pending(finish)
+        return Pending(pending.wait, partial(self._wait_for, self._last))
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Start reducing. Once waited for, the means are on their way to the host; see `fence`."""
@@ -120,23 +94,19 @@ class Offloaded(TransportWrapper):
         return self._host(mean.numel(), mean.dtype).copy_(mean, non_blocking=True)
 
     def _now(self) -> Any:
-        """Return an event for this moment of the stream that computes."""
-        return None if self._stream is None else devices.current_stream(self.device).record_event()
+        """Return an event for this moment of the current stream; ``None`` on the CPU."""
+        return devices.current_stream(self.device).record_event()
 
     @contextmanager
     def _aside(self, after: Any) -> Iterator[None]:
         """Let the device work on the stream for copies inside, once ``after`` has passed."""
-        if self._stream is None or after is None:
-            yield
-            return
         with devices.inside(self._stream):
-            self._stream.wait_event(after)
+            self._wait_for(after)
             try:
                 yield
             finally:
-                self._last = self._stream.record_event()
+                self._last = self._now()
 
     def _wait_for(self, event: Any) -> None:
-        """Let the stream that computes wait for ``event``."""
-        if event is not None:
-            devices.current_stream(self.device).wait_event(event)
+        """Let the current stream wait for ``event``."""
+        devices.current_stream(self.device).wait_event(event)

@@ -10,44 +10,23 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm import native
-from shardtrain.comm.arithmetic import merge
+from shardtrain.comm import messages, native
 from shardtrain.comm.guard import Digests
-from shardtrain.comm.messages import (
-    Mailbox,
-    TagOf,
-    collective_tag,
-    handshake_tag,
-    segment_number,
-    start_exchange,
-    start_reduce_scatter,
-)
+from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, ENTER, GATHER, REDUCE, STEP, Movement
-from shardtrain.comm.native import Backend, Streams, living
+from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, ENTER, GATHER, MOVEMENTS, REDUCE, STEP, Movement
+from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.transport import (
-    Carrier,
-    Flat,
-    Gradient,
-    Pending,
-    Tag,
-    all_of,
-    intervals,
-    pack_own,
-    sent_by,
-)
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Transport, intervals
 
 
-class ProcessGroupTransport(Carrier):
+class ProcessGroupTransport(Transport):
     """Collectives between the ranks of ``group``, or a `part` of it."""
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
@@ -59,7 +38,8 @@ class ProcessGroupTransport(Carrier):
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.has_gloo = native.has_gloo(group)
-        self._backend = Backend(group, Streams())
+        self._device_types = native.device_types(group)
+        self._backend = Backend(group)
 
     def part(self, members: Sequence[int], backend: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
         """Return a transport between some ranks of the group, this one among them, under the group's guard.
@@ -97,35 +77,29 @@ class ProcessGroupTransport(Carrier):
         return self.backend_for(GATHER, tag).gather(flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
+        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         if self.by_messages([gradient.full for gradient in gradients]):
             return self.combine(tag, [self._parts(gradient) for gradient in gradients])
         return self.backend_for(REDUCE, tag).reduce(gradients)
 
-    def exchange(
-        self, tag: Tag, outgoing: torch.Tensor, sizes: Sequence[int], incoming: torch.Tensor
-    ) -> Pending:
-        if self.by_messages([outgoing, incoming]):
-            parts, into = outgoing.split([*sizes]), incoming.chunk(self.world)
-            return self._watched(
-                REDUCE, tag, [partial(start_exchange, self._mailbox, outgoing=parts, incoming=into)]
-            )
-        return self.backend_for(REDUCE, tag).exchange(outgoing, sizes, incoming)
-
-    def staged(
-        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
-    ) -> Pending:
-        return self._backend.staged(device, start, finish)
+    def exchange(self, tag: Tag, shipments: Sequence[Shipment]) -> Pending:
+        if self.by_messages([full for full, _, _ in shipments]):
+            starts = [
+                partial(start_exchange, outgoing=intervals(full, layout), incoming=list(incoming))
+                for full, layout, incoming in shipments
+            ]
+            return self._watched(REDUCE, tag, starts)
+        return self.backend_for(REDUCE, tag).exchange(shipments)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
-        with self._handshake(BROADCAST, tensor):
-            dist.broadcast(tensor, group=self.group, group_src=src)
+        with self._handshake(BROADCAST, tensor) as moved:
+            dist.broadcast(moved, group=self.group, group_src=src)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
-        with self._handshake(ALL_REDUCE, tensor):
-            dist.all_reduce(tensor, _OPS[op], group=self.group)
+        with self._handshake(ALL_REDUCE, tensor) as moved:
+            dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
 
     def note(self, kind: Movement, tag: Tag) -> None:
         if self._reports is not None:
@@ -143,7 +117,7 @@ class ProcessGroupTransport(Carrier):
 
     def by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
         """Return whether ``fulls`` move by messages, not by the backend's own collectives."""
-        return self.has_gloo and all(full.device.type == "cpu" for full in fulls)
+        return self.has_gloo and all(full.is_cpu for full in fulls)
 
     def send_to_all(
         self,
@@ -156,8 +130,7 @@ class ProcessGroupTransport(Carrier):
         ``pairs``: of ``local`` and ``parts``, one for each rank. ``kind``: what the guard calls it.
         """
         starts = [
-            partial(start_exchange, self._mailbox, outgoing=[local] * len(parts), incoming=parts)
-            for local, parts in pairs
+            partial(start_exchange, outgoing=[local] * len(parts), incoming=parts) for local, parts in pairs
         ]
         return self._watched(kind, tag, starts)
 
@@ -166,54 +139,48 @@ class ProcessGroupTransport(Carrier):
 
         ``sets``: of each segment the ``parts``, one for each rank. ``kind``: what the guard calls it.
         """
-        mean = partial(merge, op=dist.ReduceOp.AVG)
         starts = [
-            partial(start_reduce_scatter, self._mailbox, parts=parts, out=parts[self.rank], merge=mean)
+            partial(start_reduce_scatter, parts=parts, out=parts[self.rank], op=dist.ReduceOp.AVG)
             for parts in sets
         ]
         return self._watched(kind, tag, starts)
 
-    def _watched(self, kind: Movement, tag: Tag, starts: Sequence[Callable[[TagOf], Pending]]) -> Pending:
+    def _watched(
+        self, kind: Movement, tag: Tag, starts: Sequence[Callable[[Mailbox, int], Pending]]
+    ) -> Pending:
         """Start the messages of every segment, each under a tag of its own, and guard them."""
-
-        first = tag.number + self._number
-
-        def tag_of(position: int, segment: int) -> TagOf:
-            number = collective_tag(position, segment_number(first, segment))
-            return lambda _: number
-
-        def start(position: int) -> Pending:
-            moving = [each(tag_of(position, index)) for index, each in enumerate(starts)]
-            return all_of(moving)
-
-        if self._reports is None:
-            return start(0)
-        position = self._reports.post(kind, tag)
-        with self._reports.waiting(position):
-            moving = start(position)
-        return self._reports.watch(position, moving)
+        reports, first, mailbox = self._reports, tag.number + self._number, self._mailbox
+        position = 0 if reports is None else reports.post(kind, tag)
+        tags = [
+            messages.collective_tag(position, messages.segment_number(first, index))
+            for index in range(len(starts))
+        ]
+        with nullcontext() if reports is None else reports.waiting(position):
+            waits = [start(mailbox, number).wait for start, number in zip(starts, tags, strict=True)]
+        return Pending(*waits) if reports is None else reports.watch(position, Pending(*waits))
 
     @contextmanager
-    def _handshake(self, kind: Movement, tensor: torch.Tensor) -> Iterator[None]:
-        """Inside, all ranks call the same collective of the backend.
+    def _handshake(self, kind: Movement, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Inside, all ranks call the same collective of the backend, on the tensor that is yielded.
 
         Gloo does not check that. So all ranks exchange messages first, whose tags only meet where it is so.
+        The tensor is ``tensor``, or a copy of it on a device whose tensors the backend moves.
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
-        tag = Tag(tensor.nbytes, f"{tensor.nbytes} bytes")
+        moved = tensor if tensor.device.type in self._device_types else tensor.to(self._device_types[0])
+        tag = Tag(tensor.nbytes * len(MOVEMENTS) + kind.number, f"{tensor.nbytes} bytes")
         if self._reports is None:
             self._digests.add(kind, tag)
-            yield
-            return
-        position = self._reports.post(kind, tag)
-        handshake = handshake_tag(position, kind.doing, tensor.nbytes + self._number)
-        token = torch.zeros(self.world, 1)
-        with self._reports.waiting(position):
-            parts = [token[self.rank]] * self.world
-            start_exchange(self._mailbox, lambda _: handshake, parts, list(token)).wait()
-            yield
+            yield moved
+        else:
+            token = torch.zeros(self.world, 1)
+            self.send_to_all(tag, [(token[self.rank], list(token))], kind).wait()
+            with self._reports.waiting(self._reports.paths.end - 1):
+                yield moved
+        if moved is not tensor:
+            tensor.copy_(moved)
 
     def _parts(self, gradient: Gradient) -> list[torch.Tensor]:
         parts = intervals(gradient.full, gradient.layout)
-        parts[self.rank] = pack_own(gradient, self.rank)
+        parts[self.rank] = gradient.pack_own(self.rank)
         return parts

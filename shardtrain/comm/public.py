@@ -3,15 +3,13 @@
 ``from shardtrain import comm as dist`` runs torch's documented examples. What is different:
 
 - on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
-  twice as fast as gloo's own at tens of megabytes, slower below one. Stacked outputs and uneven lists, which
-  gloo refuses, work;
+  twice as fast as gloo's own at tens of megabytes, slower below one. Stacked outputs and uneven lists work;
 - arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank
   (``agreement.py``). Outputs of calls under way on that group are then undefined; the group remains usable;
 - inputs may be strided; outputs must be contiguous.
 
-With ``async_op=True`` a thread completes the call on gloo, and ``wait()`` raises what it raises. On other
-backends the agreement is reached inside the call, and the backend's own ``Work`` is returned. The meter
-counts the payload, not the agreement.
+With ``async_op=True`` a thread completes the call on gloo. On other backends the agreement is reached inside
+the call, and the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
 """
 
 from __future__ import annotations
@@ -33,14 +31,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from shardtrain.comm import native
-from shardtrain.comm.agreement import Agreement, by_size
-from shardtrain.comm.arithmetic import check_op, merge, op_name
-from shardtrain.comm.messages import (
-    WINDOW,
-    Mailbox,
-    start_exchange,
-    start_reduce_scatter,
-)
+from shardtrain.comm.agreement import Agreement
+from shardtrain.comm.arithmetic import check_op, op_name
+from shardtrain.comm.messages import WINDOW, Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import ALL_TO_ALL, GATHER, REDUCE, Movement
 from shardtrain.comm.transport import Pending
@@ -51,21 +44,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Side(NamedTuple):
-    """The tensors that a call reads, or those that it writes, as the caller gave them.
+# Where each rank's part is: in one tensor, all of it, or equal parts, or rows; or in a list of tensors.
+ALL, EQUAL, ROWS, LIST = "all", "equal", "rows", "list"
 
-    ``parts``: where in them each rank's part is. ``ALL``: one tensor is every rank's part. ``EQUAL``: one
-    tensor holds equal parts. ``LIST``: a list holds one tensor per rank. ``ROWS``: one tensor is split along
-    its first dimension, by ``sizes`` or else equally.
-    """
+
+class Side(NamedTuple):
+    """What a call reads, or what it writes, as the caller gave it. ``sizes``: rows per rank; none: equal."""
 
     name: str
     given: Any
     parts: str
     sizes: Sequence[int] | None = None
-
-
-ALL, EQUAL, LIST, ROWS = "all", "equal", "list", "rows"
 
 
 class Call(NamedTuple):
@@ -173,39 +162,33 @@ def all_to_all_single(
 class Payload(NamedTuple):
     """What a call whose arguments are good moves to and from this rank, in flat tensors.
 
-    ``inputs``: as they were given. ``reads[r]``: what rank ``r`` gets. ``writes[r]``: where what it sends
-    goes; if the call merges that, all of them are the output. ``own``: the backend's own collective.
+    ``words``, ``row``: what the other ranks hear of it, see `Agreement`. ``reads[r]``: what rank ``r`` gets.
+    ``writes[r]``: where what it sends goes, or the output, into which the call merges that. ``own``: the
+    backend's own collective; ``None`` where messages carry the call.
     """
 
-    inputs: list[Tensor]
+    words: str
+    row: list[int]
     reads: list[Tensor]
     writes: list[Tensor]
-    own: Callable[..., Work | None]
+    own: Callable[..., Work | None] | None
 
 
 def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     """Check the arguments, agree with the other ranks, and move."""
-    if not dist.is_initialized():
-        mailbox = Mailbox(None, rank=0, world=1)
-    else:
-        mailbox = Mailbox(group or dist.group.WORLD, dist.get_rank(group), dist.get_world_size(group))
-    group, rank, world = mailbox.group, mailbox.rank, mailbox.world
+    group = group or dist.group.WORLD
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if rank < 0:
         warnings.warn(f"{call.name} called on a rank that does not belong to the given group", stacklevel=4)
         return None
-    payload, moving, words = None, Pending(), call.name
+    mailbox = Mailbox(group, rank, world)
     try:
-        inputs, reads, writes, own = payload = _check(call, mailbox)
-        posted = group is None or world == 1 or (reads[0].is_cpu and native.has_gloo(group))
-        # What must be the same on every rank. The shapes of an all-to-all need not.
-        shapes = None if call.movement is ALL_TO_ALL else [list(item.shape) for item in inputs]
-        alike = call.movement.counted, str(call.op), reads[0].dtype, reads[0].device.type, shapes
-        sizes = [part.nbytes for part in (*reads, *writes)]
-        row = [0, zlib.crc32(repr(alike).encode()), posted, *sizes]
+        payload = _check(call, mailbox)
+        words, row, reads, writes, own = payload
     # Whatever it is, the others must hear of it, or they would wait for this rank until the time-out.
     except Exception as error:
         payload, words, row = None, str(error), [1, 0, 0] + [0] * 2 * world
-    agreement = Agreement(mailbox, row, lambda: words if payload is None else _words(call, payload))
+    agreement, moving = Agreement(mailbox, row, lambda: words), Pending()
 
     def finish() -> None:
         try:
@@ -215,20 +198,18 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         moving.wait()
 
     if payload is not None:
-        sent = [sum(sizes[:world]) - sizes[rank]]
-        if not posted:
+        if own is not None:
             finish()
-            count(call.movement, sent)
-            return own(group=group, async_op=async_op)
         # Calls under way at the same time may have one size and so one tag: all their receives are posted at
         # once, in the order of the calls, and none later.
-        if call.op is None:
-            moving = start_exchange(mailbox, by_size, reads, writes)
+        elif call.op is None:
+            moving = start_exchange(mailbox, None, reads, writes)
         else:
             window = sys.maxsize if async_op else WINDOW
-            merged = partial(merge, op=call.op)
-            moving = start_reduce_scatter(mailbox, by_size, reads, writes[rank], merged, window)
-        count(call.movement, sent)
+            moving = start_reduce_scatter(mailbox, None, reads, writes[rank], call.op, window)
+        count(call.movement, (part.nbytes for peer, part in enumerate(reads) if peer != rank))
+        if own is not None:
+            return own(group=group, async_op=async_op)
     if async_op:
         return Background(finish)
     finish()
@@ -241,18 +222,16 @@ class Background(Work):
     def __init__(self, move: Callable[[], None]) -> None:
         super().__init__()
         self._end = Future[None]()
-        arguments = move, torch.is_inference_mode_enabled()
-        Thread(target=self._run, args=arguments, name="shardtrain-collective", daemon=True).start()
+        Thread(target=self._run, args=(move, torch.is_inference_mode_enabled()), daemon=True).start()
 
     def _run(self, move: Callable[[], None], inference: bool) -> None:
         try:
             # Inference mode belongs to a thread, and tensors made in it may only be written in it.
             with torch.inference_mode(inference):
                 move()
+            self._end.set_result(None)
         except BaseException as error:
             self._end.set_exception(error)
-        else:
-            self._end.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._end.result(None if timeout is None else timeout.total_seconds())
@@ -268,55 +247,53 @@ def _check(call: Call, mailbox: Mailbox) -> Payload:
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
     """
-    world, rank = mailbox.world, mailbox.rank
-    inputs, outputs = _named(call.input, world), _named(call.output, world)
-    items = [*inputs.values(), *outputs.values()]
-    device = items[0].device
+    group, rank, world = mailbox.group, mailbox.rank, mailbox.world
+    inputs, outputs = _tensors(call.input, world), _tensors(call.output, world)
+    device, read = inputs[0].device, _shape(inputs)
+    other = next((item.device for item in (*inputs, *outputs) if item.device != device), None)
+    if other is not None:
+        raise ValueError(f"expected all tensors on one device, found {device} and {other}")
+    if group is not None and device.type not in native.device_types(group):
+        moved = ", ".join(native.device_types(group))
+        raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
+    sources = [_readable(item) for item in inputs]
+    targets = [_writable(item, call.output.name) for item in outputs]
+    # torch lets a complex tensor meet its real counterpart, so the flat views are compared.
+    dtypes = dict.fromkeys(item.dtype for item in (*sources, *targets))
+    if len(dtypes) > 1:
+        raise ValueError(f"expected all tensors to have one dtype, found {', '.join(map(str, dtypes))}")
+    if call.movement is REDUCE:
+        check_op(call.op, inputs[0].dtype)
+    reads, writes = _parts(call.input, sources, world), _parts(call.output, targets, world)
+    if reads[rank].numel() != writes[rank].numel():
+        fit = f"expected {call.output.name} to fit {call.input.name} between {world} ranks"
+        raise ValueError(f"{fit}, found {_shape(outputs)} for {read}")
+    own = None
+    if group is not None and world > 1 and not (device.type == "cpu" and native.has_gloo(group)):
+        sides = (call.output, targets), (call.input, sources)
+        tensors = [flat if side.parts == LIST else flat[0] for side, flat in sides]
+        by_rows = [writes, reads] if call.input.parts == ROWS else []
+        own = partial(call.own, *tensors, *([part.numel() for part in parts] for parts in by_rows))
+    words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {read}"
+    # What must be the same on every rank. The shapes of an all-to-all need not.
+    alike = f"{call.name} of {reads[0].dtype} on {device.type}" if call.movement is ALL_TO_ALL else words
+    sizes = [part.nbytes for part in (*reads, *writes)]
+    return Payload(words, [0, zlib.crc32(alike.encode()), own is None, *sizes], reads, writes, own)
+
+
+def _tensors(side: Side, world: int) -> list[Tensor]:
+    """Return the tensors of ``side``: one, or one per rank."""
+    name, items = side.name, side.given if side.parts == LIST else [side.given]
+    if not isinstance(items, (list, tuple)):
+        raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
+    if side.parts == LIST and len(items) != world:
+        raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(items)}")
     for item in items:
+        if not isinstance(item, Tensor):
+            raise ValueError(f"expected a tensor in {name}, found {type(item).__name__}")
         if item.layout is not torch.strided:
             raise ValueError(f"expected dense tensors, found {item.layout}")
-        if item.device != device:
-            raise ValueError(f"expected all tensors on one device, found {device} and {item.device}")
-        if call.movement is REDUCE:
-            check_op(call.op, item.dtype)
-    if mailbox.group is not None and device.type not in native.device_types(mailbox.group):
-        moved = ", ".join(native.device_types(mailbox.group))
-        raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
-    read = [_readable(item) for item in inputs.values()]
-    write = [_writable(item, name) for name, item in outputs.items()]
-    # torch lets a complex tensor meet its real counterpart, so the flat views are compared.
-    dtypes = dict.fromkeys(item.dtype for item in (*read, *write))
-    if len(dtypes) > 1:
-        raise ValueError(f"expected all tensors to have one dtype, found {', '.join(map(_short, dtypes))}")
-    reads, writes = _parts(call.input, read, world), _parts(call.output, write, world)
-    sides = (call.output, write), (call.input, read)
-    uneven = any(side.parts == EQUAL and flat[0].numel() % world for side, flat in sides)
-    if uneven or reads[rank].numel() != writes[rank].numel():
-        found = f"{_shape([*outputs.values()])} for {_shape([*inputs.values()])}"
-        raise ValueError(
-            f"expected {call.output.name} to fit {call.input.name} between {world} ranks, found {found}"
-        )
-    tensors = [flat if side.parts == LIST else flat[0] for side, flat in sides]
-    sizes = (
-        [[part.numel() for part in parts] for parts in (writes, reads)] if call.input.parts == ROWS else []
-    )
-    return Payload([*inputs.values()], reads, writes, partial(call.own, *tensors, *sizes))
-
-
-def _named(side: Side, world: int) -> dict[str, Tensor]:
-    """Return the tensors of ``side`` by their names."""
-    name, given = side.name, side.given
-    tensors = {name: given}
-    if side.parts == LIST:
-        if not isinstance(given, (list, tuple)):
-            raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(given).__name__}")
-        if len(given) != world:
-            raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(given)}")
-        tensors = {f"{name}[{index}]": item for index, item in enumerate(given)}
-    for name, item in tensors.items():
-        if not isinstance(item, Tensor):
-            raise ValueError(f"expected {name} to be a tensor, found {type(item).__name__}")
-    return tensors
+    return [*items]
 
 
 def _readable(item: Tensor) -> Tensor:
@@ -331,56 +308,34 @@ def _writable(item: Tensor, name: str) -> Tensor:
     """Return ``item`` itself under a flat view; what cannot be written through one is refused."""
     plain = item.detach()
     if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
-        raise ValueError(
-            f"expected {name} to be contiguous, found strides {item.stride()} of {_shape([item])}"
-        )
+        raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
     return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
 
 
 def _parts(side: Side, flat: list[Tensor], world: int) -> list[Tensor]:
-    """Return every rank's part of ``flat``, the flat tensors of ``side``."""
+    """Return every rank's part of ``flat``, the flat tensors of ``side``.
+
+    Split 3, 1 by rows, a ``[4, 5]`` tensor has parts of 15 and 5 elements.
+    """
     if side.parts == LIST:
         return flat
     if side.parts == ALL:
         return flat * world
-    return list(flat[0].split(_splits(side, world)) if side.parts == ROWS else flat[0].tensor_split(world))
-
-
-def _splits(side: Side, world: int) -> list[int]:
-    """Return elements for each rank from rows: ``[3, 1]`` of a ``[4, 5]`` tensor is ``[15, 5]``."""
-    name, item, sizes = side.name, side.given, side.sizes
-    rows = item.shape[0] if item.dim() else 0
-    if item.dim() == 0 or (not sizes and rows % world):
-        raise ValueError(f"expected {name} to have rows for {world} ranks alike, found {_shape([item])}")
-    sizes = sizes or [rows // world] * world
-    if (
-        len(sizes) != world
-        or any(not isinstance(size, int) or size < 0 for size in sizes)
-        or sum(sizes) != rows
-    ):
-        raise ValueError(
-            f"expected {world} split sizes of at least 0 that add up to the {rows} rows of {name}, "
-            f"found {list(sizes)}"
-        )
-    row = (item[0] if rows else item).numel() * (2 if item.is_complex() else 1)
-    return [size * row for size in sizes]
-
-
-def _words(call: Call, payload: Payload) -> str:
-    """Return the call in words: ``reduce_scatter (SUM) of float32 [3], [3]``."""
-    merged = "" if call.op is None else f" ({op_name(call.op)})"
-    words = f"{call.name}{merged} of {_shape(payload.inputs)}"
-    if call.movement is not ALL_TO_ALL:
-        return words
-    sends, expects = ([part.numel() for part in parts] for parts in (payload.reads, payload.writes))
-    return f"{words}, sending {sends} and expecting {expects} elements"
+    item, name = side.given, side.name
+    rows = item.shape[0] if side.parts == ROWS and item.dim() else item.numel()
+    sizes = side.sizes or [rows // world] * world
+    if not side.sizes and rows % world:
+        raise ValueError(f"expected {name} to have equal parts for {world} ranks, found {_shape([item])}")
+    are_sizes = all(isinstance(size, int) and size >= 0 for size in sizes)
+    if not are_sizes or len(sizes) != world or sum(sizes) != rows:
+        wanted = f"{world} split sizes of at least 0 that add up to the {rows} rows of {name}"
+        raise ValueError(f"expected {wanted}, found {list(sizes)}")
+    elements = flat[0].numel() // max(rows, 1)
+    return list(flat[0].split([size * elements for size in sizes]))
 
 
 def _shape(items: Sequence[Tensor]) -> str:
     """Return ``float32 [3, 2], [3]``."""
     where = "" if items[0].is_cpu else f" on {items[0].device.type}"
-    return f"{_short(items[0].dtype)} {', '.join(str(list(item.shape)) for item in items)}{where}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    shapes = ", ".join(str(list(item.shape)) for item in items)
+    return f"{str(items[0].dtype).removeprefix('torch.')} {shapes}{where}"

@@ -1,8 +1,7 @@
 """Hybrid sharding (HSDP): several shard groups, each with a whole copy of the model, train as one.
 
-A rank exchanges parameters inside its shard group only. Gradients are averaged there first, so that each rank
-has the mean of its own interval. Then the ranks with the same interval, a *replica group*, average that. Two
-replicas of two ranks, intervals ``[a b]``::
+A rank exchanges parameters inside its shard group only. Gradients are averaged there first. Then the ranks
+with the same interval, a *replica group*, average that. Two replicas of two ranks, intervals ``[a b]``::
 
     replica 0    rank 0  owns a    rank 1  owns b
     replica 1    rank 2  owns a    rank 3  owns b
@@ -13,11 +12,9 @@ replicas of two ranks, intervals ``[a b]``::
 Shard groups are equally large, so a mean of means is the mean over all ranks. Of K bytes in all, a rank of S
 in a group sends (S-1)/S * K inside it, and of its interval, K/S, 2 (R-1)/R across R replicas.
 
-Where a group shares memory, it averages at once, and messages across travel while the next unit computes. On
-an accelerator both stages follow one another on the communication stream. Where ranks exchange messages
-inside the group, too, the second stage is not hidden: it begins when the first is waited for.
-
-On gloo there is one guard for all ranks: they make the same collectives, whichever group they are in.
+Where a group shares memory, messages across travel while the next unit computes. Where it exchanges messages,
+the second stage begins when the first is waited for. On an accelerator it follows on the communication
+stream. On gloo there is one guard for all ranks: they make the same collectives, whichever group they are in.
 
 After Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2.
 """
@@ -30,29 +27,22 @@ from shardtrain import device
 from shardtrain.comm.meter import count
 from shardtrain.comm.movement import AVERAGE, GATHER, REDUCE, STEP, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.transport import (
-    Carrier,
-    Flat,
-    Gradient,
-    Interval,
-    Pending,
-    Tag,
-    Transport,
-    TransportWrapper,
-    pack_own,
-    staged,
-)
+from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Tag, Transport, TransportWrapper
 
 
 class Replicated(TransportWrapper):
     """Collectives ``inside`` a shard group and ``across`` the replicas, under the guard of ``all_ranks``."""
 
     def __init__(
-        self, inside: Transport, across: ReplicaGroup, all_ranks: Carrier, primary_ranks: Sequence[int]
+        self, inside: Transport, across: ReplicaGroup, all_ranks: Transport, primary_ranks: Sequence[int]
     ) -> None:
-        super().__init__(inside, all_ranks)
+        super().__init__(inside)
         self.across, self._guard, self._primary_ranks = across, all_ranks, primary_ranks
         self.silent = across.silent
+
+    @property
+    def all_ranks(self) -> Transport:
+        return self._guard
 
     @property
     def primary_ranks(self) -> Sequence[int]:
@@ -73,7 +63,7 @@ class Replicated(TransportWrapper):
         moving = self.inner.reduce(tag, gradients)
         if device.on_accelerator(gradients[0].full):
             return self._average(tag, gradients)  # behind it in the same stream
-        return staged(lambda: moving, lambda: self._average(tag, gradients).wait())
+        return Pending(moving.wait, lambda: self._average(tag, gradients).wait())
 
     def fence(self, what: Movement) -> None:
         self._guard.fence(what)
@@ -84,7 +74,7 @@ class Replicated(TransportWrapper):
                 self.inner.fence(what)
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        intervals = [Interval(pack_own(each, self.rank), each.full.dtype) for each in gradients]
+        intervals = [Interval(each.pack_own(self.rank), each.full.dtype) for each in gradients]
         return self.across.average(tag, intervals)
 
 
@@ -129,4 +119,4 @@ class ReplicaGroup:
             for (values, _), all_parts in zip(intervals, moved, strict=True):
                 values.copy_(all_parts)
 
-        return staged(lambda: self.part.combine(tag, sets, AVERAGE), finish)
+        return Pending(self.part.combine(tag, sets, AVERAGE).wait, finish)

@@ -26,7 +26,7 @@ from shardtrain.comm.meter import count
 from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, STEP, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, is_in_place, pack_own, sent_by
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, is_in_place
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes; a cache line, so that no two ranks write to the same one
@@ -128,7 +128,7 @@ class SharedMemoryTransport(Transport):
         return self._gather_in_place(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
+        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         positions = self._offer(tag, gradients)
 
         def finish() -> None:
@@ -247,7 +247,7 @@ class HostsTransport(SharedMemoryTransport):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Average over the host at once, so that messages travel while the next unit computes."""
-        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
+        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         with self.inner.sharing():
             positions = self._offer(tag, gradients)
             sets = [self._host_means(*each) for each in zip(positions, gradients, strict=True)]
@@ -258,7 +258,7 @@ class HostsTransport(SharedMemoryTransport):
         """Return the host's means of the column's intervals, in its order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
         means = self._average(position, gradient, others)
-        means.insert(self._column.index(self.rank), pack_own(gradient, self.rank))
+        means.insert(self._column.index(self.rank), gradient.pack_own(self.rank))
         return means
 
     def fence(self, what: Movement) -> None:

@@ -11,29 +11,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardtrain.comm.messages import chunks, open_inbox
+from shardtrain.comm.messages import open_inbox
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_REDUCE, AVERAGE, GATHER, REDUCE, Movement
+from shardtrain.comm.movement import ALL_REDUCE, AVERAGE, GATHER, REDUCE
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
-from shardtrain.comm.transport import (
-    Alone,
-    Flat,
-    Gradient,
-    Interval,
-    Pending,
-    Tag,
-    Transport,
-    pack_own,
-    sent_by,
-)
+from shardtrain.comm.transport import Alone, Flat, Gradient, Interval, Pending, Tag, Transport
 from shardtrain.layout import Layout
 
 
 class Absent(Alone):
-    """Ranks of which only this one is there: nothing comes from the others, and nothing is waited for."""
+    """Ranks of which only this one is there: nothing comes from the others, and nothing is waited for.
+
+    ``inbox``: they exchange messages, as over gloo.
+    """
+
+    def __init__(self, rank: int, world: int, *, inbox: bool = False) -> None:
+        self.rank, self.world, self._inbox = rank, world, inbox
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+
+    def _inbox_of(self, own: Tensor, sent: Tensor) -> list[Tensor]:
+        """Return room for messages: all ranks' parts of ``own``, of ``sent``'s dtype."""
+        return [open_inbox(sent, self.world, own.numel())] if self._inbox else []
 
 
 class Simulated(Absent):
@@ -44,12 +44,10 @@ class Simulated(Absent):
     """
 
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
-        self.rank, self.world, self.in_place = rank, world, in_place
-        self._inbox = inbox
+        super().__init__(rank, world, inbox=inbox and not in_place)
+        self.in_place = in_place
         self._largest = 0  # bytes of the largest gradient
         self._arena: Tensor | None = None
-        self._unread: list[int] = []  # bytes in the arena, by reduction, that others have yet to read
-        self._collecting = 0  # bytes in the arena that have yet to be reduced
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         self._largest = max(self._largest, layout.padded * reduced.itemsize)
@@ -62,69 +60,40 @@ class Simulated(Absent):
         return 3 * self._largest if self.in_place else 0
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        """Over shared memory: from the arena while there is room, as `SharedMemoryTransport` does."""
-        size = layout.padded * like.element_size()
-        used = self._collecting + sum(self._unread)
-        if not self.in_place or used + size > 2 * self._largest:
+        """Over shared memory, return what is `reserved`: there is nearly always room."""
+        if not self.in_place:
             return like.new_empty(layout.padded)
         if self._arena is None:
             self._arena = like.new_empty(self._largest, dtype=torch.uint8)
-        self._collecting += size
-        return self._arena[:size].view(like.dtype)
-
-    def _is_in_arena(self, full: Tensor) -> bool:
-        arena = self._arena
-        return arena is not None and full.untyped_storage()._cdata == arena.untyped_storage()._cdata
+        return self._arena[: layout.padded * like.element_size()].view(like.dtype)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
         return Pending()
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        count(REDUCE, (sent_by(gradient, self.rank) for gradient in gradients))
-        held = [room for gradient in gradients for room in self._room(gradient)]
-        sizes = [gradient.full.nbytes for gradient in gradients if self._is_in_arena(gradient.full)]
-        self._unread.append(sum(sizes))
-        self._collecting -= sum(sizes)
-
-        def finish() -> None:
-            held.clear()
-            del self._unread[:-1]  # other ranks may be one reduction behind
-
-        return Pending(finish)
-
-    def _room(self, gradient: Gradient) -> list[Tensor]:
-        """Return the memory that a reduction takes until it is done; some of it becomes the gradient."""
-        if self.in_place:
-            return []
-        interval = pack_own(gradient, self.rank)
-        spans = chunks(interval.numel(), gradient.full.element_size())
-        return [interval, *([open_inbox(gradient.full, self.world, spans)] if self._inbox else [])]
-
-    def fence(self, what: Movement) -> None:
-        self._unread.clear()
+        """Take the memory of a reduction until it is done; some of it becomes the gradient."""
+        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
+        held: list[Tensor] = []
+        for gradient in [] if self.in_place else gradients:
+            interval = gradient.pack_own(self.rank)
+            held += [interval, *self._inbox_of(interval, gradient.full)]
+        return Pending(held.clear)
 
 
 class SimulatedReplicas(Absent, ReplicaGroup):
     """Rank ``rank`` of all ranks, or of a replica group."""
 
-    def __init__(self, rank: int, world: int, *, inbox: bool) -> None:
-        self.rank, self.world = rank, world
-        self._inbox = inbox
-
     def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        """Take the memory of an average until it is done; see `ReplicaGroup.average`."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        held = [room for interval in intervals for room in self._room(*interval)]
+        swaps, held = self._inbox and self.world == 2, list[Tensor]()
+        for values, wire in intervals:
+            moved = values.to(wire, copy=swaps)
+            part = moved if swaps else moved.tensor_split(self.world)[self.rank]
+            held += [moved, *self._inbox_of(part, part)]
         return Pending(held.clear)
-
-    def _room(self, values: Tensor, wire: torch.dtype) -> list[Tensor]:
-        """Return the memory that an average takes until it is done; see `ReplicaGroup.average`."""
-        swaps = self._inbox and self.world == 2
-        moved = [values.to(wire, copy=swaps)]
-        part = moved[0] if swaps else moved[0].tensor_split(self.world)[self.rank]
-        spans = chunks(part.numel(), part.element_size())
-        return [*moved, *([open_inbox(part, self.world, spans)] if self._inbox else [])]
 
 
 def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:

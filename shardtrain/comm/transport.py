@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,41 @@ class Gradient(NamedTuple):
     pieces: tuple[Piece, ...]
     quantised: bool = False
 
+    def sent_by(self, rank: int) -> int:
+        """Return the bytes that rank ``rank`` sends to the others."""
+        return (self.layout.padded - self.layout.length(rank)) * self.full.element_size()
+
+    def pack_own(self, rank: int) -> Tensor:
+        """Let ``own`` lie in one interval, that of rank ``rank``; return the interval.
+
+        Empty pieces stay as they are: on many ranks most are.
+        """
+        own, length = self.own, self.layout.length(rank)
+        held = [(index, piece.offset, piece.numel) for index, piece in enumerate(self.pieces) if piece.numel]
+        if held:
+            first = own[held[0][0]]
+            memory = first.untyped_storage()
+            if memory.nbytes() == length * first.element_size() and all(
+                own[index].untyped_storage()._cdata == memory._cdata and own[index].storage_offset() == offset
+                for index, offset, _ in held
+            ):
+                return first.as_strided((length,), (1,), 0)  # they lie in one already
+        interval = self.full.new_empty(length, dtype=own[0].dtype if own else self.full.dtype)
+        for index, offset, numel in held:
+            own[index] = interval[offset : offset + numel].copy_(own[index])
+        return interval
+
+
+class Shipment(NamedTuple):
+    """A flat vector of which every rank sends the others their intervals, whatever these hold.
+
+    ``incoming``: [world, ``layout.length(rank)``], of ``full``'s dtype; a row for what each rank sends.
+    """
+
+    full: Tensor
+    layout: Layout
+    incoming: Tensor
+
 
 class Interval(NamedTuple):
     """Values that are to be averaged in place; ``wire``: the dtype in which they move."""
@@ -69,68 +104,26 @@ class Interval(NamedTuple):
 
 def is_in_place(flats: Sequence[Flat]) -> bool:
     """Return whether every ``local`` lies in its ``full``, rather than in memory of its own."""
-    return all(
-        flat.full.untyped_storage().data_ptr() == flat.local.untyped_storage().data_ptr() for flat in flats
-    )
-
-
-def sent_by(gradient: Gradient, rank: int) -> int:
-    """Return the bytes of ``gradient`` that rank ``rank`` sends to the others."""
-    return (gradient.layout.padded - gradient.layout.length(rank)) * gradient.full.element_size()
+    return all(full.untyped_storage()._cdata == local.untyped_storage()._cdata for full, local, *_ in flats)
 
 
 class Pending:
-    """A movement under way. ``wait()`` returns once its results may be read by the current stream."""
+    """A movement under way. ``wait()`` takes the ``steps`` that are left; then its results may be read."""
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        self._finish = finish
+    def __init__(self, *steps: Callable[[], None]) -> None:
+        self._steps = steps
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-
-
-def all_of(movements: Sequence[Pending]) -> Pending:
-    """Return all ``movements`` as one."""
-
-    def finish() -> None:
-        for each in movements:
-            each.wait()
-
-    return Pending(finish)
-
-
-def staged(start: Callable[[], Pending], finish: Callable[[], None]) -> Pending:
-    """Start a movement now with ``start``, and ``finish`` it when it is waited for."""
-    moving = start()
-
-    def both() -> None:
-        moving.wait()
-        finish()
-
-    return Pending(both)
-
-
-class Ranks(Protocol):
-    """Ranks that do something together: this one is ``rank`` of ``world``."""
-
-    rank: int
-    world: int
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
+        steps, self._steps = self._steps, ()
+        for step in steps:
+            step()
 
 
 class Transport:
     """Moves bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
-    ``in_place``: `allocate` returns a local interval that lies inside the full vector, so a gather copies
-    nothing and a release can give nothing back. ``silent``: nothing comes from other ranks, because there are
-    none, so what this rank lacks is not to be had.
+    ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
+    nothing and a release gives nothing back. ``silent``: there are no other ranks to hear from.
     """
 
     rank: int
@@ -144,7 +137,7 @@ class Transport:
         return 0
 
     @property
-    def all_ranks(self) -> Ranks:
+    def all_ranks(self) -> Transport:
         """All ranks that train the model, of one shard group or of several; errors name their numbers."""
         return self
 
@@ -153,11 +146,14 @@ class Transport:
         """The ranks of the first shard group in their order: they answer for what all replicas hold alike."""
         return range(self.world)
 
+    # These two concern all ranks: a transport needs them whose shard group is all of them.
+
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """See `Ranks`, and so for the next one. Both concern a transport whose shard group is all ranks."""
+        """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
         raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Overwrite ``tensor`` on every rank with the ``sum``, ``max`` or ``min`` over ranks."""
         raise NotImplementedError
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -189,17 +185,14 @@ class Transport:
         ``STEP`` waits for nobody: it lets the others know that an optimizer has stepped on this rank.
         """
 
+    # For other transports, which make collectives of their own of these: int8 packets, say.
 
-class Carrier(Transport):
-    """A transport that also serves others, which make movements of their own of it: int8 packets, say."""
+    def exchange(self, tag: Tag, shipments: Sequence[Shipment]) -> Pending:
+        """Start sending each rank its interval of every ``full``, and filling the rows of every ``incoming``.
 
-    def exchange(self, tag: Tag, outgoing: Tensor, sizes: Sequence[int], incoming: Tensor) -> Pending:
-        """Start sending ``sizes[r]`` elements of ``outgoing`` to rank r, and filling ``incoming`` from all.
-
-        Both are 1-D, in rank order; from every rank come equally many. This carries a reduction: whoever
-        asks for that counts it.
+        This carries a reduction: whoever asks for that counts it.
         """
-        return Pending()
+        raise NotImplementedError
 
     def note(self, kind: Movement, tag: Tag) -> None:
         """Let the guard know of a collective that is made by other means."""
@@ -208,29 +201,25 @@ class Carrier(Transport):
         """Inside, this rank waits for others by other means than messages; all ranks hear of its errors."""
         return nullcontext()
 
-    def staged(
-        self, device: torch.device, start: Callable[[], Pending], finish: Callable[[], None]
-    ) -> Pending:
-        """Start a movement and finish it: when it is waited for, or on ``device``'s communication stream."""
-        return staged(start, finish)
+
+Ranks = Transport  # where `Transport.all_ranks` is meant
 
 
 class TransportWrapper(Transport):
     """A transport around ``inner``, to which it passes on what subclasses do not change."""
 
-    def __init__(self, inner: Transport, all_ranks: Ranks | None = None) -> None:
+    def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
         self.in_place, self.silent = inner.in_place, inner.silent
-        self._all_ranks = all_ranks or inner.all_ranks
 
     @property
     def reserved(self) -> int:
         return self.inner.reserved
 
     @property
-    def all_ranks(self) -> Ranks:
-        return self._all_ranks
+    def all_ranks(self) -> Transport:
+        return self.inner.all_ranks
 
     @property
     def primary_ranks(self) -> Sequence[int]:
@@ -249,7 +238,7 @@ class TransportWrapper(Transport):
         self.inner.fence(what)
 
 
-class Alone(Carrier):
+class Alone(Transport):
     """The transport of a single rank: the interval is the whole vector, and nothing ever moves."""
 
     rank = 0
@@ -270,6 +259,9 @@ class Alone(Carrier):
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         return Pending()
 
+    def exchange(self, tag: Tag, shipments: Sequence[Shipment]) -> Pending:
+        return Pending()
+
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         pass
 
@@ -277,38 +269,6 @@ class Alone(Carrier):
         pass
 
 
-# Intervals of flat vectors as backends and messages want them: each alone and in one piece.
-
-
 def intervals(full: Tensor, layout: Layout) -> list[Tensor]:
     """Return every rank's interval of ``full``; views."""
     return [full[layout.interval(rank)] for rank in range(layout.world)]
-
-
-def pack_own(gradient: Gradient, rank: int) -> Tensor:
-    """Let ``gradient.own`` lie in one interval, that of rank ``rank``; return the interval.
-
-    Empty pieces stay as they are: on many ranks most are.
-    """
-    full, own, layout, pieces, _ = gradient
-    length = layout.length(rank)
-    interval = _laid_out(own, pieces, length)
-    if interval is not None:
-        return interval
-    interval = full.new_empty(length, dtype=own[0].dtype if own else full.dtype)
-    for index, piece in enumerate(pieces):
-        if piece.numel:
-            own[index] = interval[piece.offset : piece.offset + piece.numel].copy_(own[index])
-    return interval
-
-
-def _laid_out(own: Sequence[Tensor], pieces: Sequence[Piece], length: int) -> Tensor | None:
-    """Return the interval that the pieces are views of, if there is one that is alone in its memory."""
-    held = [(part, piece.offset) for part, piece in zip(own, pieces, strict=True) if piece.numel]
-    if not held or held[0][0].untyped_storage().nbytes() != length * held[0][0].element_size():
-        return None
-    first = held[0][0]
-    memory = first.untyped_storage()._cdata
-    if any(p.untyped_storage()._cdata != memory or p.storage_offset() != offset for p, offset in held):
-        return None
-    return first.as_strided((length,), (1,), 0)

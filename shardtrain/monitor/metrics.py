@@ -237,8 +237,8 @@ class StepMetrics:
         for (name, start), (_, end) in pairwise(self._marks):
             spent[name] += device.seconds(start, end)
         for meter in self._meters:
-            for phase, seconds in meter.exposed_during().items():
-                waits[phase] += seconds
+            for wait, seconds in meter.exposed().items():
+                waits[wait.during] += seconds
             sent.update(meter.bytes)
         return {phase: max(0.0, spent[phase] - waits[phase]) for phase in PHASES}, sum(waits.values()), sent
 
