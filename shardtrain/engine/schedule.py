@@ -223,8 +223,10 @@ class Schedule:
     def _begin_backward(self, record: list[Call]) -> Backward:
         """Prepare at the first sign of a backward.
 
-        Raises ValueError if it is to be differentiated in turn.
+        Raises ValueError inside `unsharded`, and if the backward is to be differentiated in turn.
         """
+        if self.root.pinned:
+            raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
         if torch.is_grad_enabled():
             raise ValueError(
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
@@ -253,7 +255,8 @@ class Schedule:
                 f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
-        unit.open_full()  # which `show_pieces` may have hidden since forward
+        if not segment.shows_full:
+            unit.open_full()  # which `show_pieces` has hidden since forward
         backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
         backward.arriving[segment.params[index]] = segment.infos[index].name
