@@ -98,11 +98,10 @@ def shard(
         [f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks, control
     )
     cut = cut_of(layout, link.world)
-    largest = {name: max((i.parameter.numel() for i in own), default=0) for name, own in infos.items()}
-    segments = {
-        name: _segments_of(infos[name], link, precision, cut, initial)
-        for name in sorted(infos, key=lambda name: -largest[name])  # balances best
-    }
+    largest_first = sorted(
+        infos, key=lambda unit: -max([i.parameter.numel() for i in infos[unit]], default=0)
+    )
+    segments = {unit: _segments_of(infos[unit], link, precision, cut, initial) for unit in largest_first}
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, reshard_after_forward, precision, left_alone, layout)

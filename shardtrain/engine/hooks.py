@@ -28,10 +28,32 @@ from shardtrain.engine.precision import Precision, cast
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.unit import Account, Unit
 from shardtrain.engine.units import note_pieces
-from shardtrain.engine.user_hooks import GradientHook, refuse_transforms, uncompiled
+from shardtrain.engine.user_hooks import OwnHook, refuse_transforms, uncompiled
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
+
+
+class GradientHook(OwnHook):
+    """Tells the schedule before and after a gradient is accumulated in one parameter of a unit.
+
+    The parameter holds it where Python's garbage collector cannot see it, so a hook that held the parameter
+    in turn would keep the whole model for ever.
+    """
+
+    def __init__(self, schedule: Schedule, unit: Unit, segment: int, index: int) -> None:
+        self._schedule, self._unit = weakref.ref(schedule), weakref.ref(unit)
+        self._segment, self._index = segment, index
+
+    def before(self, grad: torch.Tensor) -> None:
+        schedule, unit = self._schedule(), self._unit()
+        if schedule is not None and unit is not None:
+            schedule.gradient_arrives(unit, self._segment, self._index, grad)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        schedule, unit = self._schedule(), self._unit()
+        if schedule is not None and unit is not None:
+            schedule.gradient_arrived(unit, self._segment, self._index)
 
 
 class Engine:

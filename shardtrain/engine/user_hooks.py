@@ -1,4 +1,4 @@
-"""The engine's hooks on parameters among users' own; and on modules, ``torch.compile`` and ``torch.func``.
+"""What keeps the engine's hooks and users' tools apart: users' own hooks, ``torch.compile``, ``torch.func``.
 
 It has its own file because it knows nothing of the engine, and ``hooks.py`` would exceed 400 lines with it.
 
@@ -10,9 +10,8 @@ ends. Then the parameter shows its piece with the reduced gradient, and the hook
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,33 +19,11 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
-if TYPE_CHECKING:
-    from shardtrain.engine.schedule import Schedule
-    from shardtrain.engine.unit import Unit
-
 Hook = Callable[..., None]
 
 
-class GradientHook:
-    """Tells the schedule before and after a gradient is accumulated in one parameter of a unit.
-
-    The parameter holds it where Python's garbage collector cannot see it, so a hook that held the parameter
-    in turn would keep the whole model for ever.
-    """
-
-    def __init__(self, schedule: Schedule, unit: Unit, segment: int, index: int) -> None:
-        self._schedule, self._unit = weakref.ref(schedule), weakref.ref(unit)
-        self._segment, self._index = segment, index
-
-    def before(self, grad: torch.Tensor) -> None:
-        schedule, unit = self._schedule(), self._unit()
-        if schedule is not None and unit is not None:
-            schedule.gradient_arrives(unit, self._segment, self._index, grad)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        schedule, unit = self._schedule(), self._unit()
-        if schedule is not None and unit is not None:
-            schedule.gradient_arrived(unit, self._segment, self._index)
+class OwnHook:
+    """A hook of the engine's on a parameter, which stays where autograd looks for it."""
 
 
 class Postponed:
@@ -64,7 +41,7 @@ def postpone(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         hooks = param._post_accumulate_grad_hooks or {}
         for number, hook in hooks.items() if len(hooks) > 1 else ():
-            if not isinstance(hook, GradientHook | Postponed):
+            if not isinstance(hook, OwnHook | Postponed):
                 hooks[number] = Postponed(hook)
 
 
