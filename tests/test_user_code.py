@@ -455,10 +455,29 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         torch.func.vmap(model)(batch(0))
     with refused("cannot run inside jvp, vmap"), forward_ad.dual_level():
         model(batch(0))
+    with refused("^a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel"):
+        nn.parallel.DistributedDataParallel(model)
+    own = {name: 2 * param for name, param in model.named_parameters()}
+    with refused("^parameter .* was replaced by the result of a computation"):
+        torch.func.functional_call(model, own, (batch(0),))
+    with shardtrain.unsharded(model):
+        loss = model(batch(0)).sum()
+        with refused(r"^backward\(\) inside unsharded"):
+            loss.backward()
     for _ in range(2):
         loss = model(batch(0)).square().mean()
         with refused("autograd.grad over parameters of a sharded model .*head.weight"):
             torch.autograd.grad(loss, list(model.parameters()))
+    like_a_replica(Net, squares, units=is_unit)
+    for when in ("before", "after", "alone"):
+        penalty = [p.square().sum() for p in model.parameters() if when == "before"]
+        loss = [] if when == "alone" else [model(batch(0)).square().mean()]
+        penalty += [p.square().sum() for p in model.parameters() if when != "before"]
+        with refused(
+            "^the gradient of .* comes from its piece, which code outside of the forward of .* has used"
+        ):
+            sum([*penalty, *loss]).backward()  # type: ignore[union-attr]
+        del penalty, loss
     like_a_replica(Net, squares, units=is_unit)
     table = shard(nn.Sequential(nn.Embedding(10, 3, sparse=True)))
     with refused(r"parameter 0\.weight has a sparse gradient"):
@@ -488,13 +507,17 @@ def test_edits_are_refused_by_name() -> None:
         (lambda m: m.blocks[0].register_parameter("extra", nn.Parameter(torch.ones(3))), "blocks.0.extra"),
         (lambda m: m.blocks.append(Unit()), "blocks.3.inside.weight, blocks.3.inside.bias"),
     ]
-    for edit, message in edits + [
-        (edit, rf"^parameters attached after shard\(\): {names}") for edit, names in added
-    ]:
+    for edit, message in edits:
         model = sharded()
         edit(model)
         with refused(message):
             model(batch(0))
+    for edit, names in added:
+        model = sharded()
+        edit(model)
+        squares(model, 0)
+        with refused(rf"^parameters attached after shard\(\): {names}"):
+            torch.optim.SGD(model.parameters()).step()
 
 
 # methods
