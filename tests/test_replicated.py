@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.comm import Tag
+from shardtrain.comm.transport import Shipment
 from shardtrain.engine.precision import Precision
 from shardtrain.job.build import require_equal_groups
 from shardtrain.job.schema import UserError
-from shardtrain.layout import Policy
+from shardtrain.layout import Policy, even
 from shardtrain.optim import Ema
 
 from pool import Ranks, each_rank
@@ -210,9 +211,9 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
     if dist.get_rank() in members:
         part = comm.ProcessGroupTransport(world).part(members, group)
         part.has_gloo = False
-        outgoing, incoming = part.rank + torch.tensor([0.1, 0.2]), torch.zeros(2)
-        part.exchange(Tag(0, "packets"), outgoing, [1, 1], incoming).wait()
-        assert torch.equal(incoming, torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
+        outgoing, incoming = part.rank + torch.tensor([0.1, 0.2]), torch.zeros(2, 1)
+        part.exchange(Tag(0, "packets"), [Shipment(outgoing, even([2], 2, 1), incoming)]).wait()
+        assert torch.equal(incoming.flatten(), torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
 
 
 @pytest.mark.parametrize(
