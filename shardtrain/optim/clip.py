@@ -42,7 +42,7 @@ def clip_grad_norm_(
         cut.zero_()  # replicas have the same gradient, which counts once; so all get the same bits, too
     with waiting(ALL_REDUCE, "the gradient's norm", engine.device):
         if norm_type == math.inf:  # gloo's maximum of a nan and a number is the number
-            both = torch.stack([cut.nan_to_num(torch.inf), cut.isnan().float()])
+            both = torch.stack([cut.nan_to_num(torch.inf, torch.inf), cut.isnan().float()])
             all_ranks.all_reduce(both, "max")
             cut = torch.where(both[1] > 0, torch.nan, both[0])
         else:
