@@ -100,6 +100,9 @@ class Precision:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Yield what is inside nested containers, as modules take and return: pytrees, mappings, dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
     for leaf in tree_leaves(value):
         if isinstance(leaf, Mapping):
             yield from leaves(list(leaf.values()))
@@ -116,23 +119,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with every floating-point tensor that `leaves` sees as ``dtype``.
 
-    That is ``value`` itself if there is nothing to do: a unit may append to a list that it was given.
+    A container in which there is nothing to cast stays itself: a unit may append to a list that it was given.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) is tuple:  # the arguments of each call: mostly one tensor
         return tuple([cast(item, dtype) for item in value])
-    if type(value) is dict and not value:
-        return value
     if all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors_in(value)):
         return value
 
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Mapping):
-            return type(leaf)({key: cast(item, dtype) for key, item in leaf.items()})  # type: ignore[call-arg]
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = [field.name for field in dataclasses.fields(leaf) if field.init]
-            return dataclasses.replace(leaf, **{name: cast(getattr(leaf, name), dtype) for name in fields})
-        return cast(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf
+    def of(item: Any) -> Any:
+        if item is not value:
+            return cast(item, dtype)
+        if isinstance(item, Mapping):
+            return type(item)({key: cast(inner, dtype) for key, inner in item.items()})  # type: ignore[call-arg]
+        fields = [field.name for field in dataclasses.fields(item) if field.init]
+        return dataclasses.replace(item, **{name: cast(getattr(item, name), dtype) for name in fields})
 
-    return tree_map(of_leaf, value)
+    return tree_map(of, value, is_leaf=lambda item: item is not value)
