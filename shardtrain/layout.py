@@ -114,10 +114,11 @@ class Layout:
         return tuple(pieces)
 
     def elsewhere(self, rank: int) -> tuple[list[list[tuple[slice, int]]], list[int]]:
-        """Return what other ranks than ``rank`` own: spans of elements per parameter, and cuts.
+        """Return where the elements lie that other ranks than ``rank`` own, as ``spans`` and ``cuts``.
 
-        Cut into parts of the sizes ``cuts``, the flat vector has each span as one part, whose number stands
-        beside it. This rank's own and gaps are parts too. No cuts if nothing is elsewhere.
+        ``cuts``: sizes of parts into which to split the flat vector; empty if no other rank owns anything.
+        ``spans``: per parameter, the slices of it that others own, each with the number of its part. Parts
+        without a span are gaps, or this rank's own.
         """
         pieces, end = self.pieces(rank), 0
         cuts: list[int] = []

@@ -84,7 +84,7 @@ def build(name: str, model: nn.Module, precision: str, device: torch.device) -> 
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """Return the optimizer of a model that has its final parameters."""
+    """Return fused AdamW; call it after the model is wrapped, since FSDP2 replaces parameters."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 

@@ -58,7 +58,7 @@ class Side(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective as it was asked for. ``own``: the backend's, which takes flat outputs and inputs."""
+    """One call of a collective. ``own``: the backend's function for it, given flat outputs and inputs."""
 
     name: str
     movement: Movement

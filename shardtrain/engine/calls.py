@@ -37,20 +37,25 @@ class Call:
     depth: int = 1  # of the unit's modules, those that are called inside one another
     hooked: bool = False
 
+    def hook(self, tensor: torch.Tensor) -> None:
+        """Let backward announce the call before it needs what ``tensor`` was computed from."""
+        node = tensor.grad_fn
+        if node is not None:  # else it is no result of the call
+            node.register_prehook(self)
+            self.hooked = True
+
     def watch(self, output: Any) -> bool:
-        """Let backward announce the call before it needs what tensors of ``output`` were computed from.
+        """Hook all tensors of ``output``.
 
         Returns whether the unit must stay in full: ``output`` may hide tensors, or shows its parameters.
         """
         stays, learns = False, torch.is_grad_enabled()
         for leaf in leaves(output):
-            if not isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor):
+                self.hook(leaf)
+                stays = stays or self.unit.shows(leaf)
+            else:
                 stays = stays or (learns and not isinstance(leaf, _PLAIN))
-                continue
-            if leaf.grad_fn is not None:  # else it is no result of the call
-                leaf.grad_fn.register_prehook(self)
-                self.hooked = True
-            stays = stays or self.unit.shows(leaf)
         return stays
 
     def __call__(self, _: object) -> None:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtrain.engine import pieces
 from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
-from shardtrain.engine.precision import Precision, cast
+from shardtrain.engine.precision import Precision, cast, tensors_in
 from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.unit import Account, Unit
 from shardtrain.engine.units import note_pieces
@@ -166,8 +166,9 @@ class Engine:
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.schedule.watch(unit, output)
+            if not torch.compiler.is_compiling() and (call := self.schedule.call_to_hook(unit)):
+                for tensor in tensors_in(output):
+                    call.hook(tensor)
 
         self._handles.append(module.register_forward_hook(after))
 

@@ -132,17 +132,17 @@ class Schedule:
                 self._prefetch(next(iter(self._expected[at : at + 1]), None))
         trace.begin("forward", unit.title)
 
-    def watch(self, unit: Unit, output: Any) -> bool:
-        """Do `Call.watch` for what a module of ``unit`` returns, unless it computes again in backward."""
-        call = self._calls.get(unit)
-        return call is not None and self._backward is None and call.watch(output)
+    def call_to_hook(self, unit: Unit) -> Call | None:
+        """Return the call of ``unit`` under way, unless it only computes again in backward."""
+        return None if self._backward else self._calls.get(unit)
 
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Release ``unit`` as one of its modules is left, if this was the outermost call.
 
         What may be needed without notice, or is still shown by ``output``, stays until the end of backward.
         """
-        stays = self.watch(unit, output)
+        hooked = self.call_to_hook(unit)
+        stays = hooked is not None and hooked.watch(output)
         call = self._calls.get(unit)
         if call is None:  # an error kept it from beginning
             return

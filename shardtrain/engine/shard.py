@@ -256,12 +256,12 @@ class Segment:
 
     def changed(self) -> list[str]:
         """Return the names of parameters that users changed since `cast`, or since they are shown in full."""
-        views = self.full_views if self.shows_full else self.local_views
-        rows = zip(self.infos, self.params, self._versions, views, strict=True)
+        addresses = [_address(view) for view in self.full_views] if self.shows_full else self._addresses
+        rows = zip(self.infos, self.params, self._versions, addresses, strict=True)
         return [
             info.name
-            for info, param, version, view in rows
-            if param._version != version or _address(param) != _address(view)
+            for info, param, version, address in rows
+            if param._version != version or _address(param) != address
         ]
 
     def was_replaced(self) -> bool:

@@ -86,7 +86,7 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
     """Run the jobs in turn; return the best objective. Collective.
 
     Raises:
-        UserError: not one of them has worked.
+        UserError: all jobs failed.
         RuntimeError: the ranks have left a job for different reasons.
     """
     gather_problems, directory = _text_exchange(rank_info), launch.run_dir(sweep.first, rank_info)
