@@ -91,8 +91,7 @@ def shard(
     link = _open(kind, mesh) if isinstance(kind, str) else kind
     if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
-    if offload and homes and not _on_host(homes[0]):
-        link = comm.Offloaded(link, homes[0])
+    link = _offloaded(link, homes) if offload else link
     control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
     comm.require_same(
         [f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks, control
@@ -119,6 +118,11 @@ def _segments_of(
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(info)
     return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
+
+
+def _offloaded(link: Transport, homes: Sequence[torch.device]) -> Transport:
+    """Return ``link`` for shards in host memory, if that is not where the units compute."""
+    return comm.Offloaded(link, homes[0]) if homes and not _on_host(homes[0]) else link
 
 
 def _on_host(device: torch.device) -> bool:
