@@ -26,7 +26,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm import Flat, Tag, guard, messages, native
+from shardtrain.comm import Flat, Tag, guard, messages, native, reports
 from shardtrain.comm.movement import ENTER, GATHER, LEAVE
 from shardtrain.comm.reports import TELLS, Links
 from shardtrain.comm.signals import Peer, Signals
@@ -296,6 +296,26 @@ def test_a_backward_is_told_by_the_step_of_its_forward() -> None:
         transport.gather(Tag(512 if is_last() else 256, "backward"), [flat]).wait()
         text = raised_soon(comm.Diverged, lambda: transport.fence(LEAVE))
     assert text.startswith("step 1: ranks 0 and 1 take different paths")
+
+
+@each_rank(3, transport="auto")
+def test_a_rank_that_is_late_hears_that_others_differ() -> None:
+    """They have raised and closed their connections before it comes to where they differ."""
+    with patch.object(reports, "GRACE_S", 0.5):
+        transport = comm.open_transport()
+        layout = even([6], transport.world, 1)
+        comm.set_time_out(timedelta(seconds=1))
+
+        def gather_twice() -> None:
+            time.sleep(2 * is_last())
+            for name in ("first", "other" if transport.rank == 1 else "second"):
+                flat = Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
+                moving.append(transport.gather(Tag(256 + 256 * (name == "other"), name), [flat]))
+            moving[0].wait()
+
+        moving: list[comm.Pending] = []
+        text = raised_soon(comm.Diverged, gather_twice)
+    assert "rank 1 is gathering other" in text
 
 
 def linked(world: int) -> list[Signals]:

@@ -156,7 +156,7 @@ def _collectives(world: int, units: int) -> Runner:
         for _ in range(units):
             native.all_gather(full, local, group)
             native.all_gather(full, local, group)
-            native.reduce_scatter(local, full, group)
+            native.reduce_scatter(local, full, group=group)
 
     return run
 

@@ -15,6 +15,7 @@ reports its latest collectives (``reports.py``). On NCCL and other backends, who
 
 from __future__ import annotations
 
+import itertools
 import logging
 import struct
 import time
@@ -85,8 +86,8 @@ class Paths:
     """The latest collectives of this rank, and of the others as far as they are known, by position.
 
     ``time_out_s``: callable; returns the time-out of the moment. ``step``: forwards begun. ``end``: the
-    position of this rank's next collective. ``difference``: the first position at which another rank is known
-    to differ from this one.
+    position of this rank's next collective. ``difference``: the first position at which ranks are known to
+    differ.
     """
 
     def __init__(self, rank: int, others: Iterable[int], time_out_s: Callable[[], float]) -> None:
@@ -113,6 +114,12 @@ class Paths:
         self.theirs[rank][position] = entry
         if position in self.own:
             self._compare(position, self.own[position], entry)
+
+    def compare_others(self) -> None:
+        """Compare the other ranks with one another: they may differ before this rank comes as far."""
+        for one, other in itertools.combinations(self.theirs.values(), 2):
+            for position in one.keys() & other.keys():
+                self._compare(position, one[position], other[position])
 
     def _compare(self, position: int, one: Entry, other: Entry) -> None:
         if one[:3] != other[:3] and (self.difference is None or position < self.difference):

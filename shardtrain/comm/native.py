@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,61 +18,20 @@ import torch.distributed as dist
 # them, so the first step of any torch optimizer: a group opened before would live to the interpreter's end,
 # and gloo's threads with it, which now and then abort the process there. Now there is no group yet.
 import torch.distributed.nn
-from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
 from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Shipment, intervals
 
-# Renamed in torch 2.13. The group's own methods: the functions around them take a third as long again, and
-# every unit of every step makes three such calls.
-_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_reduce_scatter = (
-    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
-)
-
-Op = dist.ReduceOp.RedOpType
+# Renamed in torch 2.13.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Gloo cannot average, so the sum is divided.
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 # Public since torch 2.15.
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-
-
-def all_gather(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """Call torch's ``all_gather_into_tensor``."""
-    if input.is_complex():
-        output, input = torch.view_as_real(output), torch.view_as_real(input)
-    return _finished(_all_gather(group, output, input, _options(async_op)), async_op)
-
-
-def reduce_scatter(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Op = _SUM, async_op: bool = False
-) -> dist.Work | None:
-    """Call torch's ``reduce_scatter_tensor``."""
-    return _finished(_reduce_scatter(group, output, input, _options(async_op, op)), async_op)
-
-
-@cache
-def _options(async_op: bool, op: Op | None = None) -> Any:
-    """Return the options of an all-gather, or of a reduce-scatter with ``op``."""
-    options: Any = AllgatherOptions() if op is None else ReduceScatterOptions()
-    options.asyncOp = async_op
-    if op is not None:
-        options.reduceOp = op
-    return options
-
-
-def _finished(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    """Return ``work`` to who waits for it, else None once the current stream may read the results."""
-    if async_op or work is None:
-        return work
-    work.wait()
-    return None
 
 
 def set_time_out(time_out: timedelta) -> None:
@@ -195,7 +154,7 @@ class Backend:
         def reduce() -> None:
             op = _AVG if devices.on_accelerator(full) else _SUM
             if layout.equal:
-                reduce_scatter(out, full, self.group, op)
+                reduce_scatter(out, full, op, self.group)
             elif moves_bytes(self.group):
                 dist.reduce_scatter(out, intervals(full, layout), op=op, group=self.group)
             if op is _SUM:

@@ -59,7 +59,8 @@ KEPT = 64  # collectives in a report: as far as replicas may be apart, which mee
 # Why it comes; the rank that the sender has lost (-1: none), and in which state; how long ago the sender was
 # at work, or a rank that it waits for; how many collectives follow.
 HEAD = struct.Struct("<iiidi")
-TELLS, ASKS, LEAVES = range(3)  # who leaves has dropped the model
+# Who leaves has dropped the model. Who says that ranks differ, itself or others, asks where all are.
+TELLS, ASKS, LEAVES, DIFFERS = range(4)
 REPORT_BYTES = HEAD.size + KEPT * MESSAGE.size
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
@@ -200,6 +201,7 @@ class Reports:
             self.paths.own.pop(position - KEPT, None)
             self._compare()
             if self._diverged_at is not None:
+                self._links.send(TELLS)
                 self._changed.wait_for(lambda: self._failure is not None, 2 * GRACE_S)
         self._raise_failure()
         return position
@@ -319,19 +321,29 @@ class Reports:
                     self._links.send(TELLS, to=[peer])
                 elif why == LEAVES:
                     self._left.add(peer)
+                elif why == DIFFERS:
+                    self._differ()
                 self._compare()
             self._changed.notify_all()
 
+    def _differ(self) -> None:
+        """Let all ranks know that some differ: nobody may take one that fails of it for one that ended."""
+        if self._diverged_at is None:
+            self._diverged_at = time.monotonic()
+            self._links.send(DIFFERS)
+
     def _compare(self) -> None:
         """Fail if ranks differ, once all have said where they are or have had the time to."""
-        position = self.paths.difference
-        if position is None or self._failure is not None:
+        if self.paths.difference is not None:
+            self._differ()
+        if self._diverged_at is None or self._failure is not None:
             return
-        now = time.monotonic()
-        if self._diverged_at is None:
-            self._diverged_at = now
-            self._links.send(ASKS)
-        if not self._missing(position) or now - self._diverged_at > GRACE_S:
+        self.paths.compare_others()
+        position = self.paths.difference
+        if position is None:  # whoever differs has not reported yet
+            return
+        is_complete = position in self.paths.own and not self._missing(position)
+        if is_complete or time.monotonic() - self._diverged_at > GRACE_S:
             self._fail(self.paths.diverged(position))
 
     def _missing(self, position: int) -> list[int]:
