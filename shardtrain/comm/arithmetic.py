@@ -1,7 +1,7 @@
 """The arithmetic of a reduction that is summed here, not in the backend.
 
-Sums, means and products of fp16, bf16 and fp8 values are accumulated in fp32 and rounded once at the end;
-integers stay integers. Parts are taken in rank order, so the result is the same bits every time.
+Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end; integers stay integers. Parts
+are taken in rank order, so the result is the same bits every time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
     """
     if out.is_complex():  # a complex quotient would lose the sign of zero, which says that nothing is there
         parts, out = [torch.view_as_real(part).flatten() for part in parts], torch.view_as_real(out).view(-1)
-    wide = _accumulator(out.dtype, op)
+    wide = torch.float32 if out.is_floating_point() and out.itemsize < 4 else out.dtype
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), length):
         span = slice(start, start + length)
@@ -83,9 +83,3 @@ def _merge_span(parts: Sequence[Tensor], out: Tensor, op: object, wide: torch.dt
         total.div_(len(parts), rounding_mode=None if wide.is_floating_point else "trunc")
     if total is not out:
         out.copy_(total)
-
-
-def _accumulator(dtype: torch.dtype, op: object) -> torch.dtype:
-    narrow = dtype.is_floating_point and dtype.itemsize < 4
-    rounds = op in (*_LINEAR, ReduceOp.PRODUCT) or dtype.itemsize == 1
-    return torch.float32 if narrow and rounds else dtype

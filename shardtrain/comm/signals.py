@@ -308,28 +308,27 @@ def connect(
     Raises:
         OSError: the ranks cannot reach one another this way.
     """
-    links: dict[int, socket.socket] = {}
     kind = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
     with socket.socket(*kind) as listener:
         listener.bind(f"\0{name}-{rank}")
         listener.listen(len(ranks))
         listener.settimeout(10.0)
         barrier()
-        for other in [other for other in ranks if other < rank]:
-            links[other] = socket.socket(*kind)
-            links[other].connect(f"\0{name}-{other}")
-            links[other].send(rank.to_bytes(8, "big"))
-        while len(links) < len(ranks) - 1:
-            link, _ = listener.accept()
-            links[int.from_bytes(link.recv(8), "big")] = link
-    files = {rank: os.memfd_create("shardtrain")}
-    for link in links.values():
+        links = []
+        for other in (other for other in ranks if other < rank):
+            links.append(socket.socket(*kind))
+            links[-1].connect(f"\0{name}-{other}")
+        links += [listener.accept()[0] for other in ranks if other > rank]
+    files, peers = {rank: os.memfd_create("shardtrain")}, []
+    for link in links:
         link.settimeout(10.0)
-        socket.send_fds(link, [b"file"], [files[rank]])
-    for other, link in links.items():
-        _, (files[other],), _, _ = socket.recv_fds(link, 4, 1)
+        socket.send_fds(link, [rank.to_bytes(8, "big")], [files[rank]])
+    for link in links:
+        sent, (file,), _, _ = socket.recv_fds(link, 8, 1)
         link.setblocking(False)
-    peers = [Peer(other, links[other]) for other in ranks if other != rank]
+        peers.append(Peer(int.from_bytes(sent, "big"), link))
+        files[peers[-1].rank] = file
+    peers.sort(key=lambda peer: peer.rank)
     signals = Signals(rank, peers, files, time_out_s)
     signals.show_in(signals.share(ranks[0], signals.board.nbytes).view(signals.board.dtype))
     return signals
