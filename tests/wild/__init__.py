@@ -5,9 +5,9 @@ They need ``pip install -e ".[wild]"``. Models come from configurations: nothing
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,13 +21,17 @@ import shardtrain
 
 from small import average_gradients, shard
 
-PACKAGES = ["transformers", "timm", "peft", "torchmetrics"]
+PACKAGES = ["transformers", "accelerate", "timm", "peft", "torchmetrics"]
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 MARKS = [
     pytest.mark.long,
     pytest.mark.timeout(120),
     pytest.mark.skipif(bool(MISSING), reason=f'pip install -e ".[wild]": {", ".join(MISSING)} missing'),
 ]
+
+Wrap = Callable[[nn.Module], Any]
+Sync = Callable[[nn.Module], None]
+Loop = Callable[[Wrap, Sync], list[Any]]
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -40,55 +44,62 @@ def seed(step: int) -> None:
     np.random.seed(1000 * step + dist.get_rank())  # timm's mixup
 
 
-def like_a_replica(
-    make: Callable[[], nn.Module],
-    loss: Callable[[nn.Module], torch.Tensor],
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-    tolerance: float = 0.0,
-    steps: int = 5,
-) -> nn.Module:
-    """Train ``make()`` sharded, and a replica with averaged gradients; require equal losses and parameters.
+def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, sync: Sync, model: nn.Module) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    sync(model)
+    optimizer.step()
 
-    ``tolerance`` is the largest difference allowed, relative to the largest value of the parameter.
-    """
+
+def train(
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    sync: Sync,
+    steps: int = 3,
+    optimizer: torch.optim.Optimizer | None = None,
+    after: Callable[[], object] = lambda: None,
+) -> list[Any]:
+    """Return the model after some steps, and its losses; ``after`` runs after each."""
+    optimizer, losses = optimizer or adamw(model), []
+    for step in range(steps):
+        seed(step)
+        losses.append(loss())
+        update(optimizer, losses[-1], sync, model)
+        after()
+    assert losses[-1] != losses[0], "nothing was learnt"
+    return [model, torch.stack(losses).detach()]
+
+
+def nothing(model: nn.Module) -> None:
+    """Average nothing: a sharded model's gradients are means."""
+
+
+def run(loop: Loop, wrap: Wrap, sync: Sync) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the packages' own
+        warnings.filterwarnings("error", message=".* cannot be tried on pieces")
         torch.manual_seed(0)
-        replica = make()
-        model = shard(copy.deepcopy(replica))
-        losses: list[list[float]] = []
-        for net in (replica, model):
-            stepper = optimizer(net)
-            losses.append([])
-            for step in range(steps):
-                seed(step)
-                stepper.zero_grad()
-                value = loss(net)
-                value.backward()
-                losses[-1].append(value.item())
-                if net is replica:
-                    average_gradients(net)
-                stepper.step()
-    assert losses[0][-1] != losses[0][0], "nothing was learnt"
-    require_same(model, replica, tolerance)
-    torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=tolerance)
-    return model
+        return loop(wrap, sync)
 
 
-def require_same(model: nn.Module, replica: nn.Module, tolerance: float = 0.0) -> None:
-    whole = shardtrain.full_state_dict(model)
-    wrong = {}
-    for name, param in replica.named_parameters():
-        difference = (whole[name] - param.detach()).abs().max()
-        if not difference <= tolerance * param.detach().abs().max():
-            wrong[name] = difference.item()
-    assert not wrong, f"{len(wrong)} of {len(whole)} differ, by {dict(list(wrong.items())[:9])}"
+def require_as_replicas(loop: Loop) -> None:
+    """Run ``loop`` with replicas averaged by hand, and sharded over each transport; require the same bits.
+
+    ``loop`` takes what wraps a model and what runs after its backward, and returns models and values.
+    """
+    replicas = run(loop, lambda model: model, average_gradients)
+    for transport in ("process_group", "shared_memory"):
+        models = run(loop, partial(shard, transport=transport), nothing)
+        for model, replica in zip(models, replicas, strict=True):
+            if isinstance(model, torch.Tensor):
+                torch.testing.assert_close(model, replica, rtol=0.0, atol=0.0)
+            else:
+                require_same(model, replica)
 
 
-def cases(names: Iterable[str], broken: Mapping[str, str]) -> list[Any]:
-    """Return the names, those in ``broken`` marked as expected to fail for that reason."""
-    marks = {
-        name: [pytest.mark.xfail(strict="over shared memory" not in reason, reason=reason)]
-        for name, reason in broken.items()
-    }
-    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+def require_same(model: nn.Module, replica: nn.Module) -> None:
+    """Require equal parameters, and equal buffers of this rank, that is, of its batches."""
+    ours = {**shardtrain.full_state_dict(model), **dict(model.named_buffers())}
+    theirs = {**dict(replica.named_parameters()), **dict(replica.named_buffers())}
+    wrong = [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+    assert not wrong, f"{len(wrong)} of {len(theirs)} differ: {wrong[:9]}"

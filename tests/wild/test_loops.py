@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
-from itertools import pairwise
+import os
+import tempfile
+from functools import partial
+from itertools import count, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +22,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 import shardtrain
 
 from pool import each_rank
-from small import average_gradients, shard
-from wild import MARKS, adamw, cases, require_same, seed
+from small import shard
+from wild import MARKS, Loop, Sync, Wrap, adamw, nothing, require_as_replicas, run, seed, train, update
 
 pytestmark = MARKS
-Wrap = Callable[[nn.Module], nn.Module]
-Sync = Callable[[nn.Module], None]
 STEPS = range(3)
 
 
@@ -34,26 +34,17 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1], layers[-1][0])
 
 
-def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, sync: Sync, model: nn.Module) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    sync(model)
-    optimizer.step()
-
-
-def train(model: nn.Module, loss: Callable[[], torch.Tensor], sync: Sync, steps: int = 3) -> list[Any]:
-    optimizer = adamw(model)
-    for step in range(steps):
-        seed(step)
-        update(optimizer, loss(), sync, model)
-    return [model]
-
-
 def follow(target: nn.Module, source: nn.Module, momentum: float = 0.9) -> None:
     """Move a momentum encoder towards its source, as MoCo, BYOL and diffusion do."""
     with torch.no_grad():
         for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
             ours.mul_(momentum).add_(theirs, alpha=1 - momentum)
+
+
+def clip_by_norm(model: nn.Module, norm: float, sync: Sync) -> torch.Tensor:
+    """Clip as torch does where gradients are averaged by hand, and as shardtrain does on a sharded model."""
+    sharded = sync is nothing
+    return shardtrain.clip_grad_norm_(model, norm) if sharded else clip_grad_norm_(model.parameters(), norm)
 
 
 def images(n: int = 4, size: int = 16) -> torch.Tensor:
@@ -84,109 +75,51 @@ def dcgan(wrap: Wrap, sync: Sync) -> list[Any]:
 def moco(wrap: Wrap, sync: Sync) -> list[Any]:
     query = mlp(13, 31, 31, 7)
     key = wrap(copy.deepcopy(query).requires_grad_(False))
-    query, queue = wrap(query), F.normalize(torch.ones(7, 19).cumsum(0).sin(), dim=0)
-    optimizer = adamw(query)
-    for step in STEPS:
-        seed(step)
+    query, queue = wrap(query), F.normalize(torch.randn(7, 19), dim=0)
+
+    def loss() -> torch.Tensor:
+        nonlocal queue
         x = torch.randn(4, 13)
         q = F.normalize(query(x), dim=1)
         follow(key, query)
         with torch.no_grad():
             k = F.normalize(key(x + 0.1), dim=1)
         logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue], 1) / 0.07
-        update(optimizer, F.cross_entropy(logits, torch.zeros(4, dtype=torch.long)), sync, query)
         queue = torch.cat([k.T, queue], dim=1)[:, :19]
-    return [query, key]
+        return F.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
+
+    return [*train(query, loss, sync), key]
 
 
-class MoCo(nn.Module):
-    """As the authors wrote it: the momentum update is a part of forward."""
-
+class Online(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder_q, self.encoder_k = mlp(13, 31, 7), mlp(13, 31, 7)
+        self.encoder, self.predictor = mlp(13, 31, 31, 7), mlp(7, 17, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        follow(self.encoder_k, self.encoder_q)
-        return self.encoder_q(x) - self.encoder_k(x).detach()
-
-
-def moco_in_forward(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(MoCo())
-    return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync)
+        return F.normalize(self.predictor(self.encoder(x)), dim=1)
 
 
 def byol(wrap: Wrap, sync: Sync) -> list[Any]:
-    class Online(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.predictor = mlp(13, 31, 31, 7), mlp(7, 17, 7)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.normalize(self.predictor(self.encoder(x)), dim=1)
-
     online = Online()
     target = wrap(copy.deepcopy(online.encoder))
     online = wrap(online)
-    optimizer = adamw(online)
-    for step in STEPS:
-        seed(step)
+
+    def loss() -> torch.Tensor:
         one, two = torch.randn(2, 4, 13)
         ahead = online(one), online(two)
         with torch.no_grad():
             behind = target(two), target(one)
-        alike = [(a * F.normalize(b)).sum(1).mean() for a, b in zip(ahead, behind, strict=True)]
-        update(optimizer, -sum(alike), sync, online)
-        follow(target, online.encoder)
-    return [online, target]
+        return -sum((a * F.normalize(b)).sum(1).mean() for a, b in zip(ahead, behind, strict=True))
 
-
-class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation, as its authors' code does it."""
-
-    def __init__(
-        self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **options: Any
-    ) -> None:
-        super().__init__(params, {"rho": rho, **options})
-        self.base = base(self.param_groups, **options)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        for p in params:
-            self.state[p]["old"] = p.clone()
-            p.add_(p.grad * (0.05 / (norm + 1e-12)))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_(self.state[p]["old"])
-        self.base.step()
-
-
-def sam(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(mlp(13, 31, 31, 7))
-    optimizer = Sam(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
-    for step in STEPS:
-        for act in (optimizer.first_step, optimizer.step):
-            seed(step)
-            optimizer.zero_grad()
-            model(torch.randn(4, 13)).square().mean().backward()
-            sync(model)
-            act()
-    return [model]
+    return [*train(online, loss, sync, after=lambda: follow(target, online.encoder)), target]
 
 
 class Clip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = (
-            mlp(13, 31, 7),
-            nn.Sequential(nn.Embedding(53, 11), nn.Flatten(), mlp(55, 31, 7)),
-        )
+        self.image = mlp(13, 31, 7)
+        self.text = nn.Sequential(nn.Embedding(53, 11), nn.Flatten(), mlp(55, 31, 7))
         self.logit_scale = nn.Parameter(torch.tensor(2.6))
 
     def forward(self, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,48 +131,13 @@ def clip(wrap: Wrap, sync: Sync) -> list[Any]:
     from torch.distributed.nn.functional import all_gather
 
     model = wrap(Clip())
-    optimizer = adamw(model)
-    labels = torch.arange(4) + 4 * dist.get_rank()
-    for step in STEPS:
-        seed(step)
+
+    def loss() -> torch.Tensor:
         image, text = model(torch.randn(4, 13), torch.randint(53, (4, 5)))
         logits = model.logit_scale.exp() * image @ torch.cat(all_gather(text)).T
-        update(optimizer, F.cross_entropy(logits, labels), sync, model)
-        with torch.no_grad():
-            model.logit_scale.clamp_(0, 4.6)
-    return [model]
+        return F.cross_entropy(logits, torch.arange(4) + 4 * dist.get_rank())
 
-
-class Detr(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Conv2d(3, 28, 4, 4)
-        self.transformer = nn.Transformer(28, 4, 2, 2, 37, batch_first=True)
-        self.query_embed = nn.Embedding(100, 28)
-        self.class_embed, self.bbox_embed = nn.Linear(28, 6), mlp(28, 28, 4)
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        memory = self.transformer.encoder(self.backbone(x).flatten(2).mT)
-        h, out = self.query_embed.weight.expand(len(x), -1, -1), []
-        for layer in self.transformer.decoder.layers:
-            h = layer(h, memory)
-            out.append({"pred_logits": self.class_embed(h), "pred_boxes": self.bbox_embed(h).sigmoid()})
-        return {**out[-1], "aux_outputs": out[:-1]}
-
-
-def detr(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(Detr())
-    optimizer = adamw(model)
-    for step in STEPS:
-        seed(step)
-        out, boxes, loss = model(images(2)), torch.rand(2, 3, 4), 0.0
-        for part in (out, *out["aux_outputs"]):
-            with torch.no_grad():
-                match = torch.cdist(part["pred_boxes"], boxes, p=1).argmin(1)
-            found = part["pred_boxes"].gather(1, match[..., None].expand(-1, -1, 4))
-            loss = loss + F.l1_loss(found, boxes) + part["pred_logits"].logsumexp(-1).mean()
-        update(optimizer, loss, sync, model)
-    return [model]
+    return train(model, loss, sync, after=lambda: model.logit_scale.data.clamp_(0, 4.6))
 
 
 def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
@@ -247,32 +145,12 @@ def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
     model = wrap(nn.LSTMCell(3, 11))
 
     def loss() -> torch.Tensor:
-        h = c = torch.zeros(2, 11)
+        state = (torch.zeros(2, 11),) * 2
         for x in torch.randn(400, 2, 3):
-            h, c = model(x, (h, c))
-        return h.square().mean()
+            state = model(x, state)
+        return state[0].square().mean()
 
-    return train(model, loss, sync)
-
-
-class Unrolled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(3, 11), nn.Linear(11, 3)
-
-    def forward(self, xs: torch.Tensor) -> torch.Tensor:
-        h = torch.zeros(xs.shape[1], 11)
-        return torch.stack([self.head(h := self.cell(x, h)) for x in xs])
-
-
-def unrolled(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(Unrolled())
-
-    def loss() -> torch.Tensor:
-        xs = torch.randn(400, 2, 3)
-        return F.mse_loss(model(xs)[:-1], xs[1:])
-
-    return train(model, loss, sync)
+    return train(model, loss, sync, steps=2)
 
 
 class Denoiser(nn.Module):
@@ -291,7 +169,6 @@ def diffusion(wrap: Wrap, sync: Sync) -> list[Any]:
 
     model, classifier = wrap(Denoiser()), wrap(mlp(13, 31, 5))
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    clip_norm = shardtrain.clip_grad_norm_ if sync is nothing else clip_grad_norm_
     optimizer, for_classifier = adamw(model), adamw(classifier)
     for step in STEPS:
         seed(step)
@@ -299,7 +176,7 @@ def diffusion(wrap: Wrap, sync: Sync) -> list[Any]:
         optimizer.zero_grad()
         F.mse_loss(model(x * (1 - t) + noise * t, t, y), noise).backward()
         sync(model)
-        clip_norm(model if sync is nothing else model.parameters(), 0.1)
+        clip_by_norm(model, 0.1, sync)
         optimizer.step()
         ema.update_parameters(model)
         update(for_classifier, F.cross_entropy(classifier(x), y), sync, classifier)
@@ -312,24 +189,58 @@ def diffusion(wrap: Wrap, sync: Sync) -> list[Any]:
     return [model, ema.module, classifier, x]
 
 
+def gpt2() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 53, "n_embd": 28, "n_layer": 2, "n_head": 4, "n_positions": 31}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+
+
 def lora(wrap: Wrap, sync: Sync) -> list[Any]:
     import peft
     import transformers
 
-    sizes = transformers.GPT2Config(
-        vocab_size=53, n_embd=28, n_layer=3, n_head=4, n_positions=31, eos_token_id=1
-    )
-    base = transformers.GPT2LMHeadModel(sizes)
     options = peft.LoraConfig(r=3, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, lora_dropout=0.1)
-    model = wrap(peft.get_peft_model(base, options))
-    model.train()
+    model = wrap(peft.get_peft_model(gpt2(), options)).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 1, 5)
-    for step in STEPS:
-        seed(step)
+
+    def loss() -> torch.Tensor:
         ids = torch.randint(53, (2, 9))
-        update(optimizer, model(input_ids=ids, labels=ids).loss, sync, model)
-        schedule.step()
+        return model(input_ids=ids, labels=ids).loss
+
+    return train(model, loss, sync, optimizer=optimizer, after=schedule.step)
+
+
+def trainer(wrap: Wrap, sync: Sync, as_it_is: bool = False) -> list[Any]:
+    """Hugging Face's Trainer, which must neither wrap the model in DDP nor clip by the norm of pieces."""
+    import transformers
+    from accelerate.state import AcceleratorState
+
+    class Trainer(transformers.Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if not as_it_is:
+                self.accelerator.prepare_model = lambda model, **_: model
+                self.accelerator.clip_grad_norm_ = lambda _, norm, *__: clip_by_norm(self.model, norm, sync)
+
+        def training_step(self, model: nn.Module, *batch: Any) -> torch.Tensor:
+            loss = super().training_step(model, *batch)
+            sync(model)
+            return loss
+
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(53, (12, 9))]
+    environment = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # of the group that is there already
+    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, environment):
+        sizes = {"max_steps": 3, "per_device_train_batch_size": 2, "max_grad_norm": 0.1}
+        options = transformers.TrainingArguments(folder, use_cpu=True, **sizes, **quiet)
+        model = wrap(gpt2())
+        try:
+            Trainer(model, options, train_dataset=data).train()
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
     return [model]
 
 
@@ -337,19 +248,19 @@ def generation(wrap: Wrap, sync: Sync) -> list[Any]:
     """Policy gradient on text of the model's own, with gradient checkpointing."""
     import transformers
 
-    sizes = {"hidden_size": 30, "intermediate_size": 37, "num_hidden_layers": 3, "num_attention_heads": 5}
+    sizes = {"hidden_size": 30, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 5}
     config = transformers.LlamaConfig(**sizes, vocab_size=53, pad_token_id=0, eos_token_id=None)
     model = wrap(transformers.LlamaForCausalLM(config))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = adamw(model)
-    for step in STEPS:
-        seed(step)
+
+    def loss() -> torch.Tensor:
         model.eval()
         ids = model.generate(torch.randint(53, (2, 4)), max_new_tokens=5, do_sample=True)
         model.train()
         policy = Categorical(logits=model(input_ids=ids, use_cache=False).logits[:, :-1])
-        update(optimizer, -(policy.log_prob(ids[:, 1:]) * torch.randn(2, 1)).mean(), sync, model)
-    return [model]
+        return -(policy.log_prob(ids[:, 1:]) * torch.randn(2, 1)).mean()
+
+    return train(model, loss, sync)
 
 
 def distillation(wrap: Wrap, sync: Sync) -> list[Any]:
@@ -365,17 +276,6 @@ def distillation(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(student, loss, sync), teacher]
 
 
-def gradient_penalty(wrap: Wrap, sync: Sync) -> list[Any]:
-    critic = wrap(mlp(13, 31, 31, 1))
-
-    def loss() -> torch.Tensor:
-        x = torch.randn(4, 13, requires_grad=True)
-        (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-        return (slope.norm(dim=1) - 1).square().mean()
-
-    return train(critic, loss, sync)
-
-
 def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     """timm's groups without decay by dimensions, schedule, mixup and EMA; torchmetrics over all ranks."""
     import timm
@@ -388,98 +288,51 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     ema = timm.utils.ModelEmaV3(model, decay=0.9)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.3, layer_decay=0.7)
     schedule, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=3, warmup_epochs=1)
-    mixup, accuracy = timm.data.Mixup(num_classes=5), MulticlassAccuracy(5)
-    for step in STEPS:
-        seed(step)
+    mixup, accuracy, steps = timm.data.Mixup(num_classes=5), MulticlassAccuracy(5), count(1)
+
+    def loss() -> torch.Tensor:
         y = torch.randint(5, (4,))
         x, mixed = mixup(images(4, 32), y)
         out = model(x)
-        update(optimizer, SoftTargetCrossEntropy()(out, mixed), sync, model)
         accuracy.update(out, y)
-        ema.update(model, step=step)
-        schedule.step(step + 1)
-    return [model, ema.module, accuracy.compute()]
+        return SoftTargetCrossEntropy()(out, mixed)
+
+    def after() -> None:
+        ema.update(model)
+        schedule.step(next(steps))
+
+    return [*train(model, loss, sync, optimizer=optimizer, after=after), ema.module, accuracy.compute()]
 
 
 def fine_tuning(wrap: Wrap, sync: Sync) -> list[Any]:
-    """Train the head, then unfreeze the body into a group of its own; penalise weights in the loss."""
+    """Train the head, then unfreeze the body into a group of its own."""
     model = mlp(13, 31, 31, 7)
     model[:2].requires_grad_(False)
     model = wrap(model)
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
-    for step in STEPS:
-        seed(step)
-        if step == 1:
+
+    def after() -> None:
+        if len(optimizer.param_groups) == 1:
             model[:2].requires_grad_(True)
             optimizer.add_param_group({"params": model[:2].parameters(), "lr": 1e-3})
-        penalty = 1e-2 * sum(p.square().sum() for p in model.parameters())
-        update(optimizer, model(torch.randn(4, 13)).square().mean() + penalty, sync, model)
-    return [model]
+
+    return train(
+        model, lambda: model(torch.randn(4, 13)).square().mean(), sync, optimizer=optimizer, after=after
+    )
 
 
-def layer_drop(wrap: Wrap, sync: Sync) -> list[Any]:
-    """Each rank skips blocks of its own, as wav2vec 2.0 does."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(5))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = x if torch.rand(()) < 0.5 else block(x)
-            return x + 0 * self.blocks[0](x)
-
-    model = wrap(Net())
-    return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync, steps=9)
+LOOPS = [dcgan, moco, byol, clip, recurrent, diffusion, lora, generation, distillation]
+LOOPS += [timm_recipe, fine_tuning, trainer]
 
 
-LOOPS = [
-    dcgan,
-    moco,
-    moco_in_forward,
-    byol,
-    sam,
-    clip,
-    detr,
-    recurrent,
-    unrolled,
-    diffusion,
-    lora,
-    generation,
-]
-LOOPS += [distillation, gradient_penalty, timm_recipe, fine_tuning, layer_drop]
-REFUSED = {
-    "sam": "Sam cannot be tried on pieces of parameters",
-    "gradient_penalty": r"double backward \(create_graph=True\) is not supported",
-    "layer_drop": "ranks 0 and 1 take different paths: rank 0 is gathering blocks.0|rank . has ended",
-}
-BROKEN = {
-    "fine_tuning": "a penalty on parameters in the same backward fails without a name",
-}
+@pytest.mark.parametrize("loop", LOOPS)
+@each_rank(2, transport="auto")
+def test_loops(loop: Loop) -> None:
+    require_as_replicas(loop)
 
 
-def nothing(model: nn.Module) -> None:
-    """Average nothing: a sharded model's gradients are means."""
-
-
-@pytest.mark.parametrize("name", cases([loop.__name__ for loop in LOOPS], BROKEN))
-@each_rank(2)
-def test_loops(name: str) -> None:
-    loop = globals()[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the packages' own
-        warnings.filterwarnings("error", message=".* cannot be tried on pieces")
-        torch.manual_seed(0)
-        replicas = loop(lambda model: model, average_gradients)
-        torch.manual_seed(0)
-        if name in REFUSED:
-            with pytest.raises(Exception, match=REFUSED[name]):
-                loop(shard, nothing)
-            return
-        models = loop(shard, nothing)
-    for model, replica in zip(models, replicas, strict=True):
-        if isinstance(model, torch.Tensor):
-            torch.testing.assert_close(model, replica, rtol=0.0, atol=0.0)
-        else:
-            require_same(model, replica)
+@each_rank(2, transport="auto")
+def test_trainer_as_it_is_is_refused_by_name() -> None:
+    text = "do not wrap it in DistributedDataParallel, and keep .* Trainer"
+    with pytest.raises(ValueError, match=text):
+        run(partial(trainer, as_it_is=True), shard, nothing)
