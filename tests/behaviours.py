@@ -1,127 +1,184 @@
-"""What a model may throw at a sharding wrapper: a probe for each behaviour, of shardtrain and of FSDP2.
+"""What a model may throw at a sharding wrapper: a scene for each behaviour, of shardtrain and of FSDP2.
 
     python tests/behaviours.py > BEHAVIOURS.md
 
-writes the table. Every probe runs on two ranks in processes of its own, since some hang and some end the
-process; it compares with a replica whose gradients are averaged by hand. `test_behaviours.py` runs the
-probes of shardtrain with the other tests.
+writes the table. Every scene runs on two ranks in processes of its own, since some hang and some end the
+process. Most compare with a replica whose gradients are averaged by hand. `test_behaviours.py` runs the
+scenes of shardtrain with the other tests.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import io
 import multiprocessing
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from datetime import date
+from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import shardtrain
+from shardtrain import comm
 
-from small import Block, OddNet, average_gradients, images, sgd
+import test_user_code as user
+from small import Block, OddNet, average_gradients, classify, sgd
+from test_user_code import Net, Outer, Unit, batch, squares
+from test_uses import Lars
 
-LIMIT_S = 12.0
+LIMIT_S = 30.0
 WORLD = 2
+UNITS = (Unit, Outer, Block, nn.Embedding)
+WHOLE = dcp_state.StateDictOptions(full_state_dict=True)
 
-
-class Net(OddNet):
-    """Without the 0-dim parameter, which has a probe of its own."""
-
-    def __init__(self, width: int = 7) -> None:
-        super().__init__(width)
-        self.scale = nn.Parameter(torch.tensor([1.5]))
+Make = Callable[[], nn.Module]
+Change = Callable[[Any], object]
 
 
 class Shardtrain:
-    """The wrapper of this package, as a probe sees it."""
+    """The wrapper of this package, as a scene sees it."""
 
     full = staticmethod(shardtrain.full_state_dict)
     load = staticmethod(shardtrain.load_full_state_dict)
-    no_sync = staticmethod(shardtrain.no_sync)
     clip = staticmethod(shardtrain.clip_grad_norm_)
+    method = staticmethod(shardtrain.forward_method)
+    save = staticmethod(shardtrain.checkpoint.save)
+    resume = staticmethod(shardtrain.checkpoint.load)
+    time_out = staticmethod(comm.set_time_out)
 
-    def shard(self, model: nn.Module, *units: type[nn.Module], **options: Any) -> nn.Module:
+    def options(self, which: str) -> dict[str, Any]:
+        transport = ("shared_memory", "process_group")[dist.get_rank() % 2]
+        half = shardtrain.Precision(param=torch.bfloat16)
+        different = {"differing": {"transport": transport}, "messages": {"transport": "process_group"}}
+        return {**different, "half": {"precision": half}, "whole": {"layout": "whole"}, "": {}}[which]
+
+    def shard(self, model: nn.Module, units: Any = UNITS, **options: Any) -> nn.Module:
         transport = os.environ.get("SHARDTRAIN_TEST_TRANSPORT", "auto")
-        return shardtrain.shard(model, units=units, transport=transport, **options)
-
-    def half(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
-        return self.shard(model, *units, precision=shardtrain.Precision(param=torch.bfloat16))
-
-    def whole(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
-        return self.shard(model, *units, layout="whole")
-
-    def from_meta(self, build: Callable[[], nn.Module], *units: type[nn.Module]) -> nn.Module:
-        return self.shard(shardtrain.deferred(build), *units)
+        chosen = lambda _, module: isinstance(module, units)  # noqa: E731
+        return shardtrain.shard(model, **{"units": chosen, "transport": transport, **options})
 
 
 class FSDP2:
     """torch's ``fully_shard``, used as its documentation says."""
 
-    def shard(
-        self, model: nn.Module, *units: type[nn.Module], ignored: Any = (), **options: Any
-    ) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    full = staticmethod(partial(dcp_state.get_model_state_dict, options=WHOLE))
+    load = staticmethod(partial(dcp_state.set_model_state_dict, options=WHOLE))
+    method = staticmethod(register_fsdp_forward_method)
+    time_out = staticmethod(dist.distributed_c10d._set_pg_timeout)
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        skipped = {p for m in ignored for p in m.parameters()}
-        for module in [m for m in model.modules() if isinstance(m, units)]:
-            fully_shard(module, mesh=mesh, ignored_params=skipped, **options)
-        return fully_shard(model, mesh=mesh, ignored_params=skipped, **options)
+    def options(self, which: str) -> dict[str, Any]:
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        different = {"differing": {"reshard_after_forward": dist.get_rank() == 0}}
+        return {**different, "half": {"mp_policy": half}}.get(which, {})
 
-    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    def shard(self, model: nn.Module, units: Any = UNITS, ignored: Any = (), **options: Any) -> nn.Module:
+        options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+        options["ignored_params"] = {p for m in ignored for p in m.parameters()}
+        inner = [m for m in model.modules() if isinstance(m, units) and m is not model]
+        for module in sorted(inner, key=lambda module: len(list(module.modules()))):  # from the inside
+            fully_shard(module, **options)
+        return fully_shard(model, **options)
 
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    def clip(self, model: nn.Module, norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), norm, norm_type).full_tensor()
 
-    def load(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    def save(self, path: str, model: nn.Module, optimizer: Any) -> None:
+        self.saved = dcp_state.get_state_dict(model, optimizer)
 
-        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-
-    def clip(self, model: nn.Module, norm: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), norm).full_tensor()
-
-    def half(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        return self.shard(model, *units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-
-    def whole(self, model: nn.Module, *units: type[nn.Module]) -> nn.Module:
-        return self.shard(model, *units)  # it has one way to cut
-
-    def from_meta(self, build: Callable[[], nn.Module], *units: type[nn.Module]) -> nn.Module:
-        with torch.device("meta"):
-            model = build()
-        self.shard(model, *units).to_empty(device="cpu")
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        return model
+    def resume(self, path: str, *into: Any) -> None:
+        dcp_state.set_state_dict(*into, model_state_dict=self.saved[0], optim_state_dict=self.saved[1])
 
 
 Api = Shardtrain | FSDP2
+
+
+# how a scene is written
+
+
+class Scene(NamedTuple):
+    kind: str
+    run: Callable[[Api], None]
+    refused: str | None  # what shardtrain's refusal says, a regular expression; else it is equal
+
+
+SCENES: dict[str, Scene] = {}
+
+
+def scene(kind: str, refused: str | None = None, role: str = "") -> Callable[[Any], Any]:
+    """Make a function a row of the table, whose docstring is the row's name.
+
+    The function gets a wrapper, or is the part ``role`` of `like_a_replica`.
+    """
+
+    def register(function: Any) -> Any:
+        row(kind, function.__doc__, refused, **({role: function} if role else {"run": function}))
+        return function
+
+    return register
+
+
+def row(kind: str, name: str, refused: str | None = None, run: Any = None, **parts: Any) -> None:
+    """Add a row: what ``run`` does with a wrapper and ``parts``, or `like_a_replica` does."""
+    SCENES[name[0].upper() + name[1:]] = Scene(kind, partial(run or like_a_replica, **parts), refused)
+
+
+def nothing(net: nn.Module) -> None:
+    pass
+
+
+def pair(
+    api: Api, make: Make = Net, before: Change = nothing, options: str = "", scalars: bool = False
+) -> tuple[Any, Any]:
+    """Return the model sharded, and its replica. FSDP2 takes no scalars, which have a row of their own."""
+    torch.manual_seed(0)
+    replica = make()
+    before(replica)
+    for module in () if scalars else replica.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if not param.ndim:
+                setattr(module, name, nn.Parameter(param.detach()[None]))
+    return api.shard(copy.deepcopy(replica), **api.options(options)), replica
+
+
+def advance(
+    model: nn.Module,
+    replica: nn.Module,
+    step: Callable[[Any, int], object] = squares,
+    optimizer: Callable[[nn.Module], Any] = sgd,
+) -> None:
+    """Train both, the replica with gradients averaged by hand; ``step`` is forward and backward."""
+    for net in (model, replica):
+        stepper = optimizer(net)
+        for number in range(3):
+            stepper.zero_grad()
+            step(net, number)
+            if net is replica:
+                average_gradients(net)
+            stepper.step()
 
 
 def same(api: Api, model: nn.Module, replica: nn.Module) -> None:
@@ -133,411 +190,522 @@ def same(api: Api, model: nn.Module, replica: nn.Module) -> None:
         )
 
 
-Loss = Callable[[nn.Module, int], torch.Tensor]
-
-
-def classify(model: nn.Module, step: int) -> torch.Tensor:
-    x, y = images(step)
-    return F.cross_entropy(model(x), y)
-
-
-def step_both(
-    model: nn.Module,
-    replica: nn.Module,
-    loss: Loss = classify,
-    steps: int = 3,
-    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-) -> None:
-    for net in (model, replica):
-        optimizer = make(net)
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss(net, step).backward()
-            if net is replica:
-                average_gradients(net)
-            optimizer.step()
-
-
-def pair(api: Api, make: Callable[[], nn.Module] = Net, *units: type[nn.Module], whole: bool = False) -> Any:
-    torch.manual_seed(0)
-    replica = make()
-    return (api.whole if whole else api.shard)(copy.deepcopy(replica), *(units or (Block,))), replica
-
-
-class Line(nn.Module):
-    """Linear layers, each a unit, run in an order of the caller's."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
-        for index in range(len(self.layers)) if order is None else order:
-            x = self.layers[index](x)
-        return x
-
-
-def squares(net: nn.Module, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step + 10 * dist.get_rank())
-    return net(torch.randn(4, 7, generator=generator)).square().mean()
-
-
 def like_a_replica(
-    make: Callable[[], nn.Module] = Net, *units: type[nn.Module], loss: Loss = classify
-) -> Callable[[Api], None]:
-    """Return the probe that trains the model on both sides, with ``loss``."""
+    api: Api,
+    make: Make | None = None,
+    unit: Any = None,
+    root: Any = None,
+    change: Change = nothing,
+    step: Callable[[Any, int], object] = squares,
+    optimizer: Callable[[nn.Module], Any] = sgd,
+    **how: Any,
+) -> None:
+    """Train a model sharded, and a replica.
 
-    def probe(api: Api) -> None:
-        model, replica = pair(api, make, *units)
-        step_both(model, replica, loss)
-        same(api, model, replica)
-
-    return probe
-
-
-def optimizer_before(api: Api) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    replica, early = copy.deepcopy(model), sgd(model)
-    step_both(api.shard(model, Block), replica, make=lambda net: early if net is model else sgd(net))
+    ``unit`` and ``root`` are forwards of a `Net`. ``before`` is what is done to it before wrapping,
+    ``change`` what is done to both models after.
+    """
+    model, replica = pair(api, make or (lambda: Net(unit, root)), **how)
+    for net in (model, replica):
+        torch.manual_seed(1)
+        change(net)
+    advance(model, replica, step, optimizer)
     same(api, model, replica)
 
 
-def divergent_weights(api: Api) -> None:
-    torch.manual_seed(dist.get_rank())
-    model = api.shard(Net(), Block)
-    torch.manual_seed(0)
-    same(api, model, Net())
+def through(net: Any, x: torch.Tensor, *blocks: int) -> torch.Tensor:
+    """Return what the stem and the blocks of these numbers make of ``x``."""
+    x = net.stem(x)
+    for index in blocks:
+        x = net.blocks[index](x)
+    return x
 
 
 def two_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 7, bias=False), nn.ReLU(), nn.Linear(7, 6, bias=False))
+    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.ReLU(), nn.Linear(7, 6, bias=False))
 
 
-def from_the_meta_device(api: Api) -> None:
+def on_images(net: nn.Module, number: int) -> None:
+    classify(net, number).backward()
+
+
+# wrapping
+
+row("Wrapping", "Training equals a replica's", make=OddNet, step=on_images)
+to_last = partial(nn.Module.to, memory_format=torch.channels_last)
+row("Wrapping", "channels_last convolutions", make=OddNet, before=to_last, step=on_images)
+row("Wrapping", "A 0-dim parameter", scalars=True)
+row("Wrapping", "Options that differ between ranks", "transport= differs between ranks", options="differing")
+
+
+@scene("Wrapping")
+def divergent_weights(api: Api) -> None:
+    """Initial weights that differ between ranks become rank 0's"""
+    torch.manual_seed(dist.get_rank())
+    model = api.shard(two_layers(), nn.Linear)
     torch.manual_seed(0)
-    model = api.from_meta(two_layers, nn.Linear)
+    same(api, model, two_layers())
+
+
+@scene("Wrapping", "the model to shard differs between ranks")
+def different_models(api: Api) -> None:
+    """Models that differ between ranks"""
+    squares(api.shard(nn.Linear(5, 7 + 2 * dist.get_rank())), 0)
+    raise AssertionError("nothing is said")
+
+
+# optimizers
+
+
+def named(name: str, **options: Any) -> Callable[[nn.Module], Any]:
+    return lambda net: getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
+
+
+CANNOT = "cannot step on a sharded model"
+row("Optimizers", "`SGD(fused=True)`", optimizer=named("SGD", fused=True))
+by_sam = lambda net: user.Sam(net.parameters(), torch.optim.SGD)  # noqa: E731
+row("Optimizers", "SAM: cannot be built from its groups alone", "Sam cannot be tried", optimizer=by_sam)
+for name in ("Adafactor", "Muon"):
+    of = {"make": two_layers, "optimizer": named(name)}
+    row("Optimizers", name, f"{name} {CANNOT}", **of)
+    row("Optimizers", f'{name}, with `layout="whole"`', options="whole", **of)
+
+
+@scene("Optimizers", role="optimizer")
+def grouped(net: nn.Module) -> Any:
+    """Groups chosen by `p.ndim` after wrapping"""
+    decayed, others = ([p for p in net.parameters() if (p.ndim < 2) is flat] for flat in (False, True))
+    return torch.optim.SGD([{"params": decayed, "weight_decay": 0.5}, {"params": others}], lr=0.05)
+
+
+@scene("Optimizers", f"Lars {CANNOT}", role="optimizer")
+def warming_up(net: nn.Module) -> Any:
+    """LARS in a warm-up that begins with a learning rate of 0"""
+    optimizer = Lars(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 9)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
+class From32(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in (p for group in self.param_groups for p in group["params"]):
+            if param.ndim == 2 and min(param.shape) >= 32:
+                param.grad.div_(param.grad.norm())
+        return super().step(closure)
+
+
+row(
+    "Optimizers",
+    "One that looks at whole matrices from 32 × 32 upwards, as timm's Adafactor does",
+    f"From32 {CANNOT}",
+    make=lambda: nn.Sequential(nn.Linear(5, 33), nn.Linear(33, 33)),
+    optimizer=lambda net: From32(net.parameters(), lr=0.01),
+)
+
+
+def spoil(net: nn.Module, value: float) -> None:
+    """Multiply the gradients of rank 1."""
+    if dist.get_rank() == 1:
+        torch._foreach_mul_([param.grad for param in net.parameters() if param.grad is not None], value)
+
+
+def scaled(net: nn.Module) -> Any:
+    optimizer, scaler = sgd(net), torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    step = lambda: (scaler.step(optimizer), scaler.update())  # noqa: E731
+    return SimpleNamespace(zero_grad=optimizer.zero_grad, step=step)
+
+
+row(
+    "Optimizers",
+    "torch's `GradScaler`, where one rank's gradients overflow",
+    "use shardtrain.GradScaler",
+    step=lambda net, number: (squares(net, number), spoil(net, torch.inf if number == 1 else 1.0)),
+    optimizer=scaled,
+)
+
+
+@scene("Optimizers")
+def optimizer_before(api: Api) -> None:
+    """Built before wrapping"""
+    torch.manual_seed(0)
+    model = two_layers()
+    replica, early = copy.deepcopy(model), sgd(model)
+    advance(api.shard(model), replica, optimizer=lambda net: early if net is model else sgd(net))
+    same(api, model, replica)
+
+
+@scene("Optimizers")
+def optimizer_in_backward(api: Api) -> None:
+    """One for each parameter, which steps in backward"""
+    model, replica = pair(api)
+    for param in model.parameters():
+        own = torch.optim.SGD([param], 0.05)
+        param.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    squares(model, 0)
+    squares(replica, 0)
+    average_gradients(replica)
+    torch.optim.SGD(replica.parameters(), 0.05).step()
+    same(api, model, replica)
+
+
+@scene("Optimizers")
+def clips_a_nan(api: Api) -> None:
+    """Clipping by the largest gradient, where one rank has a NaN"""
+    model, _ = pair(api)
+    squares(model, 0)
+    spoil(model, torch.nan)
+    assert api.clip(model, 1.0, norm_type=torch.inf).isnan(), "the norm is a number"
+
+
+@scene("Optimizers")
+def clips_a_mixture(api: Api) -> None:
+    """Clipping with ignored parameters"""
     torch.manual_seed(0)
     replica = two_layers()
-    step_both(model, replica, squares)
+    model = copy.deepcopy(replica)
+    for net in (api.shard(model, ignored=[model[2]]), replica):
+        net(torch.ones(2, 5)).square().mean().backward()  # equal on all ranks, as nothing reduces the ignored
+    expected = nn.utils.clip_grad_norm_(replica.parameters(), 0.1)
+    torch.testing.assert_close(api.clip(model, 0.1), expected, msg="another norm than the replica's")
+
+
+# outputs, calls, edits: most are tables of `test_user_code.py`
+
+KIND = "Outputs, calls, edits"
+MEMORY = ("a tensor that passes through all units", "a teacher without gradients run last")
+for name, (make, step) in user.SCENES.items():
+    row(KIND, name, make=make, step=step)
+for name, make in user.CALLS.items():
+    if name not in MEMORY:
+        row(KIND, name, make=make)
+
+# part of `like_a_replica`: names and values
+PARTS: dict[str, dict[str, Any]] = {
+    "unit": {
+        "A parameter used on one rank only": lambda self, x: self.norm(
+            x if dist.get_rank() else self.inside(x)
+        ),
+        "A parameter used nowhere, in a unit that ran": lambda self, x: self.norm(x),
+    },
+    "root": {
+        "A unit whose output matters on one rank only": lambda self, x: [
+            block(self.stem(x)) for block in self.blocks
+        ][dist.get_rank() > 0],
+        "The parent reads a unit's weight": lambda self, x: F.linear(
+            through(self, x, 0, 1, 2), self.blocks[0].inside.weight
+        ),
+        "Reentrant activation checkpointing": lambda self, x: self.head(
+            checkpoint(self.blocks[0], self.stem(x), use_reentrant=True)
+        ),
+    },
+    "step": {
+        "`torch.compile(model)`": lambda net, n: squares(torch.compile(net, backend="eager"), n),
+        "`vmap`": lambda net, n: torch.func.vmap(net)(batch(n)).mean().backward(),
+        "`jvp`": lambda net, n: torch.func.jvp(net, (batch(n),), (batch(9),))[1].mean().backward(),
+        "A penalty on parameters in the same backward": lambda net, n: (
+            net(batch(n)).mean() + sum(param.norm() for param in net.parameters())
+        ).backward(),
+    },
+    "before": {
+        "Weights tied across units": lambda net: setattr(
+            net.blocks[2].inside, "weight", net.blocks[0].inside.weight
+        ),
+        "Units compiled before wrapping": lambda net: [b.compile(backend="eager") for b in net.blocks],
+    },
+    "change": {
+        "`model.compile()`": lambda net: net.compile(backend="eager"),
+        "`inference_mode`, then training": lambda net: torch.inference_mode()(lambda: net(batch(0)))(),
+        "Pruning after wrapping": lambda net: prune.l1_unstructured(net.head, "weight", amount=0.3),
+        "`layer.bias = None` after wrapping": lambda net: setattr(net.head, "bias", None),
+        "A module attached after wrapping": lambda net: setattr(net, "head", nn.Linear(7, 3)),
+    },
+}
+REFUSED = {
+    "`vmap`": "cannot run inside jvp, vmap",
+    "`jvp`": "cannot run inside jvp, vmap",
+    "Pruning after wrapping": "head.weight is no longer where",
+    "`layer.bias = None` after wrapping": "head.bias is no longer where",
+    "A module attached after wrapping": "parameters attached after shard",
+    "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while",
+    "A penalty on parameters in the same backward": "for a penalty on weights use",
+}
+for part, rows in PARTS.items():
+    for name, value in rows.items():
+        row(KIND, name, REFUSED.get(name), **{part: value})
+row(
+    KIND,
+    "Unfreezing parameters later",
+    before=lambda net: net.blocks.requires_grad_(False),
+    step=lambda net, number: (net.blocks.requires_grad_(number > 0), squares(net, number)),
+)
+row(
+    KIND,
+    "An embedding with `max_norm`",
+    "forward changed 0.weight while 0 was whole",
+    make=lambda: nn.Sequential(nn.Embedding(11, 7, max_norm=0.01), nn.Linear(7, 3)),
+    step=lambda net, number: net(torch.arange(9) + number % 2).square().mean().backward(),
+)
+
+
+@scene(KIND, "double backward .* is not supported", role="step")
+def gradient_penalty(net: nn.Module, number: int) -> None:
+    """Double backward"""
+    x = batch(number).requires_grad_()
+    (slope,) = torch.autograd.grad(net(x).tanh().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+@scene(KIND, "autograd.grad over parameters of a sharded model", role="step")
+def autograd_grad(net: nn.Module, number: int) -> None:
+    """`autograd.grad` over parameters"""
+    params = list(net.parameters())
+    slopes = torch.autograd.grad(net(batch(number)).square().mean(), params, allow_unused=True)
+    for param, slope in zip(params, slopes, strict=True):
+        param.grad = slope
+
+
+@scene(KIND)
+def other_methods(api: Api) -> None:
+    """A method other than `forward`, once it is declared"""
+    model, replica = pair(api)
+    api.method(model, "encode")
+    api.method(model.blocks[0], "plain")
+    advance(model, replica, lambda net, n: (net.encode(batch(n)) + net(batch(n)).mean()).sum().backward())
     same(api, model, replica)
 
 
-def with_optimizer(name: str, whole: bool = False, **options: Any) -> Callable[[Api], None]:
-    def probe(api: Api) -> None:
-        model, replica = pair(api, two_layers, nn.Linear, whole=whole)
+def interrupted(api: Api, where: str) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-        def make(net: nn.Module) -> torch.optim.Optimizer:
-            optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
-            if name == "LBFGS":
-                step = optimizer.step
-                optimizer.step = lambda: step(lambda: torch.zeros(()))  # type: ignore[method-assign]
-            return optimizer
+    model, replica = pair(api)
+    handle = getattr(model.blocks[0].norm, f"register_{where}_hook")(interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        squares(model, 9)
+    handle.remove()
+    same(api, model, replica)
+    advance(model, replica)
+    same(api, model, replica)
 
-        step_both(model, replica, squares, make=make)
+
+row(KIND, "Ctrl-C in forward, then a full state dict and steps", run=interrupted, where="forward")
+row(KIND, "Ctrl-C in backward, then the same", run=interrupted, where="full_backward")
+
+
+@scene(KIND)
+def containers_in_bf16(api: Api) -> None:
+    """Lists and a `defaultdict` that a unit fills, in bf16"""
+
+    def unit(self: Any, x: torch.Tensor, kept: Any) -> torch.Tensor:
+        kept["h"].append(x)
+        return self.plain(x)
+
+    kept: Any = defaultdict(list)
+    pair(api, lambda: Net(unit), options="half")[0].blocks[0](torch.ones(4, 7).bfloat16(), kept)
+    assert len(kept["h"]) == 1, "they stay empty"
+
+
+row(KIND, "bf16 with BatchNorm", run=lambda api: on_images(pair(api, OddNet, options="half")[0], 0))
+
+
+# state
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[str]:
+    """Yield a directory that all ranks see."""
+    path = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(path, 0)
+    yield path[0]
+    dist.barrier()
+    shutil.rmtree(path[0], ignore_errors=True)
+
+
+def loads_nothing(api: Api, model: nn.Module, replica: nn.Module, load: Callable[[], object]) -> None:
+    """Require that ``load`` raises, and that the model is as it was."""
+    try:
+        load()
+    except Exception:
         same(api, model, replica)
+        raise
+    raise AssertionError("it was loaded without a word")
 
-    return probe
+
+@scene("State")
+def dcp_of_local_state(api: Api) -> None:
+    """`dcp.save(model.state_dict())`, loaded into a plain model"""
+    model, plain = pair(api, two_layers)[0], two_layers()
+    with folder() as path:
+        dcp.save(model.state_dict(), checkpoint_id=path)
+        dcp.load(plain.state_dict(), checkpoint_id=path)
+    same(api, model, plain)
 
 
-def inference_then_training(api: Api) -> None:
+@scene("State", "a rank's piece of 0.weight must not be pickled")
+def torch_save(api: Api) -> None:
+    """`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model"""
+    model, plain = pair(api, two_layers)[0], two_layers()
+    stored = io.BytesIO()
+    torch.save(model.state_dict(), stored)
+    plain.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=False))
+    same(api, model, plain)
+
+
+@scene("State", r"full_state_dict=True\) cannot gather a sharded model: use shardtrain")
+def full_state(api: Api) -> None:
+    """`get_model_state_dict(full_state_dict=True)`"""
+    model, replica = pair(api, two_layers)
+    state = dcp_state.get_model_state_dict(model, options=WHOLE)
+    assert state["0.weight"].equal(replica[0].weight), "it returns pieces"
+
+
+def bad_state(api: Api, dtype: torch.dtype | None) -> None:
     model, replica = pair(api)
-    for without_gradients in (torch.inference_mode, torch.no_grad):
-        with without_gradients():
-            model.eval()(images(0)[0])
-        step_both(model.train(), replica)
-    same(api, model, replica)
+    state = {name: value + 1 for name, value in replica.state_dict().items()}
+    bias = state.pop("head.bias")
+    state.update({"head.bias": bias.to(dtype)} if dtype else {})
+    loads_nothing(api, model, replica, lambda: api.load(model, state))
 
 
-def gradient_penalty(net: nn.Module, step: int) -> torch.Tensor:
-    x = torch.ones(4, 7, requires_grad=True)
-    (grad,) = torch.autograd.grad(net(x).tanh().sum(), x, create_graph=True)
-    return grad.square().sum()
+for name, value, refused in (
+    ("without a key", None, "is missing"),
+    ("in float64", torch.float64, "is torch.f"),
+):
+    title = f"Loading a full state dict {name}: nothing is loaded"
+    row("State", title, f"nothing was loaded: head.bias {refused}", bad_state, dtype=value)
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(7, 7), nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x)) if dist.get_rank() == 0 else self.a(x)
-
-
-class Idle(Branch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x)
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        x = self.trunk(x)
-        return [self.left(x), self.right(x)]
+@scene("State", "does not fit, nothing was loaded")
+def impossible_options(api: Api) -> None:
+    """Loading a checkpoint whose optimizer has `betas: 5`: nothing is loaded"""
+    with folder() as path:
+        model, replica = pair(api)
+        optimizer = torch.optim.AdamW(model.parameters())
+        squares(model, 0)
+        optimizer.step()
+        optimizer.param_groups[0]["betas"] = 5
+        api.save(f"{path}/one", model, optimizer)
+        model, replica = pair(api)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loads_nothing(api, model, replica, lambda: api.resume(f"{path}/one", model, optimizer))
 
 
-def one_head(net: nn.Module, step: int) -> torch.Tensor:
-    return net(torch.ones(2, 7))[min(dist.get_rank(), 1)].square().mean()
-
-
+@scene("State")
 def batch_norm_saves(api: Api) -> None:
-    model, replica = pair(api)
-    step_both(model, replica)
+    """BatchNorm: a save does not depend on the rank"""
+    model, _ = pair(api, OddNet)
+    on_images(model, 0)
     mean = api.full(model)["blocks.0.norm.running_mean"]
     means = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
     dist.all_gather(means, mean.contiguous())
     assert torch.equal(means[0], means[1]), "what is saved depends on the rank"
 
 
-def after_an_exception(where: str) -> Callable[[Api], None]:
-    def probe(api: Api) -> None:
-        def boom(*_: Any) -> None:
-            raise KeyError
-
-        model, replica = pair(api)
-        target = model.blocks[0].norm
-        register = target.register_forward_hook if where == "forward" else target.register_full_backward_hook
-        handle = register(boom)
-        with contextlib.suppress(KeyError):
-            classify(model, 9).backward()
-        handle.remove()
-        step_both(model, replica)
-        same(api, model, replica)
-
-    return probe
+# memory
 
 
-def zero_grad_while_accumulating(api: Api) -> None:
-    model, replica = pair(api)
-    for net in (model, replica):
-        optimizer = sgd(net)
-        with api.no_sync(model):
-            classify(net, 0).backward()
-        optimizer.zero_grad()
-        classify(net, 1).backward()
-        if net is replica:
-            average_gradients(net)
-        optimizer.step()
+def at_once(api: Api, **forwards: Any) -> None:
+    """Train a model of seven units, and count those that are whole while a unit computes."""
+    model, replica = pair(api, lambda: Net(**forwards, blocks=7))
+    counts = []
+
+    def count(*args: Any) -> None:
+        weights = [block.inside.weight for block in model.blocks]
+        counts.append(sum(type(weight.data) is torch.Tensor and weight.shape == (7, 7) for weight in weights))
+        if args[-1].grad_fn:  # in forward
+            args[-1].register_hook(count)
+
+    for block in model.blocks:
+        block.norm.register_forward_hook(count)
+    advance(model, replica)
     same(api, model, replica)
+    assert max(counts) <= 3, f"{max(counts)} of 7 units are whole at once"
 
 
-def attached_later(api: Api) -> None:
-    model, replica = pair(api)
-    torch.manual_seed(1)
-    model.fc = nn.Linear(7, 5)
-    replica.fc = copy.deepcopy(model.fc)
-    step_both(model, replica)
-    same(api, model, replica)
+def teacher(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = through(self, x, *range(7))
+    with torch.no_grad():
+        target = through(self, x.flip(0), *range(7))
+    return self.head(h - target)
 
 
-def bad_state(damage: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Api], None]:
-    def probe(api: Api) -> None:
-        model, replica = pair(api)
-        torch.manual_seed(3)
-        state = Net().state_dict()
-        damage(state)
-        try:
-            api.load(model, state)
-        except Exception as error:
-            same(api, model, replica)
-            raise error
-        raise AssertionError("it was loaded without a word")
-
-    return probe
+title = "A tensor that passes through all units (T5's position bias): three are whole at most"
+row("Memory", title, run=at_once, unit=user.with_bias, root=user.passes_through)
+title = "Trainable units run once more, last, without gradients (BYOL): the same"
+row("Memory", title, run=at_once, root=teacher)
 
 
-def ema_copy(api: Api) -> None:
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    model, replica = pair(api)
-    averages = [AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for net in (model, replica)]
-    step_both(model, replica)
-    for average, net in zip(averages, (model, replica), strict=True):
-        average.update_parameters(net)
-    same(api, averages[0].module, averages[1].module)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mid, self.head = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mid(self.embed(x)))
+@scene("Memory")
+def threads(api: Api) -> None:
+    """A model that is gone leaves no threads behind"""
+    running = []
+    for _ in range(4):
+        squares(pair(api, options="messages")[0], 0)
+        gc.collect()
+        running.append(len(os.listdir("/proc/self/task")))
+    assert running[-1] == running[1], f"{running} threads after each model"
 
 
-def hooks_fire_once(api: Api) -> None:
-    model, _ = pair(api)
-    seen: list[torch.Size] = []
-    model.fc.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    classify(model, 0).backward()
-    assert seen == [True], f"fired {len(seen)} times, with a gradient {sum(seen)} times"
+# transport
 
 
-def optimizer_in_backward(api: Api) -> None:
-    model, replica = pair(api)
-    for param in model.parameters():
-        optimizer = torch.optim.SGD([param], 0.05)
-
-        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        param.register_post_accumulate_grad_hook(step)
-    plain = torch.optim.SGD(replica.parameters(), 0.05)
-    for number in range(3):
-        classify(model, number).backward()
-        classify(replica, number).backward()
-        average_gradients(replica)
-        plain.step()
-        plain.zero_grad()
-    same(api, model, replica)
+@scene("Transport")
+def many_movements(api: Api) -> None:
+    """300 units under `no_grad`"""
+    with torch.no_grad():
+        api.shard(nn.Sequential(*(nn.Linear(5, 5) for _ in range(300))), nn.Linear)(batch(0))
 
 
-def clips_a_mixture(api: Api) -> None:
-    torch.manual_seed(0)
-    replica = Net()
-    model = copy.deepcopy(replica)
-    model = api.shard(model, Block, ignored=[model.fc])
-    for net in (model, replica):
-        x, y = images(0, rank=0)  # the same on all ranks: nothing reduces what is ignored
-        F.cross_entropy(net(x), y).backward()
-    expected = nn.utils.clip_grad_norm_(replica.parameters(), 0.1)
-    torch.testing.assert_close(api.clip(model, 0.1), expected, msg="another norm than the replica's")
+title, orders = "Ranks that run units in another order", ((0, 1, 2), (0, 2, 1))
+swapped = {"root": lambda self, x: self.head(through(self, x, *orders[dist.get_rank() > 0]))}
+row("Transport", title, "take different paths", **swapped)
 
 
-def used_outside(api: Api) -> None:
-    class Outside(Line):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(super().forward(x), self.layers[0].weight)
-
-    model, replica = pair(api, Outside, nn.Linear)
-    step_both(model, replica, squares)
-    same(api, model, replica)
-
-
-def bf16_with_batch_norm(api: Api) -> None:
-    torch.manual_seed(0)
-    model = api.half(Net(), Block)
-    optimizer = sgd(model)
-    first = classify(model, 0)
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = classify(model, 0)
-        loss.backward()
-        optimizer.step()
-    assert loss < first, "the loss does not fall"
-
-
-def another_order(net: nn.Module, step: int) -> torch.Tensor:
-    return net(torch.ones(2, 7), [0, 1, 2] if dist.get_rank() == 0 else [0, 2, 1]).square().mean()
-
-
+@scene("Transport", "has ended")
 def unequal_steps(api: Api) -> None:
+    """Unequal numbers of steps"""
     model, _ = pair(api)
-    optimizer = sgd(model)
-    for step in range(3 - dist.get_rank()):
-        classify(model, step).backward()
-        optimizer.step()
+    for number in range(3 - dist.get_rank()):
+        squares(model, number)
 
 
-def different_models(api: Api) -> None:
-    torch.manual_seed(0)
-    model = api.shard(Net(7 + 2 * dist.get_rank()), Block)
-    step_both(model, Net(7))
+@scene("Transport", "rank 1 does not answer")
+def stopped(api: Api) -> None:
+    """A rank that is stopped: the time-out of 2 s says so"""
+    model, _ = pair(api)
+    squares(model, 0)
+    api.time_out(timedelta(seconds=2))
+    if dist.get_rank() == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        squares(model, 1)
 
 
-class Checkpointed(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.fc(x.mean((2, 3)) * self.scale)
-
-
-def unfrozen_later(api: Api) -> None:
-    def make() -> nn.Module:
-        model = Net()
-        model.blocks.requires_grad_(False)
-        return model
-
-    model, replica = pair(api, make)
-    step_both(model, replica)
-    for net in (model, replica):
-        net.requires_grad_(True)
-    step_both(model, replica)
-    same(api, model, replica)
-
-
-class Probe(NamedTuple):
-    run: Callable[[Api], None]
-    refused: str | None = None  # what shardtrain refuses, with the start of its message; else it is equal
-
-
-PROBES: dict[str, Probe] = {
-    "Training equals a replica's": Probe(like_a_replica()),
-    "A 0-dim parameter": Probe(like_a_replica(OddNet)),
-    "Optimizer built before wrapping": Probe(optimizer_before),
-    "Initial weights that differ between ranks become rank 0's": Probe(divergent_weights),
-    "Started on the meta device, with the initial weights of the plain model": Probe(from_the_meta_device),
-    "channels_last convolutions": Probe(like_a_replica(lambda: Net().to(memory_format=torch.channels_last))),
-    "`SGD(fused=True)`": Probe(with_optimizer("SGD", fused=True)),
-    "Adafactor": Probe(with_optimizer("Adafactor"), "Adafactor cannot step on a sharded model"),
-    "Muon": Probe(with_optimizer("Muon"), "Muon cannot step on a sharded model"),
-    'Adafactor, with `layout="whole"`': Probe(with_optimizer("Adafactor", whole=True)),
-    'Muon, with `layout="whole"`': Probe(with_optimizer("Muon", whole=True)),
-    "LBFGS": Probe(with_optimizer("LBFGS"), "LBFGS cannot step on a sharded model"),
-    "`inference_mode`, then training": Probe(inference_then_training),
-    "Double backward": Probe(
-        like_a_replica(Line, nn.Linear, loss=gradient_penalty),
-        "double backward (create_graph=True) is not supported",
-    ),
-    "A parameter used on one rank only": Probe(
-        like_a_replica(lambda: nn.Sequential(Branch(), Branch()), Branch, loss=squares)
-    ),
-    "A unit whose output matters on one rank only": Probe(like_a_replica(Heads, nn.Linear, loss=one_head)),
-    "A parameter used nowhere, in a unit that ran": Probe(
-        like_a_replica(lambda: nn.Sequential(Idle(), Idle()), Idle, loss=squares)
-    ),
-    "BatchNorm: a save does not depend on the rank": Probe(batch_norm_saves),
-    "A clean step after an exception in forward": Probe(after_an_exception("forward")),
-    "A clean step after an exception in backward": Probe(after_an_exception("backward")),
-    "`zero_grad` between accumulating backwards": Probe(zero_grad_while_accumulating),
-    "A module attached after wrapping": Probe(attached_later, "parameters attached after shard()"),
-    "Loading a state with a missing key loads nothing": Probe(
-        bad_state(lambda state: state.pop("fc.weight")), "nothing was loaded: fc.weight is missing"
-    ),
-    "Loading int64 into an fp32 parameter": Probe(
-        bad_state(lambda state: state.update({"fc.weight": state["fc.weight"].long()})),
-        "nothing was loaded: fc.weight is torch.int64",
-    ),
-    "`AveragedModel` (EMA)": Probe(ema_copy),
-    "Weights tied across units": Probe(like_a_replica(Tied, nn.Linear, loss=squares)),
-    "A user's post-accumulate hook fires once": Probe(hooks_fire_once),
-    "An optimizer that steps in backward": Probe(optimizer_in_backward),
-    "Clipping with ignored parameters": Probe(clips_a_mixture),
-    "A unit's parameter used outside of it": Probe(used_outside, ""),
-    "bf16 with BatchNorm": Probe(bf16_with_batch_norm),
-    "Ranks that run units in another order": Probe(like_a_replica(Line, nn.Linear, loss=another_order), ""),
-    "Unequal numbers of steps": Probe(unequal_steps, ""),
-    "Models that differ between ranks": Probe(different_models, "the model to shard differs between ranks"),
-    "Reentrant activation checkpointing": Probe(like_a_replica(Checkpointed)),
-    "Unfreezing parameters later": Probe(unfrozen_later),
-}
+@scene("Transport")
+def busy(api: Api) -> None:
+    """A rank that is at work between steps for longer than the time-out"""
+    model, _ = pair(api)
+    squares(model, 0)
+    api.time_out(timedelta(seconds=1.5))
+    time.sleep(4.0 * dist.get_rank())
+    squares(model, 1)
 
 
 # the table
 
 
 def outcome(api: Api, name: str) -> str:
-    """``equal``, or what came instead."""
+    """Return ``equal``, or what came instead."""
     try:
-        PROBES[name].run(api)
-    except Exception as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", message=".* cannot be tried on pieces")
+            SCENES[name].run(api)
+    except BaseException as error:
         if isinstance(error, AssertionError) and _is_ours(error):
             return f"**wrong**: {str(error).splitlines()[0]}"
         text = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -546,28 +714,28 @@ def outcome(api: Api, name: str) -> str:
 
 
 def _is_ours(error: AssertionError) -> bool:
-    """Whether a probe's comparison failed, not an assertion inside of a wrapper."""
+    """Return whether a scene's comparison failed, not an assertion inside of a wrapper."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return Path(frame.filename).name in (Path(__file__).name, "_comparison.py")
 
 
-def _rank(api: Api, name: str, rank: int, store: str, report: str) -> None:
+def _rank(api: Api, name: str, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
-    Path(f"{report}{rank}").write_text(outcome(api, name))
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    Path(folder, str(rank)).write_text(outcome(api, name))
     os._exit(0)  # no farewell to a group that may be broken
 
 
-def probe(api: Api, name: str) -> str:
-    """The outcome on rank 0, in fresh processes; on rank 1 if that tells more."""
+def in_processes(api: Api, name: str) -> str:
+    """Return the outcome on rank 0, in fresh processes; on rank 1 if that tells more."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shardtrain"])
-    with tempfile.TemporaryDirectory() as folder:
-        report = f"{folder}/report"
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "torch.distributed.checkpoint", "shardtrain", "behaviours"]
+    )
+    with tempfile.TemporaryDirectory() as place:
         ranks = [
-            context.Process(target=_rank, args=(api, name, rank, f"{folder}/store", report), daemon=True)
-            for rank in range(WORLD)
+            context.Process(target=_rank, args=(api, name, rank, place), daemon=True) for rank in range(WORLD)
         ]
         for process in ranks:
             process.start()
@@ -577,37 +745,33 @@ def probe(api: Api, name: str) -> str:
         ended = [process.exitcode for process in ranks]
         for process in ranks:
             process.kill()
-        texts = [Path(f"{report}{rank}") for rank in range(WORLD)]
-        said = [path.read_text() for path in texts if path.exists()]
-    if any(code not in (0, None) for code in ended):
-        return f"**ends the process** (exit code {next(c for c in ended if c)})"
+        texts = [path.read_text() for path in sorted(Path(place).glob("[01]"))]
+    if any(ended):
+        return f"**ends the process** (exit code {next(filter(None, ended))})"
     if None in ended:
         return f"**hangs** (still after {LIMIT_S:.0f} s)"
-    return next((text for text in said if text != "equal"), "equal")
-
-
-def cell(text: str, width: int = 150) -> str:
-    text = text.replace("|", "\\|").replace("\n", " ")
-    return text if len(text) <= width else f"{text[:width]}…"
+    return next((text for text in texts if text != "equal"), "equal")
 
 
 def table() -> str:
     lines = [
         "# Behaviours",
         "",
-        f"What each wrapper does, probed on {WORLD} ranks on the CPU by"
-        " `python tests/behaviours.py > BEHAVIOURS.md`:"
-        f" torch {torch.__version__}, Python {sys.version.split()[0]}, {date.today().isoformat()}."
-        " FSDP2 is `torch.distributed.fsdp.fully_shard` over gloo. *Equal*: the same parameters as a replica"
-        " whose gradients are averaged by hand. Other words are the error's, cut short.",
-        "",
-        "| behaviour | shardtrain | FSDP2 |",
-        "| --- | --- | --- |",
+        f"What each wrapper does, tried on {WORLD} ranks on the CPU by"
+        f" `python tests/behaviours.py > BEHAVIOURS.md`: torch {torch.__version__}, Python"
+        f" {sys.version.split()[0]}, {date.today().isoformat()}. FSDP2 is"
+        " `torch.distributed.fsdp.fully_shard` over gloo. *Equal*: the same parameters as a replica whose"
+        " gradients are averaged by hand, or what the row says. Other words are the error's, cut short.",
     ]
-    for name in PROBES:
-        row = [cell(probe(api, name)) for api in (Shardtrain(), FSDP2())]
-        lines.append(f"| {name} | {' | '.join(row)} |")
-        print(f"{name}: {row}", file=sys.stderr)
+    kind = ""
+    for name, scene in SCENES.items():
+        if scene.kind != kind:
+            kind = scene.kind
+            lines += ["", f"## {kind}", "", "| behaviour | shardtrain | FSDP2 |", "| --- | --- | --- |"]
+        texts = [in_processes(api, name).replace("|", "\\|") for api in (Shardtrain(), FSDP2())]
+        cells = [text if len(text) <= 150 else f"{text[:150]}…" for text in texts]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr)
     return "\n".join(lines)
 
 

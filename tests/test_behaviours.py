@@ -1,29 +1,20 @@
-"""The probes of `behaviours.py`, whose table compares shardtrain with FSDP2."""
+"""The scenes of `behaviours.py`, whose table compares shardtrain with FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
 
 import pytest
 
-from behaviours import PROBES, Shardtrain, outcome
+from behaviours import SCENES, Shardtrain, outcome
+from pool import each_rank
 
-Ranks = Callable[..., list[Any]]
-
-# These end in an error that the other ranks may have to wait for; `test_guard.py` has them.
-_DIVERGING = ("Ranks that run units in another order", "Unequal numbers of steps")
-
-
-def on_a_rank(name: str) -> str:
-    return outcome(Shardtrain(), name)
+# They end in an error that others may have to wait for, or need a time-out: `test_guard.py` has them.
+_ALONE = [name for name, scene in SCENES.items() if scene.kind == "Transport" and "300" not in name]
 
 
-@pytest.mark.parametrize("name", [name for name in PROBES if name not in _DIVERGING])
-def test_every_behaviour_is_equal_or_refused(ranks: Ranks, name: str) -> None:
-    refused = PROBES[name].refused
-    for text in ranks(3, on_a_rank, name):
-        if refused is None:
-            assert text == "equal"
-        else:
-            assert text.partition("Error: ")[2].startswith(refused)
+@pytest.mark.parametrize("name", [name for name in SCENES if name not in _ALONE])
+@each_rank(3)
+def test_every_behaviour_is_equal_or_refused(name: str) -> None:
+    text, refused = outcome(Shardtrain(), name), SCENES[name].refused
+    assert text == "equal" if refused is None else re.search(refused, text)
