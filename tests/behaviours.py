@@ -646,7 +646,7 @@ def threads(api: Api) -> None:
         squares(pair(api, options="messages")[0], 0)
         gc.collect()
         running.append(len(os.listdir("/proc/self/task")))
-    assert running[-1] == running[1], f"{running} threads after each model"
+    assert running[-1] <= running[1], f"{running} threads after each model"
 
 
 # transport
@@ -730,9 +730,7 @@ def _rank(api: Api, name: str, rank: int, folder: str) -> None:
 def in_processes(api: Api, name: str) -> str:
     """Return the outcome on rank 0, in fresh processes; on rank 1 if that tells more."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch.distributed.checkpoint", "shardtrain", "behaviours"]
-    )
+    context.set_forkserver_preload(["torch.distributed.fsdp", "shardtrain", "behaviours"])
     with tempfile.TemporaryDirectory() as place:
         ranks = [
             context.Process(target=_rank, args=(api, name, rank, place), daemon=True) for rank in range(WORLD)
