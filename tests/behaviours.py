@@ -504,7 +504,7 @@ def containers_in_bf16(api: Api) -> None:
         return self.plain(x)
 
     kept: Any = defaultdict(list)
-    pair(api, lambda: Net(unit), options="half")[0].blocks[0](torch.ones(4, 7).bfloat16(), kept)
+    pair(api, lambda: Net(unit), options="half")[0].blocks[0](torch.ones(4, 7), kept)
     assert len(kept["h"]) == 1, "they stay empty"
 
 
@@ -645,8 +645,9 @@ def threads(api: Api) -> None:
     for _ in range(4):
         squares(pair(api, options="messages")[0], 0)
         gc.collect()
+        time.sleep(0.5)  # gloo's end a moment later
         running.append(len(os.listdir("/proc/self/task")))
-    assert running[-1] <= running[1], f"{running} threads after each model"
+    assert running[-1] <= min(running[:2]), f"{running} threads after each model"
 
 
 # transport

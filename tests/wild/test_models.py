@@ -160,12 +160,14 @@ TORCHVISION: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.Tensor]
 }
 
 
-def compare(make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
+def compare(
+    make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor], tolerance: float = 0.0
+) -> None:
     def loop(wrap: Any, sync: Any) -> list[Any]:
         model = wrap(make())
         return train(model, lambda: loss(model), sync, steps=5)
 
-    require_as_replicas(loop)
+    require_as_replicas(loop, tolerance)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -175,7 +177,9 @@ def test_transformers(name: str) -> None:
 
     options, batch = TRANSFORMERS[name]
     kind = getattr(transformers, name)
-    compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss)
+    # ALBERT calls one layer again and again, and the gradients of each call are added up by themselves
+    tolerance = 1e-6 if "Albert" in name else 0.0
+    compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss, tolerance)
 
 
 @pytest.mark.parametrize("name", TIMM)
