@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -18,5 +19,6 @@ _ALONE = [name for name, scene in SCENES.items() if scene.kind == "Transport" an
 @each_rank(3)
 def test_every_behaviour_is_equal_or_refused(name: str) -> None:
     text, refused = outcome(Shardtrain(), name), SCENES[name].refused
-    dist.barrier()  # each rank is refused by itself, and the others may still be on their way there
+    with contextlib.suppress(RuntimeError):  # where the group has failed, all ranks know
+        dist.barrier()  # each rank is refused by itself, and the others may still be on their way there
     assert text == "equal" if refused is None else re.search(refused, text), text
