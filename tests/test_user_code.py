@@ -173,6 +173,16 @@ def test_calls(name: str) -> None:
     assert peak.units <= (5 if "again" in name or "two others" in name else 3)  # with the root
 
 
+@each_rank(2)  # of more, gloo adds up gradients of the replica in an order of its own
+def test_several_forwards_of_one_backward_are_reduced_once_and_bit_equal() -> None:
+    def twice(net: nn.Module, number: int) -> None:
+        (net(batch(number)).square().mean() + net(batch(number + 9)).abs().mean()).backward()
+
+    with comm.meter() as meter:
+        model = like_a_replica(Net, twice, units=is_unit, tolerance=0)
+    assert meter.calls["reduce_scatter"] == 3 * len(shardtrain.introspect(model).units)
+
+
 @each_rank(2)
 def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
     model = sharded()

@@ -23,6 +23,7 @@ gradient never comes (it is unused here) counts as zero.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -59,6 +60,7 @@ class Schedule:
         self._backward: Backward | None = None
         self._awaited: set[Unit] = set()  # units left in full, of whose backward no output may tell
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
+        self._earliest: dict[Unit, int] = {}  # when the first call began of which no backward has come
 
     @property
     def at_rest(self) -> bool:
@@ -92,6 +94,7 @@ class Schedule:
             return
         self._calls.clear()
         self._refresh(self.units)
+        self._forget_nodes()
         self._entries, self._expected = [], self._entries
         self._record = []
         self._awaited.clear()
@@ -104,6 +107,12 @@ class Schedule:
             unit.cast()
         self._fence(ENTER)
 
+    def _forget_nodes(self) -> None:
+        """Keep apart what the root's forward computes and what users compute from pieces around it."""
+        for unit in self.units if torch.is_grad_enabled() else ():
+            for segment in unit.segments:
+                segment.forget_nodes()
+
     def end_forward(self, failed: bool) -> None:
         """Leave nothing half gathered as the root module returns or (``failed``) raises."""
         if self._backward:
@@ -113,6 +122,7 @@ class Schedule:
             if unit.state is State.GATHERING:
                 unit.release()
         if not failed:  # an exception must be heard at once, not after the others
+            self._forget_nodes()
             self._fence(LEAVE)
 
     def before_forward(self, unit: Unit) -> None:
@@ -157,6 +167,8 @@ class Schedule:
             return
         if self._forward:
             self._record.append(call)
+            if call.hooked:
+                self._earliest[unit] = min(call.began, self._earliest.get(unit, call.began))
         elif not failed:
             self._fence(LEAVE)
         unit.refuse_edits()
@@ -205,7 +217,7 @@ class Schedule:
             backward.moment = call.ended
             for other in [other for other in backward.current if backward.first[other] > call.ended]:
                 backward.current.remove(other)
-                self._complete(backward, other)
+                self._complete(backward, other, call.ended)
                 if other not in self._calls:
                     other.release()
             self._launch_completed(backward)
@@ -268,14 +280,15 @@ class Schedule:
         if backward is None or backward.arriving.pop(param, None) is None or param.grad is None:
             return  # a loss on the local piece, or a parameter frozen since forward
         if self._reductions[unit].collect(number, index):
-            self._complete(backward, unit)
+            self._complete(backward, unit, backward.first[unit] - 1)
             self._launch_completed(backward)
 
-    def _complete(self, backward: Backward, unit: Unit) -> None:
-        """Note that ``unit`` gets no further gradient."""
+    def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
+        """Note that ``unit`` gets no further gradient, unless another forward called it by ``moment``."""
         trace.end("backward", unit.title)
         self._reductions[unit].begin_again()
-        backward.completed.add(unit)
+        if self._earliest.get(unit, sys.maxsize) > moment:
+            backward.completed.add(unit)
 
     def _launch_completed(self, backward: Backward) -> None:
         """Start the reductions whose turn it is."""
@@ -358,6 +371,7 @@ class Schedule:
         self._backward = None
         if not self._forward:
             self._awaited.clear()
+            self._earliest.clear()
             self._record = []
         for unit in self.units:
             if unit not in self._calls:

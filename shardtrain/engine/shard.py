@@ -133,12 +133,9 @@ class Segment:
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         # This rank's piece of a gradient that others own whole; one each, since users may see and change it.
         self.no_grads = [self.full.new_empty(0, dtype=self.local.dtype) for _ in self.pieces]
-        # Autograd keeps one node per parameter while a graph holds it, and checks shapes against what
-        # the parameter showed when it was made. Data of another dtype in between make it forget the node, so
-        # that a loss on pieces reaches the hook that refuses it by name.
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
-        forgets = self.full.dtype != local.dtype or self.full.device != self.local.device
-        self._other = None if forgets else self.local.new_empty(0, dtype=other)
+        differs = self.full.dtype != local.dtype or self.full.device != self.local.device  # forgotten anyway
+        self._other = None if differs else self.local.new_empty(0, dtype=other)
         self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
         self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
@@ -190,8 +187,6 @@ class Segment:
         for index, (param, view) in enumerate(zip(self.params, self.full_views, strict=True)):
             if param.grad is not None:
                 self.put_grad_away(index)
-            if self._other is not None:
-                param.data = self._other
             param.data = view
         self.shows_full = True
         self._versions = [param._version for param in self.params]
@@ -212,16 +207,26 @@ class Segment:
             param.grad = grad
             param.data = self.full_views[index]
 
-    def show_local(self, anew: bool = False) -> None:
-        """Show every parameter's local piece, with its gradient. ``anew``: see `_other`."""
+    def show_local(self) -> None:
+        """Show every parameter's local piece, with its gradient."""
         for param, view in zip(self.params, self.local_views, strict=True):
-            if anew and self._other is not None:
-                param.data = self._other
             param.data = view
         while self.grads_away:
             index, grad = self.grads_away.popitem()
             self.params[index].grad = grad
         self.shows_full = False
+
+    def forget_nodes(self) -> None:
+        """Let autograd make other nodes for what is computed from now on, unless parameters are in full.
+
+        It keeps one node per parameter while a graph holds it, and checks gradients against the shape that
+        the parameter had when the node was made. Data of another dtype, for a moment, make it forget the
+        node. So a loss on pieces reaches the hook that refuses it by name.
+        """
+        if self._other is not None and not self.shows_full:
+            for param, view in zip(self.params, self.local_views, strict=True):
+                param.data = self._other
+                param.data = view
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Replace the gradient of this rank's piece of parameter ``index``, on show or put away."""

@@ -106,11 +106,11 @@ class Unit:
         for segment in self.segments:
             segment.show_grads()
 
-    def show_local(self, after_forward: bool = True) -> None:
+    def show_local(self) -> None:
         """Let the parameters show their local pieces; the full vector stays."""
         for segment in self.segments:
             if segment.shows_full:
-                segment.show_local(anew=after_forward)
+                segment.show_local()
 
     def cast(self) -> None:
         """Bring what is gathered up to date with the last update."""
@@ -175,7 +175,7 @@ class Unit:
         """Let the parameters show their local pieces and empty the full vector."""
         if self.pinned:
             return
-        self.show_local(after_forward=False)
+        self.show_local()
         if self.state is State.SHARDED:
             return
         if self.state is State.GATHERING:
