@@ -261,9 +261,20 @@ def named(name: str, **options: Any) -> Callable[[nn.Module], Any]:
     return lambda net: getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
 
 
+class Sam(torch.optim.Optimizer):
+    """Cannot be built from groups alone."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
+        super().__init__(params, {})
+        self.base = base(self.param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
 CANNOT = "cannot step on a sharded model"
 row("Optimizers", "`SGD(fused=True)`", optimizer=named("SGD", fused=True))
-by_sam = lambda net: user.Sam(net.parameters(), torch.optim.SGD)  # noqa: E731
+by_sam = lambda net: Sam(net.parameters(), torch.optim.SGD)  # noqa: E731
 row("Optimizers", "SAM: cannot be built from its groups alone", "Sam cannot be tried", optimizer=by_sam)
 for name in ("Adafactor", "Muon"):
     of = {"make": two_layers, "optimizer": named(name)}
@@ -775,4 +786,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # so that the forkserver finds this file
     print(table())

@@ -7,10 +7,8 @@ import copy
 import dataclasses
 import gc
 import pickle
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +27,6 @@ from shardtrain.engine.calls import Call
 
 from pool import each_rank
 from small import Block, OddNet, classify, images, like_a_replica, raised_soon, shard
-from test_uses import Lars
 
 Step = Callable[[nn.Module, int], Any]
 
@@ -530,21 +527,7 @@ def test_edits_are_refused_by_name() -> None:
             torch.optim.SGD(model.parameters()).step()
 
 
-# methods
-
-
-@each_rank(2, 3)
-def test_other_methods_than_forward() -> None:
-    def wrap(net: nn.Module, **options: Any) -> nn.Module:
-        shard(net, **options)
-        shardtrain.forward_method(net, "encode")
-        shardtrain.forward_method(net.blocks[0], "plain")
-        return net
-
-    def step(net: nn.Module, number: int) -> None:
-        (net.encode(batch(number)).square().mean() + net(batch(number)).square().mean()).backward()
-
-    like_a_replica(Net, step, wrap=wrap, units=is_unit)
+# more uses, edits and optimizers are rows of `behaviours.py`
 
 
 class Tied(nn.Module):
@@ -575,28 +558,6 @@ def test_a_layer_whose_weight_is_read_around_it() -> None:
     assert len(shardtrain.full_state_dict(model)) == len(model.state_dict())
 
 
-def compiles(way: str, net: nn.Module, **options: Any) -> nn.Module:
-    for block in net.blocks if way == "units before" else ():
-        block.compile(backend="eager")
-    shard(net, **options)
-    if way == "method":
-        net.compile(backend="eager")
-    return torch.compile(net, backend="eager") if way == "model" else net
-
-
-@pytest.mark.parametrize("way", ["model", "units before", "method"])
-@each_rank(2, transport="auto")
-def test_compiled_models(way: str) -> None:
-    dynamo_s = "The .grad attribute of a Tensor that is not a leaf"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", dynamo_s)
-        like_a_replica(Net, squares, wrap=partial(compiles, way), units=is_unit)
-    torch.compiler.reset()
-
-
-# optimizers
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @each_rank(2, 3)
 def test_ranks_that_step_differently_are_told(fused: bool) -> None:
@@ -614,34 +575,3 @@ def test_ranks_that_step_differently_are_told(fused: bool) -> None:
     text = raised_soon(comm.Diverged, lambda: model(batch(2)).sum().backward())
     assert "stepping the optimizer" in text
     assert "use shardtrain.GradScaler" in text
-
-
-@each_rank(2)
-def test_groups_chosen_by_dimensions() -> None:
-    def groups(net: nn.Module) -> list[int]:
-        return [sum(param.ndim >= 2 for param in net.parameters()), sum(p.ndim < 2 for p in net.parameters())]
-
-    pieces = sharded()
-    assert groups(pieces) == groups(sharded(layout="whole")) == groups(Net())
-    assert all(param.shape[1:].numel() == 1 for param in pieces.parameters())
-
-
-class Sam(torch.optim.Optimizer):
-    """Cannot be built from groups alone."""
-
-    def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
-        super().__init__(params, {})
-        self.base = base(self.param_groups)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
-
-
-@each_rank(2)
-def test_optimizers_in_warm_up_and_those_that_cannot_be_tried() -> None:
-    model = sharded()
-    model(batch(0)).sum().backward()
-    with pytest.raises(ValueError, match="Lars cannot step on a sharded model: it gives a piece"):
-        Lars(model.parameters(), lr=0.0).step()
-    with pytest.warns(UserWarning, match=r"Sam cannot be tried on pieces .*ignored"):
-        Sam(model.parameters(), torch.optim.SGD).step()
