@@ -86,8 +86,8 @@ def run(loop: Loop, wrap: Wrap, sync: Sync) -> list[Any]:
 def require_as_replicas(loop: Loop, tolerance: float = 0.0) -> None:
     """Run ``loop`` with replicas averaged by hand, and sharded over each transport; require equal results.
 
-    ``loop`` takes what wraps a model and what runs after its backward, and returns models and values. Equal
-    are parameters and buffers of this rank, that is, of its batches: in their bits without a ``tolerance``.
+    ``loop`` takes what wraps a model and what runs after its backward, and returns models and values. Of
+    models, parameters and buffers are compared: those of this rank, that is, of its batches.
     """
     replicas = run(loop, lambda model: model, average_gradients)
     for transport in ("process_group", "shared_memory"):

@@ -185,8 +185,7 @@ def detr(wrap: Wrap, sync: Sync) -> list[Any]:
             total = total + F.l1_loss(matched, boxes) + part["pred_logits"].logsumexp(-1).mean()
         return total
 
-    # AdamW would make of a key's bias, whose gradient is rounding alone, what it makes of any other
-    return train(model, loss, sync, optimizer=torch.optim.SGD(model.parameters(), lr=0.05))
+    return train(model, loss, sync)
 
 
 def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
@@ -445,10 +444,8 @@ def layer_drop(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync, steps=9)
 
 
-LOOPS = [moco, moco_in_forward, clip, diffusion, lora, generation, distillation, timm_recipe]
-LOOPS += [fine_tuning, trainer]
-# Units are called more than once in these, and the gradients of each call are added up by themselves.
-ROUNDED = [dcgan, byol, detr, recurrent, unrolled]
+LOOPS = [dcgan, moco, moco_in_forward, byol, clip, detr, recurrent, unrolled, diffusion, lora, generation]
+LOOPS += [distillation, timm_recipe, fine_tuning, trainer]
 REFUSED: dict[str, tuple[Loop, str]] = {
     "sam": (sam, "Sam cannot be tried on pieces of parameters"),
     "gradient penalty": (gradient_penalty, r"double backward \(create_graph=True\) is not supported"),
@@ -461,10 +458,11 @@ REFUSED: dict[str, tuple[Loop, str]] = {
 }
 
 
-@pytest.mark.parametrize("loop", [*LOOPS, *ROUNDED])
+@pytest.mark.parametrize("loop", LOOPS)
 @each_rank(2, transport="auto")
 def test_loops(loop: Loop) -> None:
-    require_as_replicas(loop, tolerance=1e-6 if loop in ROUNDED else 0.0)
+    # Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
+    require_as_replicas(loop, tolerance=1e-6 if loop is dcgan else 0.0)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -160,14 +160,12 @@ TORCHVISION: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.Tensor]
 }
 
 
-def compare(
-    make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor], tolerance: float = 0.0
-) -> None:
+def compare(make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
     def loop(wrap: Any, sync: Any) -> list[Any]:
         model = wrap(make())
         return train(model, lambda: loss(model), sync, steps=5)
 
-    require_as_replicas(loop, tolerance)
+    require_as_replicas(loop)
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -177,9 +175,7 @@ def test_transformers(name: str) -> None:
 
     options, batch = TRANSFORMERS[name]
     kind = getattr(transformers, name)
-    # ALBERT calls one layer again and again, and the gradients of each call are added up by themselves
-    tolerance = 1e-6 if "Albert" in name else 0.0
-    compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss, tolerance)
+    compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss)
 
 
 @pytest.mark.parametrize("name", TIMM)
