@@ -167,7 +167,7 @@ class Engine:
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling() and (call := self.schedule.call_to_hook(unit)):
-                for tensor in tensors_in(output):
+                for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
                     call.hook(tensor)
 
         self._handles.append(module.register_forward_hook(after))

@@ -37,12 +37,18 @@ class Account:
     """What is gathered now, and the most that was since `take_peak`."""
 
     def __init__(self) -> None:
-        self.now = self._peak = Gathered(0, 0)
+        self._units = self._bytes = 0
+        self._peak = Gathered(0, 0)
+
+    @property
+    def now(self) -> Gathered:
+        return Gathered(self._units, self._bytes)
 
     def add(self, units: int, size: int) -> None:
-        now, peak = self.now, self._peak
-        self.now = now = Gathered(now.units + units, now.bytes + size)
-        self._peak = Gathered(max(now.units, peak.units), max(now.bytes, peak.bytes))
+        self._units += units
+        self._bytes += size
+        if self._units > self._peak.units or self._bytes > self._peak.bytes:
+            self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
 
     def take_peak(self) -> Gathered:
         """Return the peak, and start the next one from what is gathered now."""
