@@ -81,6 +81,7 @@ class Engine:
         self._layout = layout
         self._hooked: set[nn.Parameter] = set()
         self._unhooked: list[nn.Parameter] = []  # the frozen ones
+        self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
         # `copy`, `pickle` and DistributedDataParallel ask a module for the last three.
@@ -231,7 +232,6 @@ class Engine:
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._hooked for group in groups for param in group["params"]):
                 return
-            self._refuse_attached({param for group in groups for param in group["params"]})
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self.watch(optimizer)
             self._optimizers[optimizer] = len(groups)
@@ -272,6 +272,9 @@ class Engine:
                 self._hook_parameters()
         if any(param.requires_grad for param in self._unhooked):
             self._hook_parameters()
+        if _have_changed(self._modules):
+            self._refuse_attached()
+            self._modules = _modules_below(self.module)
         on_meta = [info.name for s in self.segments if s.local.is_meta for info in s.infos]
         if on_meta:
             raise ValueError(
@@ -279,10 +282,9 @@ class Engine:
                 "with module.to_empty(device=...) and load or initialise their values first"
             )
 
-    def _refuse_attached(self, updated: set[nn.Parameter]) -> None:
+    def _refuse_attached(self) -> None:
         known = self._ignored.union(param for segment in self.segments for param in segment.params)
-        attached = {name: p for name, p in self.module.named_parameters() if p not in known}
-        new = [name for name, param in attached.items() if param in updated]
+        new = [name for name, param in self.module.named_parameters() if param not in known]
         if new:
             raise ValueError(
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
@@ -326,3 +328,18 @@ def _refuse_pickling(protocol: int) -> NoReturn:
         "a sharded model cannot be pickled, by torch.save or otherwise: each rank has pieces only; save "
         "shardtrain.full_state_dict(model)"
     )
+
+
+# Every module with its children and its number of parameters: none can join without a change of one of them.
+Modules = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
+
+
+def _modules_below(root: nn.Module) -> Modules:
+    return [(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
+
+
+def _have_changed(modules: Modules) -> bool:
+    for module, children, parameters in modules:
+        if len(module._parameters) != parameters or tuple(module._modules.values()) != children:
+            return True
+    return False
