@@ -46,7 +46,7 @@ import shardtrain
 from shardtrain import comm
 
 import test_user_code as user
-from small import Block, OddNet, average_gradients, classify, sgd
+from small import Block, OddNet, average_gradients, classify, sgd, three_steps
 from test_user_code import Net, Outer, Unit, batch, squares
 from test_uses import Lars
 
@@ -171,14 +171,8 @@ def advance(
     optimizer: Callable[[nn.Module], Any] = sgd,
 ) -> None:
     """Train both, the replica with gradients averaged by hand; ``step`` is forward and backward."""
-    for net in (model, replica):
-        stepper = optimizer(net)
-        for number in range(3):
-            stepper.zero_grad()
-            step(net, number)
-            if net is replica:
-                average_gradients(net)
-            stepper.step()
+    three_steps(model, optimizer(model), step)
+    three_steps(replica, optimizer(replica), step, average_gradients)
 
 
 def same(api: Api, model: nn.Module, replica: nn.Module) -> None:

@@ -177,6 +177,20 @@ def average_gradients(model: nn.Module) -> None:
             param.grad = total / dist.get_world_size()
 
 
+def three_steps(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[Any, int], object],
+    after_backward: Callable[[nn.Module], object] = lambda _: None,
+) -> None:
+    """Train ``net``; ``step(net, number)`` is a forward and a backward."""
+    for number in range(3):
+        optimizer.zero_grad()
+        step(net, number)
+        after_backward(net)
+        optimizer.step()
+
+
 def like_a_replica(
     make: Callable[[], nn.Module] = OddNet,
     step: Callable[[nn.Module, int], object] = lambda net, number: classify(net, number).backward(),
@@ -197,13 +211,8 @@ def like_a_replica(
     optimizers = [optimizer(net) for net in (replica, model) if early]
     called = wrap(model, **{"units": [Block], **options})
     optimizers = optimizers or [optimizer(net) for net in (replica, model)]
-    for net, stepper in zip((replica, called), optimizers, strict=True):
-        for number in range(3):
-            stepper.zero_grad()
-            step(net, number)
-            if net is replica:
-                average_gradients(net)
-            stepper.step()
+    three_steps(replica, optimizers[0], step, average_gradients)
+    three_steps(called, optimizers[1], step)
     assert_same_parameters(model, replica, tolerance)
     return model
 

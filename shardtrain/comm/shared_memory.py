@@ -90,7 +90,7 @@ class SharedMemoryTransport(Transport):
 
     @property
     def reserved(self) -> int:
-        """Bytes of this rank's arena that are used as a rule: by three of the largest gradients."""
+        """Bytes of this rank's arena that a step normally uses: three times the largest gradient."""
         return 3 * self._largest
 
     def allocate(
