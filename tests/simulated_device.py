@@ -1,0 +1,436 @@
+"""A device that is not there: CPU tensors that say they lie on ``cuda:0``, and streams with checked order.
+
+Inside `SimulatedDevice` every operation computes on the CPU at once. What a device would do later, and in
+which order, is kept in vector clocks: one count per stream and one of the host. A launch comes after all that
+the host knows of, a wait for an event joins the clock that the event has kept. Noted are
+
+races     two accesses to the same bytes, one of them a write, neither of which comes before the other
+reuse     memory given back while another stream may still use it: the allocator hands it out at once, to the
+          next launch in the stream that it was allocated in
+waits     the host stops for the device: ``item()``, a copy to pageable memory, an event of this very step
+launches  kernels, copies and collectives, by their names; views and allocations launch nothing
+
+Collectives are those of torch's fake process group, as if every rank had this rank's values.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardtrain import device as devices
+
+DEVICE, HOST, PINNED = torch.device("cuda", 0), "host", "pinned"
+
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_"}
+NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "is_pinned", "record_stream"}
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "is_nonzero"}
+ANSWERS = {"is_available": True, "device_count": 1, "get_device_name": "a simulated device"}
+ANSWERS |= {"set_device": None, "reset_peak_memory_stats": None, "max_memory_allocated": 0}
+STAGED = 1 << 16  # bytes from pageable memory that the driver takes without waiting
+
+
+class Line:
+    """The host or a stream; ``clock``: how much of each line comes before its next action."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.clock = name, Counter[Line]()
+
+    def act(self) -> None:
+        self.clock[self] += 1
+
+
+class Access(NamedTuple):
+    """One of ``line``, as its ``tick``-th action, to the bytes ``low:high`` of a storage."""
+
+    line: Line
+    tick: int
+    low: int
+    high: int
+    writes: bool
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {'writes' if self.writes else 'reads'} on {self.line.name}"
+
+
+class Memory:
+    """A storage: where it lies, the stream that it was allocated in, and the accesses that still matter."""
+
+    def __init__(self, place: object, home: Line, reference: object) -> None:
+        self.place, self.home, self.reference = place, home, reference
+        self.accesses: list[Access] = []
+
+
+class Stream(Line):
+    device = DEVICE
+
+    def __init__(self, sim: SimulatedDevice, name: str) -> None:
+        super().__init__(name)
+        self.sim = sim
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.sim)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.clock |= event.clock
+
+    def synchronize(self) -> None:
+        self.sim.wait("stream.synchronize()", self.clock)
+
+
+class Event:
+    def __init__(self, sim: SimulatedDevice) -> None:
+        self.sim, self.clock, self.step = sim, Counter[Line](), sim.step
+
+    def record(self, stream: Stream) -> None:
+        self.clock, self.step = stream.clock.copy(), self.sim.step
+
+    def synchronize(self) -> None:
+        self.sim.wait("event.synchronize()", self.clock, stops=self.step == self.sim.step)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
+
+
+class SimulatedDevice:
+    """What stands for ``torch.cuda`` inside ``with``; ``next_step()`` starts to count anew.
+
+    ``findings``: races and reuse, each once. ``waits``, ``launches``: of this step.
+    """
+
+    def __init__(self) -> None:
+        self.host, self.current = Line("the host"), Stream(self, "the compute stream")
+        self.findings: dict[str, None] = {}
+        self.known: dict[int, Memory] = {}
+        self.placing: Any = None  # where the factory or copy under way puts its result
+        self.blocking = False  # whether the host waits for that copy
+        self.step = 0
+        self.next_step()
+
+    def next_step(self) -> None:
+        self.step += 1
+        self.waits: list[str] = []
+        self.launches: Counter[str] = Counter()
+
+    @contextmanager
+    def __call__(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+        module, backward = devices._module, torch.autograd._engine_run_backward
+        resize, group = torch.UntypedStorage.resize_, torch._C._group_tensors_by_device_and_dtype
+
+        def in_hooks(*args: Any, **kwargs: Any) -> Any:
+            with functions:  # which torch leaves while it runs a function of its own
+                return backward(*args, **kwargs)
+
+        def by_place(lists: Any, *more: Any) -> dict[Any, Any]:
+            """Let the groups that optimizers and clipping make of tensors name this device."""
+            device = DEVICE if lists[0] and self.on_device(lists[0][0]) else torch.device("cpu")
+            return {(device, dtype): rows for (_, dtype), rows in group(lists, *more).items()}
+
+        with monkeypatch.context() as patch, Functions(self) as functions, Operations(self):
+            patch.setattr(devices, "_module", lambda d: self if torch.device(d).type == "cuda" else module(d))
+            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            patch.setattr(torch.UntypedStorage, "resize_", lambda s, n: self._resize(resize, s, n))
+            patch.setattr(torch.autograd, "_engine_run_backward", in_hooks)
+            patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", by_place)
+            yield self
+        self.known.clear()
+
+    # torch.cuda's names
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: ANSWERS[name]
+
+    def Stream(self, device: object, priority: int = 0) -> Stream:
+        return Stream(self, f"a stream of priority {priority}")
+
+    def Event(self, enable_timing: bool = False) -> Event:
+        return Event(self)
+
+    def current_stream(self, device: object) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self, device: object) -> None:
+        self.wait("synchronize()", self.current.clock)
+
+    # order
+
+    def wait(self, what: str, clock: Counter[Line], stops: bool = True) -> None:
+        """Let the host wait until ``clock``."""
+        self.host.clock |= clock
+        self.waits += [f"{what} at {where()}"] if stops else []
+
+    def launch(self, what: str, kernels: int = 1) -> Stream:
+        self.launches[what] += kernels
+        self.current.clock |= self.host.clock
+        self.current.act()
+        return self.current
+
+    def access(self, tensor: Tensor, line: Line, writes: bool, what: str) -> None:
+        """Note that ``line`` reads or writes ``tensor`` now; pageable memory is the host's alone."""
+        memory = self.memory(tensor)
+        if memory is None or not tensor.numel():
+            return
+        size, at = tensor.element_size(), tensor.storage_offset()
+        last = at + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        now = Access(line, line.clock[line], at * size, (last + 1) * size, writes, what)
+        kept = []
+        for other in memory.accesses:
+            apart = other.low >= now.high or now.low >= other.high
+            if not apart and (writes or other.writes) and line.clock[other.line] < other.tick:
+                self.find(f"race: {now}, but {other} is not waited for")
+            again = writes or (other.line is line and not other.writes)
+            if not (again and now.low <= other.low and other.high <= now.high):
+                kept.append(other)
+        memory.accesses = [*kept, now]
+
+    def find(self, what: str) -> None:
+        self.findings.setdefault(f"{what}, at {where()}")
+
+    # memory
+
+    def memory(self, tensor: Tensor) -> Memory | None:
+        return self.known.get(tensor.untyped_storage()._cdata)
+
+    def place(self, tensor: Tensor) -> object:
+        memory = self.memory(tensor)
+        return HOST if memory is None else memory.place
+
+    def on_device(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and self.place(tensor) is DEVICE
+
+    def adopt(self, tensor: Tensor, place: object) -> None:
+        """Note a storage that is new at ``place``."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if place is not HOST and number not in self.known and not tensor.is_meta:
+            gone = weakref.ref(storage, lambda _: self._given_back(self.known.pop(number, None)))
+            self.known[number] = Memory(place, self.current, gone)
+
+    def _given_back(self, memory: Memory | None) -> None:
+        if memory is None or memory.place is not DEVICE:
+            return  # the allocator of pinned memory itself waits for copies
+        order = self.host.clock | memory.home.clock
+        for access in memory.accesses:
+            if order[access.line] < access.tick:
+                self.find(f"reuse: memory of {memory.home.name} is given back, while {access}")
+        memory.accesses = []
+
+    def _resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
+        memory = self.known.get(storage._cdata)
+        if memory is not None and storage.nbytes() != size:
+            self._given_back(memory)
+            memory.home = self.current
+        return resize(storage, size)
+
+
+class Functions(TorchFunctionMode):
+    """Lets tensors say where they lie, and takes ``device="cuda"`` out of what is called."""
+
+    def __init__(self, sim: SimulatedDevice) -> None:
+        super().__init__()
+        self.sim = sim
+        t, there = torch.Tensor, sim.on_device
+        self.answers: dict[Any, Callable[..., Any]] = {  # None: what torch answers
+            t.device.__get__: lambda x: DEVICE if there(x) else None,
+            t.is_cuda.__get__: lambda x: there(x) or None,
+            t.is_cpu.__get__: lambda x: False if there(x) else None,
+            t.is_pinned: lambda x: sim.place(x) is PINNED,
+            t.tolist: lambda x: self._to(x, torch.device("cpu")).tolist() if there(x) else None,
+            t.cpu: lambda x: self._to(x, torch.device("cpu")),
+            t.cuda: lambda x: self._to(x, DEVICE),
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self.answers:
+            answer = self.answers[func](*args)
+            return func(*args) if answer is None else answer
+        if func is torch.Tensor.to:
+            return self._to(*args, **kwargs)
+        if func is torch.Tensor.numpy:
+            assert not self.sim.on_device(args[0]), "a tensor on a device has no numpy()"
+            self.sim.access(args[0], self.sim.host, False, "numpy()")
+        if kwargs.get("pin_memory"):
+            return self._at(PINNED, func, *args, **{**kwargs, "pin_memory": False})
+        device = torch.device(kwargs.get("device") or "meta")
+        if device.type == "meta":  # or none
+            return func(*args, **kwargs)
+        kwargs["device"] = torch.device("cpu")
+        if func in (torch.tensor, torch.as_tensor):
+            return self._to(func(*args, **kwargs), device)
+        return self._at(HOST if device.type == "cpu" else DEVICE, func, *args, **kwargs)
+
+    def _at(self, place: object, func: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self.sim.placing = self.sim.placing, place
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.sim.placing = before
+
+    def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        """Do as ``tensor.to(*args, **kwargs)``."""
+        device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)
+        if args and isinstance(args[0], Tensor):
+            device = DEVICE if self.sim.on_device(args[0]) else torch.device("cpu")
+        if device is not None and device.type == "meta":
+            return tensor.to(*args, **kwargs)
+        here = DEVICE if self.sim.on_device(tensor) else HOST
+        there = here if device is None else DEVICE if device.type == "cuda" else HOST
+        moves, self.sim.blocking = here is not there, not non_blocking
+        place = PINNED if non_blocking and moves and there is HOST else there
+        keywords = {} if form is None else {"memory_format": form}
+        return self._at(place, tensor.to, dtype or tensor.dtype, copy=copy or moves, **keywords)
+
+
+@functools.cache
+def written(func: Any) -> tuple[list[str], set[str], bool]:
+    """Return the names of an operation's arguments, which of them it writes, and whether it makes a view."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return [a.name for a in arguments], writes, views
+
+
+class Operations(TorchDispatchMode):
+    """Notes what every operation reads and writes, in which stream."""
+
+    def __init__(self, sim: SimulatedDevice) -> None:
+        super().__init__()
+        self.sim = sim
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._operation(func, args, kwargs or {})
+
+    def _operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        sim, name = self.sim, func._schema.name.split("::")[1]
+        if func.namespace == "c10d":
+            return self._collective(func, name, args, kwargs)
+        names, writes, views = written(func)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        reads = [t for n, v in given.items() if n not in writes for t in tensors(v)]
+        outs = [t for n in writes for t in tensors(given.get(n))]
+        if name in ("copy_", "_foreach_copy_", "_to_copy"):
+            return self._copy(func, name, args, kwargs, outs, reads)
+        on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
+        placing = sim.placing
+        result = func(*args, **kwargs)
+        place = placing if placing is not None else DEVICE if on_device else HOST
+        if place is PINNED and on_device:
+            place = DEVICE
+        fresh = [t for t in tensors(result) if all(t is not other for other in outs)]
+        if name in WAITS and on_device:
+            self._use(sim.launch(name), reads, outs, name)
+            sim.wait(name, sim.current.clock)
+        for tensor in fresh:
+            sim.adopt(tensor, place)
+        if views or name in NO_KERNEL or name in WAITS:
+            return result
+        if on_device or place is DEVICE:
+            foreign = [t for t in (*reads, *outs) if t.dim() and not sim.on_device(t)]
+            assert not foreign, f"{name} on tensors of the device and of the host, at {where()}"
+            if any(t.numel() for t in (*outs, *fresh)) or not (outs or fresh):
+                self._use(sim.launch(name, kernels(name, outs or fresh)), reads, [*outs, *fresh], name)
+        else:
+            sim.host.act()
+            self._use(sim.host, reads, [*outs, *fresh], name)
+        return result
+
+    def _use(self, line: Line, reads: Iterable[Tensor], outs: Iterable[Tensor], what: str) -> None:
+        for tensor in reads:
+            on_host = line is not self.sim.host and not self.sim.on_device(tensor)
+            self.sim.access(tensor, self.sim.host if on_host else line, False, what)  # a number, taken now
+        for tensor in outs:
+            self.sim.access(tensor, line, True, what)
+
+    def _copy(self, func: Any, name: str, args: Any, kwargs: Any, outs: Any, reads: Any) -> Any:
+        """Run a copy, perhaps between host and device."""
+        sim, pairs = self.sim, list(zip(outs, reads, strict=False))
+        non_blocking = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+        placing, blocking = sim.placing, sim.blocking
+        result = func(*args, **kwargs)
+        if name == "_to_copy":
+            sim.adopt(result, placing if placing is not None else sim.place(reads[0]))
+            pairs, non_blocking = [(result, reads[0])], placing is None or not blocking
+        inside = [pair for pair in pairs if sim.on_device(pair[0]) and sim.on_device(pair[1])]
+        if any(to.numel() for to, _ in inside):
+            together = len({(to.dtype, source.dtype) for to, source in inside}) == 1
+            tos = [to for to, _ in inside]
+            line = sim.launch(name, kernels(name, tos) if together else len(tos))
+            self._use(line, [source for _, source in inside], tos, name)
+        for to, source in [pair for pair in pairs if not any(pair[0] is to for to, _ in inside)]:
+            if not sim.on_device(to) and not sim.on_device(source):
+                sim.host.act()
+                self._use(sim.host, [source], [to], name)
+            elif to.numel():
+                self._transfer(to, source, non_blocking)
+        return result
+
+    def _transfer(self, to: Tensor, source: Tensor, non_blocking: bool) -> None:
+        sim, upload = self.sim, self.sim.on_device(to)
+        what, there = ("upload", source) if upload else ("download", to)
+        line = sim.launch(what)
+        pinned = sim.place(there) is PINNED
+        if not non_blocking or not (pinned or (upload and there.nbytes <= STAGED)):
+            self._use(line, [source] if sim.on_device(source) else [], [to] if upload else [], what)
+            sim.wait(f"{what} of {there.nbytes} bytes", line.clock)
+            sim.host.act()
+            self._use(sim.host, [] if sim.on_device(source) else [source], [] if upload else [to], what)
+            return
+        sim.access(source, line if pinned or not upload else sim.host, False, what)
+        sim.access(to, line, True, what)
+
+    def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        sim, outs, reads = self.sim, tensors(args[0]), tensors(args[1])
+        result = func(*args, **kwargs)
+        for out, read in (
+            zip(outs, reads, strict=False) if name.startswith(("_red", "red", "alltoall")) else ()
+        ):
+            out.zero_().view(-1)[: read.numel()].copy_(read.view(-1)[: out.numel()])
+        if name in ("allreduce_", "broadcast_", "allreduce_coalesced_"):
+            reads = outs
+        assert all(sim.on_device(t) for t in (*outs, *reads)), f"{name} of host memory, at {where()}"
+        self._use(sim.launch(name), reads, outs, name)
+        return result
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def kernels(name: str, outs: Sequence[Tensor]) -> int:
+    """Return how many kernels work through ``outs``; one of a ``_foreach`` takes 64 tensors, of one dtype."""
+    if not name.startswith("_foreach"):
+        return 1
+    dtypes = Counter(out.dtype for out in outs)
+    return sum(-(-count // 64) for count in dtypes.values())
+
+
+def where() -> str:
+    """Return the innermost lines of the package, and of the test."""
+    frames = [f for f in traceback.extract_stack() if "/shardtrain/" in f.filename or "/test_" in f.filename]
+    return " < ".join(f"{f.filename.rsplit('/', 1)[1]}:{f.lineno} {f.name}" for f in frames[:-6:-1])
