@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,9 +26,8 @@ from torch import nn
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native, reports
-from shardtrain.comm.movement import ENTER, GATHER, LEAVE
+from shardtrain.comm.movement import ENTER, LEAVE
 from shardtrain.comm.reports import TELLS, Links
-from shardtrain.comm.signals import Peer, Signals
 from shardtrain.layout import even
 
 from pool import Pool, each_rank
@@ -85,9 +83,6 @@ def test_a_rank_that_stops_a_step_early_and_goes_on_is_named(what: str) -> None:
 def test_a_rank_that_ends_early_is_named() -> None:
     model, optimizer = trained()
     if dist.get_rank() == 1:
-        transport = shardtrain.introspect(model).transport
-        if isinstance(transport, comm.SharedMemoryTransport):
-            transport.signals.close()  # what the kernel does at exit
         return
     text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 1))
     at = f"rank {dist.get_rank()} was at step 3, (entering|gathering) the "
@@ -211,14 +206,10 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("steps", [700, pytest.param(10_000, marks=pytest.mark.long)])
 @each_rank(2, 3)
 def test_any_number_of_movements_may_come_without_a_wait(steps: int) -> None:
-    """Sockets hold a few hundred; the logs do not grow with them."""
+    """Sockets hold a few hundred."""
     model = shard(Recurrent(), units=[nn.RNNCell])
     with torch.no_grad():
         model(torch.ones(2, 5), steps)
-    transport = shardtrain.introspect(model).transport
-    if isinstance(transport, comm.SharedMemoryTransport):
-        paths = transport.signals.paths
-        assert max(map(len, [paths.own, *paths.theirs.values()])) < 1000
 
 
 @each_rank(2)
@@ -253,7 +244,7 @@ def test_nothing_is_kept_of_a_model_that_is_dropped() -> None:
 @pytest.mark.parametrize(("what", "told"), [("broadcast", "broadcasting"), ("all_reduce", "all-reducing")])
 @each_rank(3)
 def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: str) -> None:
-    transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"])
+    transport = comm.open_transport(os.environ["SHARDTRAIN_TEST_TRANSPORT"]).all_ranks
     tensor = torch.zeros(8 if is_last() else 7)
     assert raised_soon(comm.Diverged, lambda: getattr(transport, what)(tensor)) == (
         f"step 0: rank 2 takes another path than ranks 0 and 1: ranks 0 and 1 are {told} 28 bytes, "
@@ -287,6 +278,13 @@ def test_without_tags_a_sum_is_compared_now_and_then(at_step: int, told: str) ->
 
 
 @each_rank(2, transport="auto")
+def test_without_gloo_no_memory_is_shared() -> None:
+    with without_tags() as (transport, _), pytest.raises(ValueError, match="not possible: that needs gloo"):
+        comm.open_transport("shared_memory")
+    assert type(transport) is comm.ProcessGroupTransport
+
+
+@each_rank(2, transport="auto")
 def test_a_backward_is_told_by_the_step_of_its_forward() -> None:
     with without_tags() as (transport, flat):
         transport.broadcast(torch.zeros(1))  # as a model's initial values are
@@ -316,61 +314,6 @@ def test_a_rank_that_is_late_hears_that_others_differ() -> None:
         moving: list[comm.Pending] = []
         text = raised_soon(comm.Diverged, gather_twice)
     assert "rank 1 is gathering other" in text
-
-
-def linked(world: int) -> list[Signals]:
-    """The signals of ``world`` ranks, all in this process."""
-    peers: dict[int, list[Peer]] = {rank: [] for rank in range(world)}
-    files = [{other: os.dup(0) for other in range(world)} for _ in range(world)]
-    for one, other in itertools.combinations(range(world), 2):
-        pair = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        for rank, peer, link in zip((one, other), (other, one), pair, strict=True):
-            link.setblocking(False)
-            peers[rank].append(Peer(peer, link))
-    return [Signals(rank, peers[rank], files[rank], lambda: 0.5) for rank in range(world)]
-
-
-def test_a_stopped_rank_that_reads_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Peer, "runs", lambda _: False)
-    first, stopped = linked(2)
-
-    def post_without_end() -> None:
-        while True:
-            first.post(GATHER, 256, "layer")
-
-    text = raised_soon(comm.PeerLost, post_without_end)
-    assert text.startswith("rank 1 does not answer: rank 0 has waited 1 s at step 0, gathering layer")
-    for signals in (first, stopped):
-        signals.close()
-
-
-@pytest.mark.parametrize("late", ["waits", "posts"])
-def test_a_rank_that_is_late_to_look_names_who_ended_first(late: str) -> None:
-    first, left, last = linked(3)
-    waited = last.post(ENTER, 0, "the model") if late == "waits" else None
-    first.close()
-    with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: "):
-        left.wait(left.post(ENTER, 0, "the model"))
-    left.close()
-    with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: rank 2 was at "):
-        last.wait(waited) if waited is not None else last.post(ENTER, 0, "the model")
-    last.close()
-
-
-@pytest.mark.parametrize("heard", ["while waiting", "before"])
-def test_a_rank_that_has_lost_another_is_not_waited_for(heard: str) -> None:
-    """It may live on for long."""
-    first, left, last = linked(3)
-    first.close()
-    with pytest.raises(comm.PeerLost):
-        left.post(ENTER, 0, "the model")
-    last.peers = [peer for peer in last.peers if peer.rank == 1]  # rank 0's end has not come to its notice
-    if heard == "before":
-        assert not last.is_done(0)  # a look at what has come
-    with pytest.raises(comm.PeerLost, match=r"^rank 0 has ended: rank 2 was at "):
-        last.wait(last.post(ENTER, 0, "the model"))
-    for signals in (left, last):
-        signals.close()
 
 
 def test_connections_stay_open_until_the_last_report_is_out() -> None:

@@ -5,8 +5,8 @@ Read in this order; imports point upwards:
 - ``movement``, ``transport``: which movements there are, and what the engine asks of a transport
 - ``trace``, ``meter``: when things happen; what moves, and what is waited for
 - ``arithmetic``, ``messages``, ``native``: sums; movements by messages, and by the backend's own collectives
-- ``guard``: who takes another path through the model, by ``signals`` on one host, by ``reports`` over gloo
-- ``process_group``, ``shared_memory``: the two transports, and memory inside hosts with messages between them
+- ``guard``, ``reports``: who takes another path through the model, and who is lost
+- ``process_group``; ``signals``, ``shared_memory``: the two transports, and messages between hosts
 - ``replicated``, ``quantised``, ``offload``, ``simulated``: around these, and without other ranks
 - ``opening``: which of these it is to be
 - ``agreement``, ``public``: texts between ranks; collectives for everybody, under torch's names

@@ -7,18 +7,15 @@ The k-th collective of one rank is the k-th of every rank. Where one rank's diff
     rank 1    0 entering the model    1 gathering the root    2 gathering layer1
     rank 2    0 entering the model    1 gathering the root    2 gathering layer2     <- differs at 2
 
-This file compares; how ranks learn of one another's collectives depends on the medium. Ranks of one host
-announce every collective over Unix sockets (``signals.py``). Over gloo, a rank that has waited too long
-reports its latest collectives (``reports.py``). On NCCL and other backends, whose collectives carry no tag,
-`Digests` compares a hash of all collectives now and then.
+This file compares; how ranks learn of one another's collectives depends on the medium. Over gloo, and where
+ranks share memory, a rank that has waited too long reports its latest collectives (``reports.py``). On NCCL
+and other backends, whose collectives carry no tag, `Digests` compares a hash of all collectives now and then.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import struct
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -30,9 +27,7 @@ from shardtrain.comm import native
 from shardtrain.comm.movement import ENTER, MOVEMENTS, STEP, Movement
 from shardtrain.comm.transport import Tag
 
-MESSAGE = struct.Struct("<qiiqq64s")  # position, then an `Entry`
-GRACE_S = 2.0  # once ranks are known to differ: the time that the others have to say where they are
-CHECK_S = 0.2  # how often a rank that waits looks whether the others still run
+MESSAGE = struct.Struct("<qiiq64s")  # position, then an `Entry`
 
 _STEP_HINT = (
     ". Ranks must step alike: torch.amp.GradScaler lets each rank decide by itself, use shardtrain.GradScaler"
@@ -58,13 +53,12 @@ class Diverged(RuntimeError):
 class Entry(NamedTuple):
     """One collective of one rank. ``kind``, ``number`` and ``step`` must be the same on every rank.
 
-    ``kind``: the number of a `Movement`. ``value``: whatever the other ranks need to know about it.
+    ``kind``: the number of a `Movement`.
     """
 
     kind: int
     number: int
     step: int
-    value: int
     name: bytes
 
     @property
@@ -97,17 +91,16 @@ class Paths:
         self.own: dict[int, Entry] = {}
         self.theirs: dict[int, dict[int, Entry]] = {other: {} for other in others}
         self.difference: int | None = None
-        self._oldest = 0  # position that is still in `own`
 
-    def add(self, kind: Movement, number: int, name: str, value: int = 0) -> tuple[int, bytes]:
-        """Add this rank's next collective. Return its position and the message that announces it."""
+    def add(self, kind: Movement, number: int, name: str) -> int:
+        """Add this rank's next collective. Return its position."""
         position, self.end = self.end, self.end + 1
-        entry = Entry(kind.number, number % (1 << 31), self.step, value, name.encode()[-64:])
+        entry = Entry(kind.number, number % (1 << 31), self.step, name.encode()[-64:])
         self.own[position] = entry
         for log in self.theirs.values():
             if position in log:
                 self._compare(position, entry, log[position])
-        return position, entry.packed(position)
+        return position
 
     def hear(self, rank: int, position: int, entry: Entry) -> None:
         """Add a collective of another rank."""
@@ -124,14 +117,6 @@ class Paths:
     def _compare(self, position: int, one: Entry, other: Entry) -> None:
         if one[:3] != other[:3] and (self.difference is None or position < self.difference):
             self.difference = position
-
-    def forget_before(self, position: int) -> None:
-        """Forget the collectives before ``position`` that every rank has made."""
-        logs = [self.own, *self.theirs.values()]
-        while self._oldest < position and all(self._oldest in log for log in logs):
-            for log in logs:
-                del log[self._oldest]
-            self._oldest += 1
 
     def diverged(self, position: int) -> Diverged:
         """Return the error that says which rank makes which collective at ``position``."""
@@ -184,61 +169,6 @@ def named(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 0 and 1``, ``ranks 0, 1 and 3``"""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-class Wait:
-    """A long wait of this process, and when a rank that it waits for was last known to be at work.
-
-    A rank that waits for nobody is at work, and others wait for it for as long as it runs. One that waits
-    passes on what it knows. So a rank that is busy alone is not lost, and ranks that wait for one another,
-    with two models say, give up at the time-out::
-
-        rank 0 waits for rank 1, which waits for rank 2, which computes     both go on waiting
-        rank 0 waits for rank 1, which waits for rank 0                     both give up
-    """
-
-    def __init__(self, paths: Paths, position: int, since: float) -> None:
-        self._paths, self._position, self._since = paths, position, since
-        self._told = False
-        self.at_work = since  # when one of those was last known to be
-        _waits.append(self)
-        _show()
-
-    def is_over_time(self, awaited: Mapping[int, float]) -> bool:
-        """Return whether to give up. ``awaited``: the ranks, and when each was last known to be at work."""
-        self.at_work = max(self.at_work, min(awaited.values()))
-        _show()
-        now, time_out_s = time.monotonic(), self._paths.time_out_s()
-        if self.waited_s > time_out_s and not self._told and now - self.at_work <= time_out_s:
-            self._told = True
-            where, whom = self._paths.where(self._position), named(sorted(awaited))
-            text = "rank %d has waited %.0f s at %s for %s, still at work: it goes on waiting"
-            logging.getLogger("shardtrain").warning(text, self._paths.rank, self.waited_s, where, whom)
-        return now - self.at_work > time_out_s
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self._since
-
-    def end(self) -> None:
-        _waits.remove(self)
-        _show()
-
-
-# Process-wide, as open meters are: backward runs in other threads, and the rank that one model waits for may
-# wait for this one with another model.
-_waits: list[Wait] = []
-shown_in: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # memory in which others read `last_at_work`
-
-
-def last_at_work() -> float:
-    """Return when this process, or one that it waits for, was last known to be at work; 0.0: it is."""
-    return min((wait.at_work for wait in _waits), default=0.0)
-
-
-def _show() -> None:
-    for cell in shown_in:
-        cell.fill_(last_at_work())
 
 
 EVERY = 100  # steps from one check to the next, after the first two steps

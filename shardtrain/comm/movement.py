@@ -23,7 +23,6 @@ class Movement(Enum):
     LEAVE = "fence", "", "leaving"
     STEP = "fence", "", "stepping"  # the optimizer, since the last forward
     SHARE = "", "", "sharing"  # memory, between the ranks of a host
-    COPY = "all_gather", "", "copying"  # a gather into memory that is not shared, where other memory is
 
     def __init__(self, counted: str, traced: str, doing: str) -> None:
         self.counted, self.traced, self.doing = counted, traced, doing
@@ -32,4 +31,4 @@ class Movement(Enum):
 
 # Every unit of every step makes some: on Python 3.11 `Movement.GATHER` takes ten times as long as a global.
 MOVEMENTS = tuple(Movement)
-GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE, COPY = Movement
+GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE = Movement

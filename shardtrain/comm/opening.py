@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm.agreement import broadcast_text, gather_texts, require_same
-from shardtrain.comm.native import device_types, moves_bytes, time_out_of
+from shardtrain.comm.native import device_types, moves_bytes
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.reports import Reports
@@ -65,8 +65,10 @@ class Opening:
         Without gloo there are no messages. ``signals``: by which this rank waits for some others besides.
         """
         if self.plain.has_gloo:
-            abort = signals.abort if signals is not None else lambda: None
-            self.all_ranks = ProcessGroupTransport(self.plain.group, Reports(self.plain.group, abort))
+            reports = Reports(self.plain.group, signals.abort if signals is not None else lambda: None)
+            if signals is not None:
+                signals.reports = reports
+            self.all_ranks = ProcessGroupTransport(self.plain.group, reports)
         return self.all_ranks.part(self.own, self.inside) if len(self.groups) > 1 else self.all_ranks
 
 
@@ -95,11 +97,10 @@ def _shared(opening: Opening) -> Transport:
     """
     hosts = _hosts(opening)
     signals = _connect(opening.plain, next(ranks for ranks in hosts if opening.plain.rank in ranks))
-    if len(opening.groups) > 1:
-        return SharedMemoryTransport(opening.guarded(signals), signals)
-    if len(hosts) > 1:
-        return HostsTransport(opening.guarded(signals), signals, hosts)
-    return SharedMemoryTransport(opening.plain, signals)
+    inner = opening.guarded(signals)
+    if len(hosts) > len(opening.groups):
+        return HostsTransport(inner, signals, hosts)
+    return SharedMemoryTransport(inner, signals)
 
 
 TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
@@ -154,7 +155,7 @@ def _connect(plain: ProcessGroupTransport, own: Sequence[int]) -> Signals:
     signals, problem = None, ""
     try:
         barrier = lambda: plain.all_reduce(torch.zeros(1))  # noqa: E731
-        signals = connect(plain.rank, own, name, barrier, time_out_of(plain.group))
+        signals = connect(plain.rank, own, name, barrier)
     except OSError as error:
         problem = f"the ranks cannot reach one another on this host: {error}"
     problem = next(filter(None, gather_texts(problem, plain, _CPU)), "")
@@ -171,6 +172,8 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
     Raises:
         ValueError: not every rank can share memory with as many others.
     """
+    if not opening.plain.has_gloo:
+        raise ValueError("that needs gloo")
     hosts: dict[str, list[int]] = {}
     for rank, key in enumerate(gather_texts(host_key(), opening.plain, _CPU)):
         hosts.setdefault(key, []).append(rank)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -64,7 +64,7 @@ class ProcessGroupTransport(Transport):
     def fence(self, what: Movement) -> None:
         """Count steps. No rank waits, because nothing is shared."""
         if what is STEP:
-            self.note(STEP, Tag(0, "the optimizer"))
+            self._note(STEP, Tag(0, "the optimizer"))
             return
         if self._reports is not None and what is ENTER:
             self._reports.paths.step += 1
@@ -101,14 +101,11 @@ class ProcessGroupTransport(Transport):
         with self._handshake(ALL_REDUCE, tensor) as moved:
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
 
-    def note(self, kind: Movement, tag: Tag) -> None:
+    def _note(self, kind: Movement, tag: Tag) -> None:
         if self._reports is not None:
             self._reports.post(kind, tag)
         else:
             self._digests.add(kind, tag)
-
-    def sharing(self) -> AbstractContextManager[None]:
-        return super().sharing() if self._reports is None else self._reports.sharing()
 
     def backend_for(self, kind: Movement, tag: Tag) -> Backend:
         """Return the backend's own collectives, for a collective that the guard then knows of."""

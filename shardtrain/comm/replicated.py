@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from shardtrain import device
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import AVERAGE, GATHER, REDUCE, STEP, Movement
+from shardtrain.comm.movement import AVERAGE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Tag, Transport, TransportWrapper
 
@@ -49,29 +49,18 @@ class Replicated(TransportWrapper):
         return self._primary_ranks
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        if self.in_place:
-            self._guard.note(GATHER, tag)
-        with self._guard.sharing():
-            return self.inner.gather(tag, flats)
+        return self.inner.gather(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        if self.in_place:
-            self._guard.note(REDUCE, tag)
-            with self._guard.sharing():
-                self.inner.reduce(tag, gradients).wait()
-            return self._average(tag, gradients)
         moving = self.inner.reduce(tag, gradients)
-        if device.on_accelerator(gradients[0].full):
-            return self._average(tag, gradients)  # behind it in the same stream
-        return Pending(moving.wait, lambda: self._average(tag, gradients).wait())
+        if self.in_place:
+            moving.wait()
+        elif not device.on_accelerator(gradients[0].full):
+            return Pending(moving.wait, lambda: self._average(tag, gradients).wait())
+        return self._average(tag, gradients)  # on an accelerator behind it in the same stream
 
     def fence(self, what: Movement) -> None:
-        self._guard.fence(what)
-        if self.in_place and self.world > 1:
-            if what is not STEP:  # which the guard knows of already
-                self._guard.note(what, Tag(0, "the model"))
-            with self._guard.sharing():
-                self.inner.fence(what)
+        (self.inner if self.world > 1 else self._guard).fence(what)
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         intervals = [Interval(each.pack_own(self.rank), each.full.dtype) for each in gradients]

@@ -10,18 +10,21 @@ on another path wait too, and all ranks see where the paths part::
 
 A thread for every peer takes in what it reports, and learns from its connection that it has ended. One thread
 for all of them, receiving from any rank, would not: gloo does not wake it when connections close. So a rank
-that computes answers, too, and the others wait for it as long as it does (`guard.Wait`). A stopped one
+that computes answers, too, and the others wait for it as long as it does (`Wait`). A stopped one
 answers nothing. Announcing every collective by a message of its own, and waiting for the announcements, took
 3 to 7 % of a ResNet-18's step.
 
+The ranks of a host that share memory wait for one another by `Signals`, under the same guard: their
+collectives count among the others.
+
 A rank that fails tells the others why, and closes its connections before it raises: payloads under way could
-otherwise arrive in memory that the failing step has given back. Where ranks also wait for one another by
-other means, as those of a host do in `Reports.sharing`, it ends that waiting, too.
+otherwise arrive in memory that the failing step has given back.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import struct
 import sys
@@ -37,17 +40,14 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm.guard import (
-    CHECK_S,
     ELSEWHERE,
     ENDED,
-    GRACE_S,
     MESSAGE,
     SILENT,
     Diverged,
     Paths,
     PeerLost,
-    Wait,
-    last_at_work,
+    named,
     unpack,
 )
 from shardtrain.comm.messages import FOREVER, report_tag
@@ -55,8 +55,10 @@ from shardtrain.comm.movement import Movement
 from shardtrain.comm.native import living, time_out_of
 from shardtrain.comm.transport import Pending, Tag
 
+CHECK_S = 0.2  # how often a rank looks how long it has waited
 STALL_S = 1.0
-KEPT = 64  # collectives in a report: as far as replicas may be apart, which meet in backward only
+GRACE_S = 2.0  # once ranks are known to differ: the time that the others have to say where they are
+KEPT = 256  # collectives in a report: more than ranks may be apart, see `Signals`
 # Why it comes; the rank that the sender has lost (-1: none), and in which state; how long ago the sender was
 # at work, or a rank that it waits for; how many collectives follow.
 HEAD = struct.Struct("<iiidi")
@@ -64,6 +66,37 @@ HEAD = struct.Struct("<iiidi")
 TELLS, ASKS, LEAVES, DIFFERS = range(4)
 REPORT_BYTES = HEAD.size + KEPT * MESSAGE.size
 _A_MOMENT = datetime.timedelta(milliseconds=20)
+
+
+class Wait:
+    """A wait of this rank for others, and when one of these was last known to be at work.
+
+    A rank that waits for nobody is at work, and others wait for it for as long as it runs. One that waits
+    passes on what it knows. So a rank that is busy alone is not lost, and ranks that wait for one another,
+    with two models say, give up at the time-out::
+
+        rank 0 waits for rank 1, which waits for rank 2, which computes     both go on waiting
+        rank 0 waits for rank 1, which waits for rank 0                     both give up
+    """
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.since = self.at_work = time.monotonic()
+        self.is_told = False  # whether the log says that it is over time, and goes on
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+
+# The long ones. Process-wide, as open meters are: backward runs in other threads, and the rank that one model
+# waits for may wait for this one with another model.
+_waits: set[Wait] = set()
+
+
+def _last_at_work() -> float:
+    """Return when this process, or one that it waits for, was last known to be at work."""
+    return min((wait.at_work for wait in [*_waits]), default=time.monotonic())
 
 
 class Links:
@@ -116,14 +149,14 @@ class Links:
                 arriving.append((memory, living(self._group).recv([memory], peer, self._tag)))
             memory, work = arriving.popleft()
             work.wait(FOREVER)
-            return bytes(memory.tolist())
+            return memory.numpy().tobytes()
         except (RuntimeError, ValueError):
             return b""
 
     def send(self, why: int, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None) -> None:
         """Send this rank's latest collectives ``to`` some peers, or to all that have not ended."""
-        group, now, own = self._group(), time.monotonic(), self._paths.own
-        head = HEAD.pack(why, lost, state, now - (last_at_work() or now), len(own))
+        group, age_s, own = self._group(), time.monotonic() - _last_at_work(), self._paths.own
+        head = HEAD.pack(why, lost, state, age_s, len(own))
         body = b"".join(entry.packed(position) for position, entry in own.items())
         data = torch.frombuffer(bytearray((head + body).ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
         for peer in self.peers if to is None else to:
@@ -173,15 +206,14 @@ class Reports:
     """What this rank waits for, and what the others have reported. Collective when created."""
 
     def __init__(self, group: dist.ProcessGroup, abort: Callable[[], object]) -> None:
-        """``abort``: callable; ends all waiting, of this rank and for it, that is not for messages."""
+        """``abort``: callable; ends all waiting, of this rank and for it, by `Signals`."""
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
         dist.broadcast(number, group=group, group_src=0)
         self.number = int(number.item())  # so that messages of two models never meet, nor their reports
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards what follows
         self.paths = Paths(group.rank(), peers, time_out_of(group))
-        self._waiting: tuple[int, float] | None = None  # position, since when
-        self._wait: Wait | None = None  # the same, once it is long
+        self._waiting: Wait | None = None
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
         self._at_work = dict.fromkeys(peers, 0.0)  # when each was last known to be
@@ -190,7 +222,7 @@ class Reports:
         self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
         self._lost = -1  # the rank that is the cause of it, if one is
-        self._abort, self._is_sharing = abort, False
+        self._abort = abort
         self._links = Links(group, report_tag(self.number), self.paths)
         self._links.start(self)
         weakref.finalize(self, self._links.leave)
@@ -198,7 +230,7 @@ class Reports:
     def post(self, kind: Movement, tag: Tag) -> int:
         """Add this rank's next collective. Return its position."""
         with self._changed:
-            position, _ = self.paths.add(kind, tag.number, tag.name)
+            position = self.paths.add(kind, tag.number, tag.name)
             self.paths.own.pop(position - KEPT, None)
             self._compare()
             if self._diverged_at is not None:
@@ -209,14 +241,14 @@ class Reports:
 
     @contextmanager
     def waiting(self, position: int) -> Iterator[None]:
-        """Inside, this rank waits for messages of the collective at ``position``.
+        """Inside, this rank waits for others at the collective at ``position``.
 
         Raises:
             Diverged: a peer made another collective there, or near it.
             PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
         with self._changed:
-            self._waiting = position, time.monotonic()
+            self._waiting = wait = Wait(position)
         self._raise_failure()
         try:
             yield
@@ -226,9 +258,7 @@ class Reports:
         finally:
             with self._changed:
                 self._waiting = None
-                if self._wait is not None:
-                    self._wait.end()
-                    self._wait = None
+                _waits.discard(wait)
 
     def watch(self, position: int, moving: Pending) -> Pending:
         """Return ``moving``, such that waiting for it is `waiting`."""
@@ -241,20 +271,18 @@ class Reports:
 
         return Pending(finish)
 
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
-        """Inside, this rank waits for others by other means than messages; all ranks hear of its errors."""
-        self._is_sharing = True
-        try:
-            self._raise_failure()
-            yield
-        except (Diverged, PeerLost) as error:
-            self._raise_cause(self.paths.end - 1, error)
-            raise
-        finally:
-            self._is_sharing = False
+    def fail_as_different(self, position: int) -> None:
+        """Raise where ranks differ, which they do at ``position`` or before."""
+        with self._changed:
+            self._differ()
+        where = self.paths.where(position)
+        self._raise_cause(position, Diverged(f"ranks take different paths before {where}"))
 
-    def _raise_cause(self, position: int, error: RuntimeError) -> None:
+    def fail_as_ended(self, ranks: Sequence[int], position: int) -> None:
+        """Raise why these ``ranks`` have closed their sockets: they may have failed because of others."""
+        self._raise_cause(position, PeerLost(), ranks)
+
+    def _raise_cause(self, position: int, error: RuntimeError, ended: Sequence[int] = ()) -> None:
         """Raise what a broken connection means. Return if ``error`` is something else."""
 
         def is_known() -> bool:
@@ -270,14 +298,14 @@ class Reports:
                 elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
                     # This wait, or another, upon which gloo ends them all.
                     self._lose(self._missing(position) or self._links.peers, SILENT, position)
-                elif self._ended:
-                    self._lose(sorted(self._ended), ENDED, position)
+                elif lost := sorted(self._ended) or ended:
+                    self._lose(lost, ENDED, position)
         self._raise_failure(error)
 
     def _raise_failure(self, cause: RuntimeError | None = None) -> None:
         if self._failure is not None:
-            self._abort()
             self._links.close(self._lost)
+            self._abort()
             raise type(self._failure)(str(self._failure)) from cause
 
     # The threads call the next two.
@@ -286,23 +314,26 @@ class Reports:
         """Ask where the others are once this rank has waited for long; fail once it has for too long."""
         with self._changed:
             self._compare()
-            if self._failure is not None or self._waiting is None:
+            wait, now, time_out_s = self._waiting, time.monotonic(), self.paths.time_out_s()
+            if self._failure is not None or wait is None or wait.seconds < min(STALL_S, time_out_s / 8):
                 return
-            position, since = self._waiting
-            now, time_out_s = time.monotonic(), self.paths.time_out_s()
-            if now - since < min(STALL_S, time_out_s / 8):
-                return
-            if self._asked_s < since or now - self._asked_s > time_out_s / 8:
+            _waits.add(wait)
+            if self._asked_s < wait.since or now - self._asked_s > time_out_s / 8:
                 self._asked_s = now
                 self._links.send(ASKS)
-            self._wait = self._wait or Wait(self.paths, position, since)
-            awaited = self._missing(position) or self._links.peers
+            awaited = self._missing(wait.position) or self._links.peers
+            wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in awaited))
             if (left := self._left.intersection(awaited)) and self._diverged_at is None:
-                self._lose(sorted(left), ENDED, position)
-            elif self._wait.is_over_time({rank: self._at_work[rank] for rank in awaited}):
+                self._lose(sorted(left), ENDED, wait.position)
+            elif now - wait.at_work > time_out_s:
                 limit = now - time_out_s / 2
-                silent = [rank for rank in self._heard_s if max(self._heard_s[rank], since) < limit]
-                self._lose(silent or awaited, SILENT if silent else ELSEWHERE, position)
+                silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < limit]
+                self._lose(silent or awaited, SILENT if silent else ELSEWHERE, wait.position)
+            elif wait.seconds > time_out_s and not wait.is_told:
+                wait.is_told = True
+                where, text = self.paths.where(wait.position), "rank %d has waited %.0f s at %s for %s"
+                facts = self.paths.rank, wait.seconds, where, named(awaited)
+                logging.getLogger("shardtrain").warning(f"{text}, still at work: it goes on waiting", *facts)
 
     def receive(self, peer: int, report: bytes) -> None:
         """Compare a peer's collectives with this rank's, and answer it; empty: its connection is closed."""
@@ -352,7 +383,8 @@ class Reports:
 
     def _lose(self, ranks: Sequence[int], state: int, position: int) -> None:
         """Fail because ``ranks`` are lost."""
-        waited_s = None if self._wait is None or state == ENDED else self._wait.waited_s
+        wait = self._waiting
+        waited_s = None if wait is None or wait not in _waits or state == ENDED else wait.seconds
         self._fail(self.paths.lost(ranks, position, state, waited_s), ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
@@ -360,7 +392,6 @@ class Reports:
         self._failure, self._lost = failure, lost
         self._links.send(TELLS, lost, state)
         self._changed.notify_all()
-        if self._is_sharing:
-            self._abort()
         if self._waiting is not None:
             self._links.close(lost)
+            self._abort()

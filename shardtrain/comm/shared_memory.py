@@ -20,13 +20,12 @@ import torch
 from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.guard import PeerLost
 from shardtrain.comm.messages import segment_number
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, COPY, ENTER, GATHER, REDUCE, STEP, Movement
+from shardtrain.comm.movement import ENTER, GATHER, REDUCE, STEP, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, is_in_place
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, TransportWrapper, is_in_place
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes; a cache line, so that no two ranks write to the same one
@@ -71,17 +70,15 @@ def _aligned(size: int) -> int:
     return max(1, -(-size // _ALIGN)) * _ALIGN
 
 
-class SharedMemoryTransport(Transport):
-    """Collectives between ranks that share memory; what is not shared goes through ``inner``.
+class SharedMemoryTransport(TransportWrapper):
+    """Collectives between ranks that share memory; what is not shared goes through ``inner``, guarded.
 
     ``signals`` connects the ranks of this host, and gives them their numbers: those in ``host``.
     """
 
-    in_place = True
-
     def __init__(self, inner: ProcessGroupTransport, signals: Signals) -> None:
-        self.inner, self.signals = inner, signals
-        self.rank, self.world = inner.rank, inner.world
+        super().__init__(inner)
+        self.in_place, self.signals = True, signals
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
         self._largest = self._size = 0  # bytes of the largest gradient, and of all
         self._arena: Arena | None = None  # see `_open_arena`
@@ -122,7 +119,6 @@ class SharedMemoryTransport(Transport):
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if not is_in_place(flats):
-            self._meet(COPY, tag.number, tag.name)
             return self.inner.gather(tag, flats)
         count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
         return self._gather_in_place(tag, flats)
@@ -142,29 +138,14 @@ class SharedMemoryTransport(Transport):
         if what is STEP:
             self.signals.post(STEP, 0, "the optimizer")
             return
+        self.inner.fence(what)
         if what is ENTER:
-            self.signals.paths.step += 1
             self._open_arena()  # all ranks come here alike; not all of them ask for a unit's first gradient
-        self._wait_at(what, 0, "the model")
-
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
-        self._meet(BROADCAST, tensor.nbytes, f"{tensor.nbytes} bytes")
-        self.inner.broadcast(tensor, src)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        self._meet(ALL_REDUCE, tensor.nbytes, f"{tensor.nbytes} bytes")
-        self.inner.all_reduce(tensor, op)
+        self.signals.wait(self.signals.post(what, 0, "the model"))
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         self.signals.post(GATHER, tag.number, tag.name)
         return Pending()
-
-    def _meet(self, kind: Movement, number: int, name: str) -> None:
-        """Return when every rank is at the same collective, which the group itself does not check."""
-        self._wait_at(kind, number, name)
-
-    def _wait_at(self, kind: Movement, number: int, name: str) -> None:
-        self.signals.wait(self.signals.post(kind, number, name))
 
     def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
         """Tell the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
@@ -217,7 +198,7 @@ class SharedMemoryTransport(Transport):
 
 
 class HostsTransport(SharedMemoryTransport):
-    """Shared memory inside a host, messages between hosts of equally many ranks; ``inner`` is guarded.
+    """Shared memory inside a host, messages between hosts of equally many ranks.
 
     Each host holds one copy of every full vector. Ranks at the same place on their hosts form a *column*, and
     only they exchange messages. Two hosts of two ranks, intervals ``[a b c d]``::
@@ -248,11 +229,9 @@ class HostsTransport(SharedMemoryTransport):
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        with self.inner.sharing():
-            positions = self._offer(tag, gradients)
-            sets = [self._host_means(*each) for each in zip(positions, gradients, strict=True)]
-        moving = self._between.combine(tag, sets)
-        return Pending(lambda: self._wait_for(moving))
+        positions = self._offer(tag, gradients)
+        sets = [self._host_means(*each) for each in zip(positions, gradients, strict=True)]
+        return self._between.combine(tag, sets)
 
     def _host_means(self, position: int, gradient: Gradient) -> list[torch.Tensor]:
         """Return the host's means of the column's intervals, in its order."""
@@ -261,32 +240,14 @@ class HostsTransport(SharedMemoryTransport):
         means.insert(self._column.index(self.rank), gradient.pack_own(self.rank))
         return means
 
-    def fence(self, what: Movement) -> None:
-        self.inner.fence(what)
-        with self.inner.sharing():
-            super().fence(what)
-
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         position = self.signals.post(GATHER, tag.number, tag.name)
-        self.signals.send(position)  # other hosts wait for this rank meanwhile
         pairs = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
         moving = self._between.send_to_all(tag, pairs)
 
         def finish() -> None:
-            self._wait_for(moving)
-            with self.inner.sharing():
-                self.signals.done(position)
-                self.signals.wait_done(position)
+            moving.wait()
+            self.signals.done(position)
+            self.signals.wait_done(position)
 
         return Pending(finish)
-
-    def _meet(self, kind: Movement, number: int, name: str) -> None:
-        """All hosts meet, in ``inner``."""
-
-    def _wait_for(self, moving: Pending) -> None:
-        """Wait for messages. If another host is gone, perhaps because this one diverged: that comes first."""
-        try:
-            moving.wait()
-        except PeerLost:
-            self.signals.compare()
-            raise

@@ -1,7 +1,8 @@
 """One rank of a world whose other ranks are not there: real memory and traffic, and nothing moves.
 
 For tensors without data (torch's ``FakeTensorMode``): what is gathered and reduced is not the other ranks'.
-So the real engine can be asked what one rank of 1,024 would hold and send, in one process.
+So the real engine can be asked what one rank of 1,024 would hold and send, in one process. This has its
+own file because it stands for any of the transports.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from shardtrain.comm.transport import Alone, Flat, Gradient, Interval, Pending, 
 from shardtrain.layout import Layout
 
 
-class Absent(Alone):
-    """Ranks of which only this one is there: nothing comes from the others, and nothing is waited for.
+class Simulated(Alone, ReplicaGroup):
+    """Rank ``rank`` of ``world`` ranks, of a shard group or of a replica group.
 
-    ``inbox``: they exchange messages, as over gloo.
+    ``in_place``: they share memory, as `SharedMemoryTransport` does; else they exchange messages, as
+    `ProcessGroupTransport` does, over gloo with ``inbox`` and over NCCL without.
     """
 
-    def __init__(self, rank: int, world: int, *, inbox: bool = False) -> None:
-        self.rank, self.world, self._inbox = rank, world, inbox
+    def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
+        self.rank, self.world, self.in_place = rank, world, in_place
+        self._inbox = inbox and not in_place
+        self._largest = 0  # bytes of the largest gradient
+        self._arena: Tensor | None = None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
@@ -34,20 +39,6 @@ class Absent(Alone):
     def _inbox_of(self, own: Tensor, sent: Tensor) -> list[Tensor]:
         """Return room for messages: all ranks' parts of ``own``, of ``sent``'s dtype."""
         return [open_inbox(sent, self.world, own.numel())] if self._inbox else []
-
-
-class Simulated(Absent):
-    """Rank ``rank`` of ``world`` ranks.
-
-    ``in_place``: they share memory, as `SharedMemoryTransport` does; else they exchange messages, as
-    `ProcessGroupTransport` does, over gloo with ``inbox`` and over NCCL without.
-    """
-
-    def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
-        super().__init__(rank, world, inbox=inbox and not in_place)
-        self.in_place = in_place
-        self._largest = 0  # bytes of the largest gradient
-        self._arena: Tensor | None = None
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         self._largest = max(self._largest, layout.padded * reduced.itemsize)
@@ -80,10 +71,6 @@ class Simulated(Absent):
             held += [interval, *self._inbox_of(interval, gradient.full)]
         return Pending(held.clear)
 
-
-class SimulatedReplicas(Absent, ReplicaGroup):
-    """Rank ``rank`` of all ranks, or of a replica group."""
-
     def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
         """Take the memory of an average until it is done; see `ReplicaGroup.average`."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
@@ -102,6 +89,5 @@ def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox
     inside = Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox)
     if replicas == 1:
         return inside
-    on_cpu = inbox or in_place
-    across = SimulatedReplicas(0, replicas, inbox=on_cpu)
-    return Replicated(inside, across, SimulatedReplicas(rank, world, inbox=on_cpu), range(group))
+    across = Simulated(0, replicas, inbox=inbox or in_place)
+    return Replicated(inside, across, Simulated(rank, world), range(group))

@@ -13,7 +13,6 @@ apart from ranks that read them where ranks share memory. Elsewhere it costs not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -193,13 +192,6 @@ class Transport:
         This carries a reduction: whoever asks for that counts it.
         """
         raise NotImplementedError
-
-    def note(self, kind: Movement, tag: Tag) -> None:
-        """Let the guard know of a collective that is made by other means."""
-
-    def sharing(self) -> AbstractContextManager[None]:
-        """Inside, this rank waits for others by other means than messages; all ranks hear of its errors."""
-        return nullcontext()
 
 
 Ranks = Transport  # where `Transport.all_ranks` is meant
