@@ -212,12 +212,6 @@ def test_any_number_of_movements_may_come_without_a_wait(steps: int) -> None:
         model(torch.ones(2, 5), steps)
 
 
-@each_rank(2)
-def test_a_model_may_have_hundreds_of_units() -> None:
-    model = shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(400))), units=[nn.Linear])
-    model(torch.ones(2, 3)).sum().backward()
-
-
 def held() -> tuple[list[str], int]:
     """The names of this process's threads, and how many files and sockets it has."""
     return sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))

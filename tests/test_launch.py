@@ -151,25 +151,6 @@ def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
     assert 3 <= store.check.call_count <= 8
 
 
-def test_a_mistake_is_told_once_and_reaches_torchrun(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    store = HashStore()
-    _arguments(monkeypatch, "+recipe=resnet", "train.epoch=3")
-    for rank in (1, 0):  # rank 1 comes first, so it speaks
-        _two_ranks(monkeypatch, rank, store)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
-        with pytest.raises(SystemExit) as left:
-            launch.run(_no_job)
-        assert left.value.code == 2
-        message = "error: unknown key train.epoch; did you mean train.epochs?"
-        assert capsys.readouterr().err.startswith(message if rank == 1 else "") is True
-    report = json.loads((tmp_path / "1.json").read_text())["message"]
-    assert report["message"].startswith(message)
-    assert int(report["extraInfo"]["timestamp"]) > 0
-    assert not (tmp_path / "0.json").exists()
-
-
 def test_a_configuration_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,22 +169,6 @@ def test_silence_when_the_store_is_gone(
     with pytest.raises(SystemExit):
         launch.run(_no_job)
     assert capsys.readouterr().err == ""
-
-
-def test_ctrl_c_leaves_with_130_and_a_second_one_is_ignored(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def job(config: Config, context: Context) -> None:
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.raise_signal(signal.SIGINT)
-
-    _arguments(monkeypatch, "+recipe=resnet", "device=cpu")
-    with pytest.raises(SystemExit) as left:
-        launch.run(job)
-    assert left.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_other_failures_keep_their_traceback_and_reach_torchrun(

@@ -1,4 +1,4 @@
-"""Model families beyond ResNet, three steps each with automatic units: sharded against replicated.
+"""Model families, three steps each with automatic units: sharded against replicated.
 
 On two ranks the order of summation is DistributedDataParallel's, so losses and parameters are compared bit
 for bit. `tests/wild` has many more.
@@ -29,6 +29,10 @@ def convnext() -> nn.Module:
     return models.ConvNeXt(settings, stochastic_depth_prob=0.2, num_classes=5)
 
 
+def resnet18() -> nn.Module:
+    return models.resnet18(num_classes=5)
+
+
 def vit() -> nn.Module:
     return models.VisionTransformer(16, 4, 3, 3, 27, 50, dropout=0.1, num_classes=5)
 
@@ -38,7 +42,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
 
 
-@pytest.mark.parametrize("make", [convnext, vit])
+@pytest.mark.parametrize("make", [convnext, resnet18, vit])
 @each_rank(2, transport="auto")
 def test_three_steps_equal_ddp_s(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

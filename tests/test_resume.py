@@ -250,16 +250,6 @@ def copied(undisturbed: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
-    folder = copied(undisturbed, tmp_path)
-    (folder / "checkpoints/step-00000010/rank-00001.safetensors").unlink()
-    assert on_ranks(2, run, str(folder)) == ["finished"] * 2
-    log = (folder / "log.txt").read_text()
-    assert "step-00000010 is damaged: rank 1: rank-00001.safetensors is missing; it is set aside" in log
-    assert "continuing after step 8" in log
-    assert final(folder) == final(undisturbed)
-
-
 def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
     folder = copied(undisturbed, tmp_path)
     (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")

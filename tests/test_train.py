@@ -59,12 +59,6 @@ def test_compiling_without_a_compiler_is_a_mistake() -> None:
         build(configure("parallel.compile=true"), 0, 1, CPU)
 
 
-def test_accumulation_gives_the_same_first_loss(tmp_path: Path) -> None:
-    given = ("augment=none", "train.batch_size=4")
-    once, twice = (run(tmp_path / n, *given, f"train.accumulate={n}") for n in "12")
-    assert [twice[tag] for tag in TAGS] == pytest.approx([once[tag] for tag in TAGS], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -19,14 +19,14 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributions import Normal
 from torch.nn import functional as F
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 import shardtrain
 from shardtrain import comm
 from shardtrain.engine.calls import Call
 
 from pool import each_rank
-from small import Block, OddNet, classify, images, like_a_replica, raised_soon, shard
+from small import Block, OddNet, classify, images, like_a_replica, shard
 
 Step = Callable[[nn.Module, int], Any]
 
@@ -376,33 +376,6 @@ SCENES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCENES)
-@each_rank(2, 3)
-def test_it_trains_like_a_replica(name: str) -> None:
-    like_a_replica(*SCENES[name], units=is_unit)
-
-
-@each_rank(2)
-def test_casts_keep_the_containers_that_units_fill() -> None:
-    def collects(self: Any, x: torch.Tensor, into: list[torch.Tensor], by: defaultdict[str, Any]) -> Any:
-        into.append(self.plain(x))
-        by["n"] += 1
-        return into[-1]
-
-    def root(self: Any, x: torch.Tensor) -> torch.Tensor:
-        kept: list[torch.Tensor] = []
-        count: defaultdict[str, int] = defaultdict(int)
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h, kept, count)
-        assert count["n"] == len(kept) == 3
-        return self.head(kept[0] + kept[1] + kept[2])
-
-    model = shard(Net(collects, root), units=[Unit], precision=shardtrain.Precision(param=torch.bfloat16))
-    model(batch(0)).sum().backward()
-    assert all(param.grad is not None for param in model.blocks[0].inside.parameters())
-
-
 # refusals
 
 
@@ -458,8 +431,6 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         copy.deepcopy(model)
     with refused("^this Unit is a copy of a part of a sharded model"):
         copy.deepcopy(model.blocks[0])(torch.ones(2, 7))
-    with refused("cannot run inside jvp, vmap or another transform"):
-        torch.func.vmap(model)(batch(0))
     with refused("cannot run inside jvp, vmap"), forward_ad.dual_level():
         model(batch(0))
     with refused("^a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel"):
@@ -471,10 +442,6 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         loss = model(batch(0)).sum()
         with refused(r"^backward\(\) inside unsharded"):
             loss.backward()
-    for _ in range(2):
-        loss = model(batch(0)).square().mean()
-        with refused("autograd.grad over parameters of a sharded model .*head.weight"):
-            torch.autograd.grad(loss, list(model.parameters()))
     for when in ("before", "after", "alone"):
         penalty = [p.square().sum() for p in model.parameters() if when == "before"]
         loss = [] if when == "alone" else [model(batch(0)).square().mean()]
@@ -493,13 +460,8 @@ def test_edits_are_refused_by_name() -> None:
     model = shard(Net(root=momentum_encoder(replaced=False)), units=[])
     with refused("forward changed blocks.1.inside.weight, .* while the root was whole"):
         model(batch(0))
-    model = shard(nn.Sequential(nn.Embedding(9, 7, max_norm=0.01), nn.Linear(7, 3)), units=[nn.Embedding])
-    with refused(r"forward changed 0.weight while 0 was whole.*unsharded\(model\)"):
-        model(torch.arange(9))
     moved = "is no longer where shard.. found it.*before shard"
     edits: list[tuple[Callable[[Any], object], str]] = [
-        (lambda m: setattr(m.head, "bias", None), f"head.bias {moved}"),
-        (lambda m: prune.l1_unstructured(m.head, "weight", 0.3), f"head.weight {moved}"),
         (lambda m: parametrize.register_parametrization(m.head, "weight", nn.Tanh()), f"head.weight {moved}"),
         (
             lambda m: setattr(m.head.weight, "data", torch.ones(3)),
@@ -507,7 +469,6 @@ def test_edits_are_refused_by_name() -> None:
         ),
     ]
     added: list[tuple[Callable[[Any], object], str]] = [
-        (lambda m: setattr(m, "head", nn.Linear(7, 3)), "head.weight, head.bias"),
         (lambda m: m.blocks[0].register_parameter("extra", nn.Parameter(torch.ones(3))), "blocks.0.extra"),
         (lambda m: m.blocks.append(Unit()), "blocks.3.inside.weight, blocks.3.inside.bias"),
     ]
@@ -548,22 +509,3 @@ def test_a_layer_whose_weight_is_read_around_it() -> None:
         model(batch(0))
     assert shardtrain.introspect(model).gathered == (0, 0)
     assert len(shardtrain.full_state_dict(model)) == len(model.state_dict())
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@each_rank(2, 3)
-def test_ranks_that_step_differently_are_told(fused: bool) -> None:
-    """By torch's own GradScaler, when one rank's gradients overflow."""
-    model = sharded()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for number in range(2):
-        scaler.scale(model(batch(number)).square().mean()).backward()
-        if number == 1 and dist.get_rank() == 1:
-            for param in model.parameters():
-                param.grad.fill_(torch.inf)
-        scaler.step(optimizer)
-        scaler.update()
-    text = raised_soon(comm.Diverged, lambda: model(batch(2)).sum().backward())
-    assert "stepping the optimizer" in text
-    assert "use shardtrain.GradScaler" in text

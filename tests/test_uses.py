@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shardtrain
 from shardtrain import checkpoint, comm
 
-from pool import Ranks, each_rank
+from pool import each_rank
 from small import (
     Block,
     OddNet,
@@ -188,29 +188,6 @@ class Lars(torch.optim.SGD):
 
 
 @each_rank(1, 2, 3, 4)
-def test_optimizers_that_need_whole_parameters_are_refused_at_the_first_step() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
-    optimizers = [
-        torch.optim.Adafactor(plain.parameters()),
-        torch.optim.Muon(plain.parameters()),
-        torch.optim.LBFGS(plain.parameters()),
-        Lars(plain.parameters(), lr=0.1),
-    ]
-    model = shard(plain)
-    optimizers.append(torch.optim.Muon(model.parameters()))
-    other = "cannot step on a sharded model: it gives a piece of a parameter other values than the whole one"
-    for optimizer in optimizers:
-        loss = model(torch.ones(2, 7)).sum()
-        loss.backward()
-        before = [param.clone() for param in model.parameters()]
-        text = raised_soon(ValueError, lambda optimizer=optimizer, loss=loss: optimizer.step(lambda: loss))
-        assert text.startswith(f"{type(optimizer).__name__} {other}")
-        assert ("layout='whole'" in text) == (type(optimizer) is not torch.optim.LBFGS)
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-@each_rank(1, 2, 3, 4)
 def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> None:
     model, replica = sharded_and_replica()
     for net in (model, replica):
@@ -285,27 +262,6 @@ def test_tied_weights_belong_to_the_common_ancestor(units: Any, home: str) -> No
 
 
 # batches
-
-
-def shares_a_global_batch() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3)).double()
-    shard(model, units=[nn.Linear] if dist.get_world_size() % 2 else [])
-    optimizer = sgd(model)
-    for step in range(3):
-        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        mine = x.chunk(dist.get_world_size())[dist.get_rank()]
-        optimizer.zero_grad()
-        model(mine).square().mean().backward()
-        optimizer.step()
-    return shardtrain.full_state_dict(model)
-
-
-def test_the_same_global_batch_at_any_world_size(ranks: Ranks) -> None:
-    """With other units at odd world sizes."""
-    alone, *others = (ranks(world, shares_a_global_batch)[0] for world in (1, 2, 3, 4))
-    for state in others:
-        torch.testing.assert_close(state, alone, rtol=1e-10, atol=1e-12)
 
 
 @each_rank(3)

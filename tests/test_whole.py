@@ -133,25 +133,6 @@ def test_what_even_cuts_do_whole_ones_do(scene: str) -> None:
     torch.testing.assert_close(our_grads, grads, **exact)
 
 
-@each_rank(2, 3)
-def test_copies_edits_and_conversions() -> None:
-    model, replica = sharded_and_replica(layout="whole")
-    twin = copy.deepcopy(model)
-    with shardtrain.unsharded(model), torch.no_grad():
-        for param in model.parameters():
-            param.add_(1.0)
-    assert_same_parameters(twin, replica, tolerance=0)
-    with torch.no_grad():
-        for param in replica.parameters():
-            param.add_(1.0)
-    assert_same_parameters(model, replica, tolerance=0)
-    shardtrain.load_full_state_dict(model, shardtrain.full_state_dict(twin))
-    model.double()
-    model.float()
-    expected = train(twin, momentum_sgd(twin), 2)
-    assert train(model, momentum_sgd(model), 2) == expected
-
-
 # traffic
 
 

@@ -92,23 +92,6 @@ def moco(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(query, loss, sync), key]
 
 
-class MoCo(nn.Module):
-    """As its authors wrote it: the momentum update is a part of forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder_q, self.encoder_k = mlp(13, 31, 7), mlp(13, 31, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        follow(self.encoder_k, self.encoder_q)
-        return self.encoder_q(x) - self.encoder_k(x).detach()
-
-
-def moco_in_forward(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(MoCo())
-    return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync)
-
-
 class Online(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -367,16 +350,15 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(model, loss, sync, optimizer=optimizer, after=after), ema.module, accuracy.compute()]
 
 
-def fine_tuning(wrap: Wrap, sync: Sync, penalty: float = 0.0) -> list[Any]:
-    """Train the head, then unfreeze the body into a group of its own; or penalise weights in the loss."""
+def fine_tuning(wrap: Wrap, sync: Sync) -> list[Any]:
+    """Train the head, then unfreeze the body into a group of its own."""
     model = mlp(13, 31, 31, 7)
     model[:2].requires_grad_(False)
     model = wrap(model)
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
 
     def loss() -> torch.Tensor:
-        out = model(torch.randn(4, 13)).square().mean()
-        return out + penalty * sum(p.square().sum() for p in model.parameters()) if penalty else out
+        return model(torch.randn(4, 13)).square().mean()
 
     def after() -> None:
         if len(optimizer.param_groups) == 1:
@@ -384,50 +366,6 @@ def fine_tuning(wrap: Wrap, sync: Sync, penalty: float = 0.0) -> list[Any]:
             optimizer.add_param_group({"params": model[:2].parameters(), "lr": 1e-3})
 
     return train(model, loss, sync, optimizer=optimizer, after=after)
-
-
-class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation, whose groups do not say how to build it again."""
-
-    def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
-        super().__init__(params, {"rho": 0.05})
-        self.base = base(self.param_groups, lr=0.05)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        moves = [0.05 * p.grad / norm for p in params]
-        torch._foreach_add_(params, moves)
-        torch.enable_grad()(closure)()
-        torch._foreach_sub_(params, moves)
-        self.base.step()
-
-
-def sam(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(mlp(13, 31, 31, 7))
-    optimizer, x = Sam(model.parameters(), torch.optim.SGD), torch.randn(4, 13)
-
-    def closure() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        sync(model)
-
-    for _ in STEPS:
-        closure()
-        optimizer.step(closure)
-    return [model]
-
-
-def gradient_penalty(wrap: Wrap, sync: Sync) -> list[Any]:
-    critic = wrap(mlp(13, 31, 31, 1))
-
-    def loss() -> torch.Tensor:
-        x = torch.randn(4, 13, requires_grad=True)
-        (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-        return (slope.norm(dim=1) - 1).square().mean()
-
-    return train(critic, loss, sync)
 
 
 class LayerDrop(nn.ModuleList):
@@ -444,13 +382,10 @@ def layer_drop(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync, steps=9)
 
 
-LOOPS = [dcgan, moco, moco_in_forward, byol, clip, detr, recurrent, unrolled, diffusion, lora, generation]
+LOOPS = [dcgan, moco, byol, clip, detr, recurrent, unrolled, diffusion, lora, generation]
 LOOPS += [distillation, timm_recipe, fine_tuning, trainer]
 REFUSED: dict[str, tuple[Loop, str]] = {
-    "sam": (sam, "Sam cannot be tried on pieces of parameters"),
-    "gradient penalty": (gradient_penalty, r"double backward \(create_graph=True\) is not supported"),
     "layer drop": (layer_drop, "ranks 0 and 1 take different paths: rank 0 is gathering 0|rank . has ended"),
-    "weight penalty": (partial(fine_tuning, penalty=0.01), "comes from its piece, which code outside of the"),
     "trainer as it is": (
         partial(trainer, as_it_is=True),
         "do not wrap it in DistributedDataParallel, and keep .* Trainer",
