@@ -64,7 +64,6 @@ class Shardtrain:
 
     full = staticmethod(shardtrain.full_state_dict)
     load = staticmethod(shardtrain.load_full_state_dict)
-    clip = staticmethod(shardtrain.clip_grad_norm_)
     method = staticmethod(shardtrain.forward_method)
     save = staticmethod(shardtrain.checkpoint.save)
     resume = staticmethod(shardtrain.checkpoint.load)
@@ -75,6 +74,9 @@ class Shardtrain:
         half = shardtrain.Precision(param=torch.bfloat16)
         different = {"differing": {"transport": transport}, "messages": {"transport": "process_group"}}
         return {**different, "half": {"precision": half}, "whole": {"layout": "whole"}, "": {}}[which]
+
+    def clip(self, model: nn.Module, norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), norm, norm_type)
 
     def shard(self, model: nn.Module, units: Any = UNITS, **options: Any) -> nn.Module:
         transport = os.environ.get("SHARDTRAIN_TEST_TRANSPORT", "auto")
@@ -358,7 +360,7 @@ def optimizer_in_backward(api: Api) -> None:
 
 @scene("Optimizers")
 def clips_a_nan(api: Api) -> None:
-    """Clipping by the largest gradient, where one rank has a NaN"""
+    """`torch.nn.utils.clip_grad_norm_` by the largest gradient, where one rank has a NaN"""
     model, _ = pair(api)
     squares(model, 0)
     spoil(model, torch.nan)
@@ -367,7 +369,7 @@ def clips_a_nan(api: Api) -> None:
 
 @scene("Optimizers")
 def clips_a_mixture(api: Api) -> None:
-    """Clipping with ignored parameters"""
+    """`torch.nn.utils.clip_grad_norm_` with ignored parameters"""
     torch.manual_seed(0)
     replica = two_layers()
     model = copy.deepcopy(replica)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import pickle
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,15 +191,30 @@ def test_accumulation_equals_ddp_s(quiet: list[bool], set_to_none: bool | None) 
     assert_same_parameters(model, replica)
 
 
+def clip_as_torch(model: nn.Module, *options: float) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), *options)
+
+
+def clip_by_hand(model: nn.Module, max_norm: float, order: float) -> torch.Tensor:
+    """Clip as many loops do that are older than torch's own."""
+    grads = [p.grad.detach() for p in model.parameters() if p.grad is not None]
+    total = torch.norm(torch.stack([grad.norm(order).to("cpu") for grad in grads]), order)
+    for grad in grads:
+        grad.mul_(min(1.0, max_norm / (total.item() + 1e-6)))
+    return total
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@pytest.mark.parametrize("clip", [shardtrain.clip_grad_norm_, clip_as_torch, clip_by_hand])
 @each_rank(1, 3)
-def test_clipping_equals_ddp_s() -> None:
-    model, replica = sharded_and_replica()
+def test_clipping_equals_ddp_s(clip: Callable[..., torch.Tensor], layout: str) -> None:
+    model, replica = sharded_and_replica(layout=layout)
     for norm_type in (1.0, 2.0, 3.0, float("inf")):
         for net in (model, replica):
             net.zero_grad()
             classify(net, 0).backward()
         with comm.meter() as meter:
-            ours = shardtrain.clip_grad_norm_(model, 0.1, norm_type)
+            ours = clip(model, 0.1, norm_type)
         theirs = nn.utils.clip_grad_norm_(replica.parameters(), 0.1, norm_type)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
         assert meter.calls["all_reduce"] == (dist.get_world_size() > 1)
@@ -205,6 +222,19 @@ def test_clipping_equals_ddp_s() -> None:
         with shardtrain.unsharded(model, grads=True, writeback=False):
             for (name, ours_p), theirs_p in zip(model.named_parameters(), replica.parameters(), strict=True):
                 torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@each_rank(2)
+def test_the_norm_of_a_piece_is_refused() -> None:
+    model, _ = sharded_and_replica()
+    classify(model, 0).backward()
+    grad = next(param.grad for param in model.parameters() if param.grad is not None)
+    for look in (lambda: grad.data.norm(2).item(), lambda: grad.norm(dim=0), lambda: grad.norm() > 1):
+        with pytest.raises(
+            ValueError, match=r"^this is the norm of one rank's piece of a gradient: call torc"
+        ):
+            look()
+    assert type(pickle.loads(pickle.dumps(grad))) is torch.Tensor
 
 
 @each_rank(2, 3)

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from shardtrain.comm.norms import GradientPiece, Owners
 from shardtrain.comm.transport import Flat, Transport
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.precision import Precision
@@ -136,6 +138,7 @@ class Segment:
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
         differs = self.full.dtype != local.dtype or self.full.device != self.local.device  # forgotten anyway
         self._other = None if differs else self.local.new_empty(0, dtype=other)
+        self._owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
         self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
         self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
@@ -230,6 +233,8 @@ class Segment:
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Replace the gradient of this rank's piece of parameter ``index``, on show or put away."""
+        if grad is not None and self.transport.all_ranks.world > 1:
+            grad = GradientPiece.of(grad, self._owners)
         self.grads_away.pop(index, None)
         self.params[index].grad = None if self.shows_full else grad
         if self.shows_full and grad is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardtrain import comm
-from shardtrain.comm.meter import waiting
-from shardtrain.comm.movement import ALL_REDUCE
+from shardtrain.comm.norms import GradientPiece, Owners
 from shardtrain.engine.hooks import engine_of
 
 
@@ -19,8 +19,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
 
-    Gives what ``torch.nn.utils.clip_grad_norm_`` gives on the unsharded model. One all-reduce of at
-    most two elements, whatever the model. ``max_norm=inf`` only measures.
+    Gives what ``torch.nn.utils.clip_grad_norm_`` gives on the unsharded model; that one works, too, as long
+    as each rank has a gradient. One all-reduce of at most two elements. ``max_norm=inf`` only measures.
 
     Returns:
         0-dim fp32 tensor on the model's device, equal on all ranks.
@@ -34,32 +34,16 @@ def clip_grad_norm_(
     engine = engine_of(module)
     engine.schedule.require_reduced("clip_grad_norm_()")
     params = [param for param in module.parameters() if param.grad is not None]
-    sharded = {param for unit in engine.units for segment in unit.segments for param in segment.params}
-    cut = _power([p.grad for p in params if p in sharded], norm_type, engine.device)
-    whole = _power([p.grad for p in params if p not in sharded], norm_type, engine.device)
-    all_ranks = engine.transport.all_ranks
-    if all_ranks.rank not in engine.transport.primary_ranks:
-        cut.zero_()  # replicas have the same gradient, which counts once; so all get the same bits, too
-    with waiting(ALL_REDUCE, "the gradient's norm", engine.device):
-        if norm_type == math.inf:  # gloo's maximum of a nan and a number is the number
-            both = torch.stack([cut.nan_to_num(torch.inf, torch.inf), cut.isnan().float()])
-            all_ranks.all_reduce(both, "max")
-            cut = torch.where(both[1] > 0, torch.nan, both[0])
-        else:
-            all_ranks.all_reduce(cut)
-    norm = torch.maximum(cut, whole) if norm_type == math.inf else (cut + whole) ** (1.0 / norm_type)
+    grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
+    # With the piece of nothing, a rank that has no gradient takes part.
+    owners = Owners(weakref.ref(engine.transport), engine.device)
+    grads.append(GradientPiece.of(torch.empty(0, device=engine.device), owners))
+    norm = get_total_norm(grads, norm_type, foreach=True)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
     if max_norm != math.inf:
-        clip_grads_with_norm_(params, max_norm, norm)
+        clip_grads_with_norm_(params, max_norm, norm, foreach=True)
     return norm
-
-
-def _power(grads: list[Tensor | None], norm_type: float, device: torch.device) -> Tensor:
-    """Add up ``|g| ** norm_type`` over all elements (for infinity: take the largest); 0-dim fp32."""
-    present = [grad for grad in grads if grad is not None and grad.numel()]
-    norm = get_total_norm(present, norm_type).to(device, torch.float32)
-    return norm if norm_type == math.inf else norm**norm_type
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -1,0 +1,146 @@
+"""Gradients that know that they are pieces, so that their norms are those of the whole gradients.
+
+``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
+
+    norms = [vector_norm(grad) for grad in grads]    of this rank's pieces (`PieceNorm`)
+    total = vector_norm(stack(norms))                over all ranks: one all-reduce
+
+Any other use of a piece's norm is refused: it would take the piece for the whole. Where each gradient has one
+owner (``layout="whole"``), its norm may be used there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardtrain.comm.meter import waiting
+from shardtrain.comm.movement import ALL_REDUCE
+from shardtrain.comm.transport import Transport
+
+_NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
+_SAME = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu, torch.cat}  # type: ignore[attr-defined]
+_SAME_PIECES = {*_SAME, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.mul}
+_SAME_NORMS = {*_SAME, torch.stack}
+
+
+class Owners(NamedTuple):
+    """The ranks between which gradients are cut, and the device on which they add up numbers.
+
+    ``whole``: each gradient lies on one rank, and others have empty pieces of it.
+    """
+
+    transport: ReferenceType[Transport]  # who keeps a gradient does not keep a model's threads
+    device: torch.device
+    whole: bool = False
+
+
+class GradientPiece(Tensor):
+    """This rank's piece of a gradient, possibly empty. Results of arithmetic are mostly plain tensors."""
+
+    owners: Owners
+
+    @classmethod
+    def of(cls, grad: Tensor, owners: Owners) -> GradientPiece:
+        piece = grad.as_subclass(cls)
+        piece.owners = owners
+        return piece
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _SAME_PIECES:
+                return cls.of(func(*args, **kwargs), _first(cls, args).owners)
+            if func not in _NORMS:
+                return func(*args, **kwargs)
+            order = _order(func, *args, **kwargs)
+            if order is None:
+                return func(*args, **kwargs) if _first(cls, args).owners.whole else _refuse()
+            several = func is torch._foreach_norm
+            grads: Sequence[Tensor] = args[0] if several else args[:1]
+            rows = zip(grads, _local_norms(grads, order), strict=True)
+            norms = [PieceNorm.of(n, order, g.owners) if isinstance(g, cls) else n for g, n in rows]
+            return norms if several else norms[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class PieceNorm(Tensor):
+    """The norm of ``order`` of this rank's piece of a gradient, or several such."""
+
+    order: float
+    owners: Owners
+
+    @classmethod
+    def of(cls, norm: Tensor, order: float, owners: Owners) -> PieceNorm:
+        result = norm.as_subclass(cls)
+        result.order, result.owners = order, owners
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, one = kwargs or {}, _first(cls, args)
+        transport = one.owners.transport()
+        with torch._C.DisableTorchFunctionSubclass():
+            if transport and func in _NORMS and _order(func, *args, **kwargs) == one.order:
+                return _over_all_ranks(one.as_subclass(Tensor), one.order, transport, one.owners.device)
+            if transport and func in _SAME_NORMS:
+                if func is torch.stack and transport.all_ranks.rank:  # what all ranks have counts once
+                    args = ([n if isinstance(n, cls) else torch.zeros_like(n) for n in args[0]], *args[1:])
+                return cls.of(func(*args, **kwargs), one.order, one.owners)
+            if func.__name__ != "__get__" and not one.owners.whole:
+                _refuse()
+            return func(*args, **kwargs)
+
+
+def _first(kind: type[Any], args: Sequence[Any]) -> Any:
+    """Return the first tensor of ``kind`` among ``args`` and in lists of theirs."""
+    return next(arg for arg in tree_leaves(args) if isinstance(arg, kind))
+
+
+def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:
+    """Return the order of the ``norm`` of all elements that was asked for; None if it is of another kind."""
+    order, dim = named.get("p", named.get("ord", order)), named.get("dim", dim)
+    if order in (None, "fro") and dim is None:
+        return 2.0
+    return None if dim is not None or norm is torch.linalg.norm or isinstance(order, str) else float(order)
+
+
+def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of each of ``grads``; 0 of an empty one."""
+    plain = [grad.as_subclass(Tensor) for grad in grads]
+    present = [grad for grad in plain if grad.numel()]
+    norms = iter(torch._foreach_norm(present, order) if present else ())
+    return [next(norms) if grad.numel() else grad.new_zeros((), dtype=grad.real.dtype) for grad in plain]
+
+
+def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: torch.device) -> Tensor:
+    """Return the norm of all ranks' ``norms``: 0-dim fp32, the same bits on all ranks. Collective."""
+    local = torch.linalg.vector_norm(norms, order).to(device, torch.float32)
+    all_ranks = transport.all_ranks
+    if all_ranks.rank not in transport.primary_ranks:
+        local = torch.zeros_like(local)  # replicas have the same gradient, which counts once
+    with waiting(ALL_REDUCE, "the gradient's norm", device):
+        if order == math.inf:  # gloo's maximum of a nan and a number is the number
+            both = torch.stack([local.nan_to_num(torch.inf, torch.inf), local.isnan().float()])
+            all_ranks.all_reduce(both, "max")
+            return torch.where(both[1] > 0, torch.nan, both[0])
+        power: Tensor = local.pow(order)
+        all_ranks.all_reduce(power)
+        return power.pow(1.0 / order)
+
+
+def _refuse() -> NoReturn:
+    raise ValueError(
+        "this is the norm of one rank's piece of a gradient: call torch's or shardtrain's clip_grad_norm_ "
+        "for the norm of all gradients (max_norm=inf only measures), or read whole ones inside "
+        "shardtrain.unsharded(model, grads=True)"
+    )
