@@ -22,7 +22,7 @@ from shardtrain import Precision, comm
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import ProcessGroupTransport, Quantised, native
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.movement import GATHER
+from shardtrain.comm.trace import GATHER
 from shardtrain.layout import Policy
 
 from small import Block, OddNet, assert_at_rest, images, sgd, train

@@ -26,8 +26,8 @@ from torch import nn
 import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Flat, Tag, guard, messages, native, reports
-from shardtrain.comm.movement import ENTER, LEAVE
 from shardtrain.comm.reports import TELLS, Links
+from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.layout import even
 
 from pool import Pool, each_rank

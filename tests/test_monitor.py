@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from shardtrain import comm, device
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import GATHER
+from shardtrain.comm.trace import GATHER
 from shardtrain.engine.precision import Precision
 from shardtrain.job.build import build
 from shardtrain.job.data import Prepare

@@ -16,8 +16,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.movement import GATHER
-from shardtrain.comm.trace import Span
+from shardtrain.comm.trace import GATHER, Span
 from shardtrain.monitor import timeline
 from shardtrain.monitor.timeline import Lanes
 

@@ -18,7 +18,7 @@ from shardtrain.bench.contenders import default_is_process_group
 from shardtrain.bench.interleave import Samples, interleave, ratios, spread
 from shardtrain.bench.report import Points, Program, Results, median, quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
-from shardtrain.comm.movement import ENTER, LEAVE
+from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.device import backend_for
 from shardtrain.job.format import MIB
 from shardtrain.layout import Layout, even

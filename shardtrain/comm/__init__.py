@@ -41,7 +41,6 @@ from shardtrain.comm.agreement import broadcast_text, gather_texts, require_same
 from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.meter import Meter, Wait, count, meter
-from shardtrain.comm.movement import ALL_REDUCE, BROADCAST
 from shardtrain.comm.native import set_time_out
 from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.opening import TRANSPORTS, open_replicated, open_transport
@@ -56,6 +55,7 @@ from shardtrain.comm.public import (
 from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.simulated import Simulated, simulated
+from shardtrain.comm.trace import ALL_REDUCE, BROADCAST
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 
 Op = str | ReduceOp.RedOpType

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import native
-from shardtrain.comm.movement import ENTER, MOVEMENTS, STEP, Movement
+from shardtrain.comm.trace import ENTER, MOVEMENTS, STEP, Movement
 from shardtrain.comm.transport import Tag
 
 MESSAGE = struct.Struct("<qiiq64s")  # position, then an `Entry`

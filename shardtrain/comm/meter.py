@@ -19,7 +19,7 @@ import torch
 
 from shardtrain import device as devices
 from shardtrain.comm import trace
-from shardtrain.comm.movement import Movement
+from shardtrain.comm.trace import Movement
 
 
 class Wait(NamedTuple):

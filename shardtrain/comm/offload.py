@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import device as devices
-from shardtrain.comm.movement import LEAVE, Movement
+from shardtrain.comm.trace import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, TransportWrapper
 from shardtrain.layout import Layout
 

@@ -20,9 +20,9 @@ from shardtrain.comm import messages, native
 from shardtrain.comm.guard import Digests
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_REDUCE, BROADCAST, ENTER, GATHER, MOVEMENTS, REDUCE, STEP, Movement
 from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports
+from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, ENTER, GATHER, MOVEMENTS, REDUCE, STEP, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Transport, intervals
 
 

@@ -35,7 +35,7 @@ from shardtrain.comm.agreement import Agreement
 from shardtrain.comm.arithmetic import check_op, op_name
 from shardtrain.comm.messages import WINDOW, Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_TO_ALL, GATHER, REDUCE, Movement
+from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement
 from shardtrain.comm.transport import Pending
 
 Op = dist.ReduceOp.RedOpType

@@ -30,7 +30,7 @@ from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import REDUCE
+from shardtrain.comm.trace import REDUCE
 from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Transport, TransportWrapper
 from shardtrain.layout import Layout
 

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 
 from shardtrain import device
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import AVERAGE, Movement
 from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.trace import AVERAGE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Tag, Transport, TransportWrapper
 
 

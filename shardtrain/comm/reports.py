@@ -51,8 +51,8 @@ from shardtrain.comm.guard import (
     unpack,
 )
 from shardtrain.comm.messages import FOREVER, report_tag
-from shardtrain.comm.movement import Movement
 from shardtrain.comm.native import living, time_out_of
+from shardtrain.comm.trace import Movement
 from shardtrain.comm.transport import Pending, Tag
 
 CHECK_S = 0.2  # how often a rank looks how long it has waited

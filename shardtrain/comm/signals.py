@@ -29,8 +29,8 @@ from functools import partial
 
 import torch
 
-from shardtrain.comm.movement import GATHER, SHARE, STEP, Movement
 from shardtrain.comm.reports import KEPT, Reports
+from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
 from shardtrain.comm.transport import Tag
 
 _POST = struct.Struct("<?qqq")  # whether the collective at this position is read; position, hash, value

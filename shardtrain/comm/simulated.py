@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardtrain.comm.messages import open_inbox
 from shardtrain.comm.meter import count
-from shardtrain.comm.movement import ALL_REDUCE, AVERAGE, GATHER, REDUCE
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
+from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, REDUCE
 from shardtrain.comm.transport import Alone, Flat, Gradient, Interval, Pending, Tag, Transport
 from shardtrain.layout import Layout
 

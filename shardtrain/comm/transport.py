@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.comm.movement import Movement
+from shardtrain.comm.trace import Movement
 from shardtrain.layout import Layout, Piece
 
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.movement import REDUCE
+from shardtrain.comm.trace import REDUCE
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.engine.shard import Segment, in_memory_order
 from shardtrain.engine.unit import Unit

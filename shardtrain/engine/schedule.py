@@ -34,7 +34,7 @@ import torch
 
 from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
-from shardtrain.comm.movement import ENTER, LEAVE, STEP, Movement
+from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement
 from shardtrain.engine.calls import Backward, Call, calling_frame
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
