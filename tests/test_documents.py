@@ -33,7 +33,7 @@ ELSEWHERE = {
     "python -m pytest tests/test_layout.py": ".ci/run",
     "tensorboard --logdir outputs": "tests/test_board.py",
     "sbatch --nodes 4 configs/slurm/train.sbatch +recipe=resnet50_imagenet_v1 data.root=/data/imagenet": (
-        "tests/test_slurm.py"
+        "tests/test_cli.py"
     ),
     "python -m shardtrain.export run=outputs/digits out=digits.safetensors": "tests/test_export.py",
 }

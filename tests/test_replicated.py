@@ -47,7 +47,7 @@ from small import (
     whole_state,
 )
 from test_engine import adamw, mean_of_means, momentum_sgd
-from test_hosts import hosts
+from test_transports import hosts
 from test_whole import muon
 from tiny import configure
 

@@ -1,8 +1,7 @@
-"""Checkpoints under torture: ranks killed in the middle of a save or at random, bit flips, damaged files."""
+"""Checkpoints under torture: ranks killed in the middle of a save, bit flips, damaged files."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,15 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardtrain
@@ -30,7 +26,7 @@ from shardtrain.checkpoint.manifest import Damaged
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 
 import programs
-from pool import forkserver
+from pool import Pool, Ranks
 from small import Block, OddNet, train
 
 CPU = torch.device("cpu")
@@ -46,8 +42,10 @@ def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def works(folder: str, steps: int, keep: int, asynchronous: bool) -> None:
+def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | None = None) -> None:
     """Continue from the newest checkpoint, train on, save every step."""
+    if kill is not None and kill.rank == comm.rank():
+        _arm(kill)
     model, optimizer = fresh()
     store = Store(Path(folder), comm.open_transport(), CPU, keep=keep, asynchronous=asynchronous)
     start = store.newest()
@@ -119,41 +117,6 @@ def _arm(kill: Kill) -> None:
     setattr(os, kill.function, counted)
 
 
-def _rank(rank: int, meeting: str, kill: Kill | None, work: Sequence[Any]) -> None:
-    torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what survivors say of the dead is not wanted here
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, WORLD), rank=rank, world_size=WORLD)
-    if kill is not None and kill.rank == rank:
-        _arm(kill)
-    works(*work)
-    dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def ranks(
-    folder: Path, steps: int, keep: int = 2, asynchronous: bool = False, kill: Kill | None = None
-) -> Iterator[list[Any]]:
-    """Start two ranks that work on ``folder`` up to step ``steps``; they are gone when the block is left."""
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = (f"{meeting}/store", kill, (str(folder), steps, keep, asynchronous))
-        started = [forkserver().Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
-        for process in started:
-            process.start()
-        try:
-            yield started
-        finally:
-            for process in started:
-                process.kill()
-                process.join()
-
-
-def undisturbed(folder: Path, steps: int, keep: int = 2) -> None:
-    with ranks(folder, steps, keep) as started:
-        for process in started:
-            process.join(60)
-        assert [process.exitcode for process in started] == [0] * WORLD, "the undisturbed ranks failed"
-
-
 def contents(folder: Path) -> dict[int, str]:
     return {step: content(folder / step_name(step)) for step in steps_in(folder)}
 
@@ -168,51 +131,33 @@ def survivor(folder: Path, known: dict[int, str], at_least: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def four_steps(_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of four steps, of ranks that nobody disturbs."""
     folder = tmp_path_factory.mktemp("four")
-    undisturbed(folder, 4, keep=4)
+    _pool.run("auto", WORLD, works, str(folder), 4, 4, False)
     return folder
 
 
 BRIEFLY = ("in the middle of a data file", "after the rename")
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BRIEFLY else pytest.mark.long) for name in POINTS]
 )
-def test_a_kill_in_a_save_leaves_a_complete_checkpoint(four_steps: Path, tmp_path: Path, name: str) -> None:
+def test_a_kill_in_a_save_leaves_a_complete_checkpoint(
+    on_ranks: Ranks, four_steps: Path, tmp_path: Path, name: str, asynchronous: bool
+) -> None:
     """And the ranks that are started again leave nothing of it behind."""
     for step in (1, 2):
         shutil.copytree(four_steps / step_name(step), tmp_path / step_name(step))
-    with ranks(tmp_path, 3, kill=POINTS[name]) as started:
-        for process in started:
-            process.join(30)
-        codes = [process.exitcode for process in started]
-    assert codes[POINTS[name].rank] == -signal.SIGKILL, codes
-    assert None not in codes, "the other rank did not leave within 30 s"
+    with pytest.raises(AssertionError, match=rf"ranks \[{POINTS[name].rank}\] died"):  # and the other left
+        on_ranks(WORLD, works, str(tmp_path), 3, 2, asynchronous, POINTS[name])
     known = contents(four_steps)
     survivor(tmp_path, known, at_least=2)
-    undisturbed(tmp_path, 4)
+    on_ranks(WORLD, works, str(tmp_path), 4, 2, asynchronous)
     assert survivor(tmp_path, known, at_least=4) == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(3), step_name(4)]
-
-
-@pytest.mark.long
-def test_kills_at_random_times(tmp_path: Path) -> None:
-    """Of all ranks; each start goes on where the one before was killed."""
-    undisturbed(tmp_path / "expected", 40, keep=40)
-    chance, known, place, reached = random.Random(0), contents(tmp_path / "expected"), tmp_path / "kills", 0
-    for number in range(4):
-        with ranks(place, 2000, asynchronous=number % 2 == 0) as started:
-            deadline = time.monotonic() + 60
-            while not (steps_in(place) and steps_in(place)[-1] > reached):
-                assert time.monotonic() < deadline, "the ranks make no progress"
-                time.sleep(0.002)
-            time.sleep(chance.random() * 0.05)
-            for process in started:
-                os.kill(process.pid, signal.SIGKILL)
-        reached = survivor(place, known, at_least=steps_in(place)[-1])
 
 
 # damage

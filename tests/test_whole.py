@@ -33,7 +33,7 @@ from small import (
     train_in_micro_batches,
 )
 from test_engine import adamw, mean_in_rank_order, momentum_sgd
-from test_hosts import BLOCKS, hosts
+from test_transports import BLOCKS, hosts
 from test_uses import Lars
 
 # what is shown
