@@ -47,8 +47,7 @@ from shardtrain import comm
 
 import test_user_code as user
 from small import Block, OddNet, average_gradients, classify, sgd, three_steps
-from test_user_code import Net, Outer, Unit, batch, squares
-from test_uses import Lars
+from test_user_code import Lars, Net, Outer, Unit, batch, squares
 
 LIMIT_S = 30.0
 WORLD = 2

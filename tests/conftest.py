@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,12 +48,3 @@ def ranks(_pool: Pool, request: pytest.FixtureRequest) -> Callable[..., list[Any
 def on_ranks(_pool: Pool) -> Callable[..., list[Any]]:
     """``on_ranks(world, body, *args)``: the same, once; bodies choose transports themselves."""
     return functools.partial(_pool.run, "auto")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _nothing_left_in_shared_memory() -> Iterator[None]:
-    shared = Path("/dev/shm")
-    before = set(shared.glob("*shardtrain*"))
-    yield
-    left = set(shared.glob("*shardtrain*")) - before
-    assert not left, f"left behind in shared memory: {sorted(left)}"

@@ -28,8 +28,8 @@ from shardtrain.job.schema import UserError
 
 from pool import each_rank, forkserver
 from programs import ended, signalled
+from tiny import CPU
 
-CPU = torch.device("cpu")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

@@ -32,10 +32,11 @@ SAVING = [*TINY, "train.epochs=4000", "checkpoint.keep=1", "run.name=here"]
 CTRL_C = [*TINY, "train.epochs=10000", "checkpoint.keep=0", "run.dir=run"]
 
 
-def torchrun(ranks: int, *arguments: str) -> list[str]:
+def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
     """On a port of its own, so that runs do not meet."""
     launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    return [sys.executable, *launcher, "--nproc-per-node", str(ranks), *PROGRAM, *arguments]
+    sizes = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    return [sys.executable, *launcher, *sizes, *PROGRAM, *arguments]
 
 
 def in_a_shell(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -33,9 +33,8 @@ from shardtrain.job.data.sampler import (
 )
 from shardtrain.job.schema import UserError
 
-from tiny import train_feed
+from tiny import CPU, train_feed
 
-CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {"eval_size": None, "grow": (), "repeats": 1, "limit": None, "workers": 0}
 PHOTOS = {**PLAIN, "image_size": 8, "resize": 10, "crop_area": 0.5}
 DIGITS = Digits(name="digits", image_size=8, **PLAIN)

@@ -31,7 +31,7 @@ ELSEWHERE = {
     "python -m pytest": ".ci/run",
     "python -m pytest --long": ".ci/run",
     "python -m pytest tests/test_layout.py": ".ci/run",
-    "tensorboard --logdir outputs": "tests/test_board.py",
+    "tensorboard --logdir outputs": "tests/test_monitor.py",
     "sbatch --nodes 4 configs/slurm/train.sbatch +recipe=resnet50_imagenet_v1 data.root=/data/imagenet": (
         "tests/test_cli.py"
     ),

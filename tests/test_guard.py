@@ -30,7 +30,7 @@ from shardtrain.comm.reports import TELLS, Links
 from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.layout import even
 
-from pool import Pool, each_rank
+from pool import Ranks, each_rank
 from small import Block, OddNet, TwoPaths, mesh, raised_soon, sgd, shard, train
 
 
@@ -102,26 +102,14 @@ def is_killed(folder: str, sizes: tuple[int, int] | None, where: str) -> None:
     (Path(folder) / str(dist.get_rank())).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("transport", "sizes", "where"),
-    [
-        ("process_group", (2, 2), "forward"),
-        ("shared_memory", None, "forward"),
-        pytest.param("process_group", None, "backward", marks=pytest.mark.long),
-        pytest.param("shared_memory", (2, 2), "backward", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "where"), [((2, 2), "backward"), (None, "forward")])
 def test_survivors_of_a_killed_rank_leave_at_once(
-    transport: str, sizes: tuple[int, int] | None, where: str, tmp_path: Path
+    ranks: Ranks, sizes: tuple[int, int] | None, where: str, tmp_path: Path
 ) -> None:
     """The rank itself is named, or with replicas one that left because of it."""
     world = sizes[0] * sizes[1] if sizes else 3
-    pool = Pool()
-    try:
-        with pytest.raises(AssertionError, match=rf"ranks \[{world - 1}\] died"):
-            pool.run(transport, world, is_killed, str(tmp_path), sizes, where)
-    finally:
-        pool.stop()
+    with pytest.raises(AssertionError, match=rf"ranks \[{world - 1}\] died"):
+        ranks(world, is_killed, str(tmp_path), sizes, where)
     named = r"(rank [123] has|ranks \d and \d have)" if sizes else "rank 2 has"
     for rank in range(world - 1):
         text = (tmp_path / str(rank)).read_text()

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +27,9 @@ from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 import programs
 from pool import Pool, Ranks
 from small import Block, OddNet, train
+from test_cli import PROGRAM, torchrun
+from tiny import CPU
 
-CPU = torch.device("cpu")
 WORLD = 2
 
 
@@ -238,7 +238,7 @@ def test_files_in_each_other_s_place_are_noticed(two_steps: Path) -> None:
 
 
 RUN = """
-    -m shardtrain.train +recipe=resnet model=mobilenet_v3_small data=fake data.train_images=120
+    +recipe=resnet model=mobilenet_v3_small data=fake data.train_images=120
     data.val_images=12 train.batch_size=12 train.epochs=1 train.log_every=3 checkpoint.every_steps=5
     monitor.progress=lines
 """
@@ -249,21 +249,9 @@ RUN = """
 def test_a_worker_killed_under_torchrun_is_started_again(tmp_path: Path) -> None:
     """With ``--max-restarts``; what it saves last is, bit for bit, what an undisturbed run saves."""
     whole, restarted = tmp_path / "whole", tmp_path / "restarted"
-    assert programs.ended(WORLD, *RUN.split(), f"run.dir={whole}", folder=tmp_path, timeout=300).codes == [
-        0,
-        0,
-    ]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--rdzv-backend",
-        "c10d",
-        "--max-restarts",
-        "1",
-    ]
-    launcher += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(WORLD)]  # a port of its own
-    command = [*launcher, *RUN.split(), f"run.dir={restarted}"]
+    undisturbed = programs.ended(WORLD, *PROGRAM, *RUN.split(), f"run.dir={whole}", folder=tmp_path)
+    assert undisturbed.codes == [0, 0]
+    command = torchrun(WORLD, *RUN.split(), f"run.dir={restarted}", restarts=1)
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     told, killed = [], False
     with running, running.stdout as lines:  # type: ignore[union-attr]

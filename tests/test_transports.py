@@ -44,6 +44,7 @@ from small import (
     train_in_micro_batches,
 )
 from test_engine import mean_of_means
+from tiny import CPU
 
 BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
 
@@ -138,9 +139,6 @@ def test_an_arena_gives_out_what_is_free() -> None:
 
 
 # offloaded shards: the CPU stands in for the device, with memory of its own
-
-
-CPU = torch.device("cpu")
 
 
 def both(**options: Any) -> tuple[nn.Module, nn.Module]:

@@ -34,7 +34,7 @@ from small import (
 )
 from test_engine import adamw, mean_in_rank_order, momentum_sgd
 from test_transports import BLOCKS, hosts
-from test_uses import Lars
+from test_user_code import Lars
 
 # what is shown
 

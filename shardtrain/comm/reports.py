@@ -233,7 +233,8 @@ class Reports:
             position = self.paths.add(kind, tag.number, tag.name)
             self.paths.own.pop(position - KEPT, None)
             self._compare()
-            if self._diverged_at is not None:
+            # Until it comes to where others differ, a rank goes on: all want to know which way it takes.
+            if self._diverged_at is not None and position >= (self.paths.difference or 0):
                 self._links.send(TELLS)
                 self._changed.wait_for(lambda: self._failure is not None, 2 * GRACE_S)
         self._raise_failure()
