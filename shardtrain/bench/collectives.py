@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import comm
@@ -18,6 +17,7 @@ from shardtrain.bench.contenders import default_is_process_group
 from shardtrain.bench.interleave import Samples, interleave, ratios, spread
 from shardtrain.bench.report import Points, Program, Results, median, quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
+from shardtrain.comm.native import all_gather, reduce_scatter
 from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.device import backend_for
 from shardtrain.job.format import MIB
@@ -26,10 +26,6 @@ from shardtrain.layout import Layout, even
 OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
 ENOUGH = 4 * MIB  # bytes that one timing moves at least, in repetitions, so that a clock can see it
 MOST = 32  # repetitions
-
-# Renamed in torch 2.13, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Movement = Callable[[], object]
 
@@ -94,9 +90,9 @@ def movements(
     layout = even([size // 4], comm.world_size(), align=4)
     full = torch.zeros(layout.padded, device=device)
     local = torch.zeros(layout.length(comm.rank()), device=device)
-    ours, native = _gather, partial(_all_gather, full, local)
+    ours, native = _gather, partial(all_gather, full, local)
     if kind == "reduce":
-        ours, native = _reduce, partial(_reduce_scatter, local, full)
+        ours, native = _reduce, partial(reduce_scatter, local, full)
     found = {name: ours(transport, layout, local) for name, transport in transports.items()}
     return {**found, NATIVE: native, COPY: partial(full.clone().copy_, full)}
 
