@@ -1,4 +1,4 @@
-"""Gather and reduce by themselves: the engine's, the backend's own, and a memory copy of the same bytes.
+"""Gather and reduce by themselves: the engine's, `shardtrain.comm`'s, the backend's own, and a memory copy.
 
 A size is that of the whole flat vector, in bytes. The engine's reduction divides by the number of ranks and
 the backend's does not.
@@ -23,7 +23,8 @@ from shardtrain.device import backend_for
 from shardtrain.job.format import MIB
 from shardtrain.layout import Layout, even
 
-OURS, GROUP, NATIVE, COPY = "shardtrain", "shardtrain_process_group", "native", "copy"
+OURS, GROUP, PUBLIC = "shardtrain", "shardtrain_process_group", "shardtrain_comm"
+NATIVE, COPY = "native", "copy"
 ENOUGH = 4 * MIB  # bytes that one timing moves at least, in repetitions, so that a clock can see it
 MOST = 32  # repetitions
 
@@ -55,11 +56,11 @@ class CollectiveBench(Program):
         rounds = self.settings.warmup, self.settings.rounds
         interleave(runners, samples, self.device, *rounds, f"{kind} {label}")
         native = backend_for(self.device)
-        titles = {OURS: "shardtrain", GROUP: "process group", NATIVE: native, COPY: "copy"}
+        titles = {OURS: "shardtrain", GROUP: "process group", PUBLIC: "public", NATIVE: native, COPY: "copy"}
         seconds = {name: own.values for name, own in samples.items()}
         found = {
             name: {other: ratios(seconds[name], seconds[other]) for other in (NATIVE, COPY)}
-            for name in (OURS, GROUP)
+            for name in (OURS, GROUP, PUBLIC)
             if name in seconds
         }
         cells = [("ms", label)]
@@ -86,15 +87,15 @@ class CollectiveBench(Program):
 def movements(
     kind: str, size: int, transports: Mapping[str, Transport], device: torch.device
 ) -> dict[str, Movement]:
-    """Return the engine's movement by each of ``transports``, the backend's own, and a copy."""
+    """Return the engine's movement by each of ``transports``, the public one, the backend's, and a copy."""
     layout = even([size // 4], comm.world_size(), align=4)
     full = torch.zeros(layout.padded, device=device)
     local = torch.zeros(layout.length(comm.rank()), device=device)
-    ours, native = _gather, partial(all_gather, full, local)
-    if kind == "reduce":
-        ours, native = _reduce, partial(reduce_scatter, local, full)
+    gathers = partial(comm.all_gather_into_tensor, full, local), partial(all_gather, full, local)
+    reductions = partial(comm.reduce_scatter_tensor, local, full), partial(reduce_scatter, local, full)
+    ours, (public, native) = (_gather, gathers) if kind == "gather" else (_reduce, reductions)
     found = {name: ours(transport, layout, local) for name, transport in transports.items()}
-    return {**found, NATIVE: native, COPY: partial(full.clone().copy_, full)}
+    return {**found, PUBLIC: public, NATIVE: native, COPY: partial(full.clone().copy_, full)}
 
 
 def _gather(transport: Transport, layout: Layout, like: Tensor) -> Movement:

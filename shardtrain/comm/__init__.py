@@ -26,14 +26,18 @@ from torch import Tensor
 from torch.distributed import (
     ReduceOp,
     Work,
+    all_gather,
     destroy_process_group,
+    gather,
     get_rank,
     get_world_size,
     init_process_group,
     is_initialized,
     new_group,
+    recv,
     reduce_op,
     scatter,
+    send,
 )
 
 from shardtrain.comm import native
@@ -117,7 +121,6 @@ def control_device(group: Group | None = None) -> torch.device:
     return torch.device("cpu" if group is None else native.device_types(group)[0])
 
 
-def barrier() -> None:
-    """Return once every rank has come here."""
-    if world_size() > 1:
-        dist.barrier()
+def barrier(*args: Any, **keywords: Any) -> Any:
+    """Do as torch's, and nothing without a process group."""
+    return dist.barrier(*args, **keywords) if dist.is_initialized() else None

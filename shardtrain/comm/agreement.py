@@ -3,24 +3,29 @@
 Texts travel as bytes in small collectives, never as pickles.
 
 In a public collective every rank sends every other one a row of numbers: what it is about to do, or that its
-arguments are wrong. All ranks judge the same table, so they come to the same verdict. Only a refusal needs
-texts. Two ranks, one gathering int64 ``[2]`` and the other ``[3]``::
+arguments are wrong. All ranks judge the same table, so they come to the same verdict; a table that was agreed
+once is known. Only a refusal needs texts. Two ranks, one gathering int64 ``[2]`` and the other ``[3]``::
 
     row of rank 0    0   digest of (all_gather, int64, [2], cpu)   1   16 16   16 16
     row of rank 1    0   another digest                            1   24 24   24 24
 
-On gloo rows are messages, and the payload does not wait for them, since one more round of messages costs
-milliseconds on busy machines. Where ranks disagree it does no harm: tags hold sizes, so only messages of one
-size meet, and a refusal sends or receives what has no counterpart. On other backends the rows are one small
-all-gather before the payload, for which the host waits. Over torch's fake process group, which moves nothing,
-a rank checks its own arguments only.
+On gloo a row is the head of a message, and a part of at most ``EAGER_BYTES`` follows it there: agreeing takes
+a small call no round of its own. Receives have room for the longest such message, which gloo lets a shorter
+one fill in part, so these meet whatever the ranks mean. Longer parts are messages of their own, sent at once.
+Where ranks disagree that does no harm: tags hold sizes, so only messages of one size meet, and a refusal
+sends or receives what has no counterpart. On other backends the rows are one small all-gather before the
+payload, for which the host waits. Over torch's fake process group, which moves nothing, a rank checks its own
+arguments only.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import zlib
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
@@ -28,11 +33,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.comm import native
-from shardtrain.comm.messages import ROW, TEXT, Mailbox, start_exchange
+from shardtrain.comm.messages import ROW, TEXT, Mailbox
 from shardtrain.comm.transport import Pending, Ranks
 
 _TEXT_BYTES = 1024
 _NAMED = 4  # ranks that a refusal names in full
+EAGER_BYTES = 1 << 15  # parts up to here go with the row
+
+# Address and bytes of a part in host memory: views of torch's cost 10 us each where caches are cold.
+Part = tuple[int, int]
 
 
 def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
@@ -80,16 +89,18 @@ def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.de
 class Agreement:
     """What all ranks say that they are about to do; their rows are on their way from construction on.
 
-    ``row``: whether this rank is at fault, a digest of what must be the same on every rank, whether its
-    payload goes as messages and at once, then bytes for each rank, and bytes from each. ``words``: returns
-    the call in words, or what is wrong with it.
+    ``row``: int64s: whether this rank is at fault, a digest of what must be the same on every rank, whether
+    its payload goes as messages, then bytes for each rank, and bytes from each. ``words``: the call in words,
+    or what is wrong with it. ``parts``: see `Part`; for each rank, if they go as messages.
     """
 
-    def __init__(self, mailbox: Mailbox, row: list[int], words: Callable[[], str]) -> None:
-        self._mailbox, self._row, self._words = mailbox, row, words
-        self._alone = mailbox.group is None or mailbox.world == 1 or not native.moves_bytes(mailbox.group)
+    def __init__(self, mailbox: Mailbox, row: list[int], words: str, parts: Sequence[Part]) -> None:
+        self._mailbox, self._words, self._parts = mailbox, words, parts
+        self._row = array("q", row).tobytes()
+        group = mailbox.group
+        self._alone = group is None or mailbox.world == 1 or not (parts or native.moves_bytes(group))
         if not self._alone:
-            self._table, self._pending = self._share(torch.tensor(row, dtype=torch.int64), ROW)
+            self._came, self._pending = self._share(self._row, ROW, parts, EAGER_BYTES)
 
     def settle(self, moving: Pending) -> None:
         """Wait for all rows; raise the refusal that every rank raises, if there is one.
@@ -98,55 +109,80 @@ class Agreement:
         """
         if self._alone:
             if self._row[0]:
-                raise ValueError(f"rank {self._mailbox.rank}: {self._words()}")
+                raise ValueError(f"rank {self._mailbox.rank}: {self._words}")
             return
         self._pending.wait()
-        rows = Rows(self._table.tolist())
-        if any(rows.faults) or len(set(rows.digests)) > 1 or rows.sent != rows.expected:
+        rows = rows_of(*(ctypes.string_at(came.data_ptr(), len(self._row)) for came in self._came))
+        if not rows.agree:
             supplied = rows.supply(self._mailbox)
             moving.wait()
             self._mailbox.wait(supplied)
-            raise ValueError("; ".join(rows.complaints(self._texts())))
+            came, pending = self._share(self._words.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES), TEXT)
+            pending.wait()
+            texts = [bytes(text.tolist()).rstrip().decode(errors="replace") for text in came]
+            raise ValueError("; ".join(rows.complaints(texts)))
 
-    def _texts(self) -> list[str]:
-        """Gather every rank's call in words."""
-        words = self._words().encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        table, pending = self._share(torch.frombuffer(bytearray(words), dtype=torch.uint8), TEXT)
-        pending.wait()
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+    def arrived(self) -> list[Tensor]:
+        """Return what has come behind each rank's row: uint8, as much as may be there; after `settle`."""
+        return [came[len(self._row) :] for came in self._came]
 
-    def _share(self, mine: Tensor, tag: int) -> tuple[Tensor, Pending]:
-        """Start sending ``mine`` to every rank; return the table ``[world, len(mine)]`` of all ranks'."""
-        world, group = self._mailbox.world, self._mailbox.group
+    def deliver(self, into: Sequence[Part]) -> None:
+        """Copy the short parts that have come, and this rank's own, to where they belong; after `settle`."""
+        for rank, (address, size) in enumerate(into):
+            if rank == self._mailbox.rank:
+                ctypes.memmove(address, self._parts[rank][0], size)
+            elif size <= EAGER_BYTES:
+                ctypes.memmove(address, self._came[rank].data_ptr() + len(self._row), size)
+
+    def _share(
+        self, mine: bytes, tag: int, parts: Sequence[Part] = (), room: int = 0
+    ) -> tuple[list[Tensor], Pending]:
+        """Start sending ``mine`` to every rank, and behind it ``parts[r]`` to rank r if that is short.
+
+        Returns:
+            What comes from each rank, uint8, with ``room`` for that many bytes behind its ``mine``.
+        """
+        mailbox, group, head = self._mailbox, self._mailbox.group, len(mine)
         assert group is not None, "a rank alone shares nothing"
-        if native.has_gloo(group):
-            table = mine.new_empty((world, mine.numel()))
-            return table, start_exchange(self._mailbox, tag, [mine] * world, list(table))
-        mine = mine.to(native.device_types(group)[0])
-        table = mine.new_empty((world, mine.numel()))
-        native.all_gather(table.view(-1), mine, group)
-        return table, Pending()
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if not parts and not native.has_gloo(group):
+            own = own.to(native.device_types(group)[0])
+            table = own.new_empty((mailbox.world, head))
+            native.all_gather(table.view(-1), own, group)
+            return list(table.cpu()), Pending()
+        came = [own if peer == mailbox.rank else own.new_empty(head + room) for peer in range(mailbox.world)]
+        works = [group.recv([came[peer]], peer, tag) for peer in mailbox.peers()]
+        for peer in mailbox.peers():
+            address, size = parts[peer] if parts and parts[peer][1] <= EAGER_BYTES else (0, 0)
+            message = own.new_empty(head + size)
+            ctypes.memmove(message.data_ptr(), mine, head)
+            ctypes.memmove(message.data_ptr() + head, address, size)
+            works.append(group.send([message], peer, tag))
+        return came, Pending(lambda: mailbox.wait(works))
 
 
 class Rows:
     """All ranks' rows: ``s`` sends ``sent[s][r]`` bytes to ``r``, which expects ``expected[s][r]``."""
 
-    def __init__(self, table: list[list[int]]) -> None:
-        world = len(table)
+    def __init__(self, *rows: bytes) -> None:
+        world, table = len(rows), [memoryview(row).cast("q").tolist() for row in rows]
         self.faults, self.digests, self.posted = ([row[column] for row in table] for column in range(3))
         self.sent = [row[3 : 3 + world] for row in table]
         self.expected = [list(column) for column in zip(*(row[3 + world :] for row in table), strict=True)]
+        self.agree = not any(self.faults) and len(set(self.digests)) == 1 and self.sent == self.expected
 
     def supply(self, mailbox: Mailbox) -> list[dist.Work]:
         """Post the counterpart, of any content, of every message to or from this rank that has none.
 
-        If rank 0 sends 16 bytes to rank 1, which expects 24: rank 1 receives 16 more, rank 0 sends 24 more.
+        If rank 0 sends 48,000 bytes to rank 1, which expects 64,000: rank 1 receives 48,000 more, and rank 0
+        sends 64,000 more.
         """
         works = []
         for peer in mailbox.peers():
             for sender, receiver in ((peer, mailbox.rank), (mailbox.rank, peer)):
                 sent = self.sent[sender][receiver] * self.posted[sender]
                 wanted = self.expected[sender][receiver] * self.posted[receiver]
+                sent, wanted = (size if size > EAGER_BYTES else 0 for size in (sent, wanted))
                 if sent != wanted:
                     transfer = mailbox.receive if sender == peer else mailbox.send
                     scratch = torch.zeros(sent if sender == peer else wanted, dtype=torch.uint8)
@@ -156,22 +192,19 @@ class Rows:
     def complaints(self, texts: list[str]) -> list[str]:
         """Return one sentence for each rank at odds, the first few of them."""
         usual = Counter(self.digests).most_common(1)[0][0]
-        model = self.digests.index(usual)
-        found = [f"rank {rank}: {texts[rank]}" for rank, fault in enumerate(self.faults) if fault] or [
+        model, every = self.digests.index(usual), range(len(texts))
+        found = [f"rank {rank}: {texts[rank]}" for rank in every if self.faults[rank]] or [
             f"rank {rank}: expected the same as on rank {model}, {texts[model]}, found {texts[rank]}"
-            for rank, digest in enumerate(self.digests)
-            if digest != usual
+            for rank in every
+            if self.digests[rank] != usual
         ]
-        more = [f"and {len(found) - _NAMED} more ranks"] if len(found) > _NAMED else []
-        return [*found[:_NAMED], *more] or [self._mismatch(texts)]
+        if found:
+            return (
+                found if len(found) <= _NAMED else [*found[:_NAMED], f"and {len(found) - _NAMED} more ranks"]
+            )
+        s, r = next((s, r) for s in every for r in every if self.sent[s][r] != self.expected[s][r])
+        wanted = f"rank {r}: expected {self.expected[s][r]} bytes from rank {s} ({texts[r]})"
+        return [f"{wanted}, found that rank {s} sends it {self.sent[s][r]} ({texts[s]})"]
 
-    def _mismatch(self, texts: list[str]) -> str:
-        """Name the first two ranks of which one sends another number of bytes than the other expects."""
-        every = range(len(texts))
-        pairs = ((s, r) for s in every for r in every if self.sent[s][r] != self.expected[s][r])
-        sender, receiver = next(pairs)
-        return (
-            f"rank {receiver}: expected {self.expected[sender][receiver]} bytes from rank {sender} "
-            f"({texts[receiver]}), found that rank {sender} sends it {self.sent[sender][receiver]} "
-            f"({texts[sender]})"
-        )
+
+rows_of = functools.lru_cache(maxsize=1024)(Rows)

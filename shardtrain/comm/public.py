@@ -3,10 +3,9 @@
 ``from shardtrain import comm as dist`` runs torch's documented examples. What is different:
 
 - on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
-  twice as fast as gloo's own at tens of megabytes, slower below one. Stacked outputs and uneven lists work;
+  twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
 - arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank
-  (``agreement.py``). Outputs of calls under way on that group are then undefined; the group remains usable;
-- inputs may be strided; outputs must be contiguous.
+  (``agreement.py``). Outputs of calls under way on that group are then undefined; the group remains usable.
 
 With ``async_op=True`` a thread completes the call on gloo. On other backends the agreement is reached inside
 the call, and the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from threading import Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from shardtrain.comm import native
-from shardtrain.comm.agreement import Agreement
-from shardtrain.comm.arithmetic import check_op, op_name
+from shardtrain.comm.agreement import EAGER_BYTES, Agreement, Part
+from shardtrain.comm.arithmetic import check_op, merge, op_name
 from shardtrain.comm.messages import WINDOW, Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement
@@ -159,21 +159,6 @@ def all_to_all_single(
     return _run(Call("all_to_all_single", ALL_TO_ALL, *sides, dist.all_to_all_single), group, async_op)
 
 
-class Payload(NamedTuple):
-    """What a call whose arguments are good moves to and from this rank, in flat tensors.
-
-    ``words``, ``row``: what the other ranks hear of it, see `Agreement`. ``reads[r]``: what rank ``r`` gets.
-    ``writes[r]``: where what it sends goes, or the output, into which the call merges that. ``own``: the
-    backend's own collective; ``None`` where messages carry the call.
-    """
-
-    words: str
-    row: list[int]
-    reads: list[Tensor]
-    writes: list[Tensor]
-    own: Callable[..., Work | None] | None
-
-
 def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     """Check the arguments, agree with the other ranks, and move."""
     group = group or dist.group.WORLD
@@ -181,35 +166,50 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     if rank < 0:
         warnings.warn(f"{call.name} called on a rank that does not belong to the given group", stacklevel=4)
         return None
-    mailbox = Mailbox(group, rank, world)
+    mailbox, parts, own, least = Mailbox(group, rank, world), list[Part](), None, EAGER_BYTES
     try:
-        payload = _check(call, mailbox)
-        words, row, reads, writes, own = payload
+        words, row, reads, writes = _check(call, mailbox)
+        if world == 1:
+            least = -1  # nothing goes with a row
+        elif row[2]:
+            parts = _places(call.input, reads)
+        else:
+            own = _backends_own(call, reads, writes)
+        count(call.movement, [sum(reads) - reads[rank]])
     # Whatever it is, the others must hear of it, or they would wait for this rank until the time-out.
     except Exception as error:
-        payload, words, row = None, str(error), [1, 0, 0] + [0] * 2 * world
-    agreement, moving = Agreement(mailbox, row, lambda: words), Pending()
+        words, row, reads = str(error), [1, 0, 0] + [0] * 2 * world, []
+    agreement, moving = Agreement(mailbox, row, words, parts), Pending()
 
     def finish() -> None:
         try:
             agreement.settle(moving)
         except ValueError as refusal:
             raise ValueError(f"{call.name} refused on every rank: {refusal}") from None
+        if parts and call.op is None:
+            agreement.deliver(_places(call.output, writes))
+        elif parts and writes[rank] <= EAGER_BYTES:
+            out = _flat(call.output.given)
+            values = [came[: out.nbytes].view(out.dtype) for came in agreement.arrived()]
+            values[rank] = _cut(call.input, reads)[rank]
+            merge(values, out, call.op)
         moving.wait()
 
-    if payload is not None:
-        if own is not None:
-            finish()
+    if own is not None:
+        finish()
+        return own(group=group, async_op=async_op)
+    if reads and max(*reads, *writes) > least:
         # Calls under way at the same time may have one size and so one tag: all their receives are posted at
         # once, in the order of the calls, and none later.
-        elif call.op is None:
-            moving = start_exchange(mailbox, None, reads, writes)
+        sides = _cut(call.input, reads), _cut(call.output, writes)
+        outgoing, incoming = (
+            [part[: part.numel() * (part.nbytes > least)] for part in side] for side in sides
+        )
+        if call.op is None:
+            moving = start_exchange(mailbox, None, outgoing, incoming)
         else:
             window = sys.maxsize if async_op else WINDOW
-            moving = start_reduce_scatter(mailbox, None, reads, writes[rank], call.op, window)
-        count(call.movement, (part.nbytes for peer, part in enumerate(reads) if peer != rank))
-        if own is not None:
-            return own(group=group, async_op=async_op)
+            moving = start_reduce_scatter(mailbox, None, outgoing, incoming[rank], call.op, window)
     if async_op:
         return Background(finish)
     finish()
@@ -241,44 +241,38 @@ class Background(Work):
         return self._end.done()
 
 
-def _check(call: Call, mailbox: Mailbox) -> Payload:
-    """Return what ``call`` moves, of dense tensors of one dtype, on a device that the group moves.
+def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int], list[int], list[int]]:
+    """Return the call in words and its row, see `Agreement`; the bytes for each rank, and those from each.
+
+    Tensors must be dense, contiguous, of one dtype, on a device that the group moves.
 
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
     """
     group, rank, world = mailbox.group, mailbox.rank, mailbox.world
-    inputs, outputs = _tensors(call.input, world), _tensors(call.output, world)
-    device, read = inputs[0].device, _shape(inputs)
+    outputs, inputs = _tensors(call.output, world), _tensors(call.input, world)
+    device, dtype, read = inputs[0].device, inputs[0].dtype, _shape(inputs)
     other = next((item.device for item in (*inputs, *outputs) if item.device != device), None)
     if other is not None:
         raise ValueError(f"expected all tensors on one device, found {device} and {other}")
+    by_messages = group is None or world == 1 or (device.type == "cpu" and native.has_gloo(group))
     if group is not None and device.type not in native.device_types(group):
         moved = ", ".join(native.device_types(group))
         raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
-    sources = [_readable(item) for item in inputs]
-    targets = [_writable(item, call.output.name) for item in outputs]
-    # torch lets a complex tensor meet its real counterpart, so the flat views are compared.
-    dtypes = dict.fromkeys(item.dtype for item in (*sources, *targets))
-    if len(dtypes) > 1:
-        raise ValueError(f"expected all tensors to have one dtype, found {', '.join(map(str, dtypes))}")
+    # torch lets a complex tensor meet its real counterpart.
+    if any(item.dtype.to_real() != dtype.to_real() for item in (*inputs, *outputs)):
+        dtypes = ", ".join(dict.fromkeys(str(item.dtype) for item in (*inputs, *outputs)))
+        raise ValueError(f"expected all tensors to have one dtype, found {dtypes}")
     if call.movement is REDUCE:
-        check_op(call.op, inputs[0].dtype)
-    reads, writes = _parts(call.input, sources, world), _parts(call.output, targets, world)
-    if reads[rank].numel() != writes[rank].numel():
+        check_op(call.op, dtype)
+    reads, writes = _sizes(call.input, inputs, world), _sizes(call.output, outputs, world)
+    if reads[rank] != writes[rank]:
         fit = f"expected {call.output.name} to fit {call.input.name} between {world} ranks"
         raise ValueError(f"{fit}, found {_shape(outputs)} for {read}")
-    own = None
-    if group is not None and world > 1 and not (device.type == "cpu" and native.has_gloo(group)):
-        sides = (call.output, targets), (call.input, sources)
-        tensors = [flat if side.parts == LIST else flat[0] for side, flat in sides]
-        by_rows = [writes, reads] if call.input.parts == ROWS else []
-        own = partial(call.own, *tensors, *([part.numel() for part in parts] for parts in by_rows))
     words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {read}"
     # What must be the same on every rank. The shapes of an all-to-all need not.
-    alike = f"{call.name} of {reads[0].dtype} on {device.type}" if call.movement is ALL_TO_ALL else words
-    sizes = [part.nbytes for part in (*reads, *writes)]
-    return Payload(words, [0, zlib.crc32(alike.encode()), own is None, *sizes], reads, writes, own)
+    alike = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
+    return words, [0, zlib.crc32(alike.encode()), by_messages, *reads, *writes], reads, writes
 
 
 def _tensors(side: Side, world: int) -> list[Tensor]:
@@ -293,45 +287,25 @@ def _tensors(side: Side, world: int) -> list[Tensor]:
             raise ValueError(f"expected a tensor in {name}, found {type(item).__name__}")
         if item.layout is not torch.strided:
             raise ValueError(f"expected dense tensors, found {item.layout}")
+        if not item.is_contiguous() or item.is_conj() or item.is_neg():
+            raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
     return [*items]
 
 
-def _readable(item: Tensor) -> Tensor:
-    """Return ``item`` flat, contiguous, outside autograd; complex values as pairs of real ones."""
-    plain = item.detach().resolve_neg()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
-    return plain.contiguous().view(-1)
-
-
-def _writable(item: Tensor, name: str) -> Tensor:
-    """Return ``item`` itself under a flat view; what cannot be written through one is refused."""
-    plain = item.detach()
-    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
-        raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
-    return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
-
-
-def _parts(side: Side, flat: list[Tensor], world: int) -> list[Tensor]:
-    """Return every rank's part of ``flat``, the flat tensors of ``side``.
-
-    Split 3, 1 by rows, a ``[4, 5]`` tensor has parts of 15 and 5 elements.
-    """
-    if side.parts == LIST:
-        return flat
-    if side.parts == ALL:
-        return flat * world
-    item, name = side.given, side.name
-    rows = item.shape[0] if side.parts == ROWS and item.dim() else item.numel()
-    sizes = side.sizes or [rows // world] * world
+def _sizes(side: Side, items: Sequence[Tensor], world: int) -> list[int]:
+    """Return the bytes of every rank's part. Split 3, 1 by rows, fp32 ``[4, 5]`` has parts of 60 and 20."""
+    name, first, sizes = side.name, items[0], [item.nbytes for item in items]
+    if side.parts in (LIST, ALL):
+        return sizes if side.parts == LIST else sizes * world
+    rows = first.shape[0] if side.parts == ROWS and first.dim() else first.numel()
+    splits = side.sizes or [rows // world] * world
     if not side.sizes and rows % world:
-        raise ValueError(f"expected {name} to have equal parts for {world} ranks, found {_shape([item])}")
-    are_sizes = all(isinstance(size, int) and size >= 0 for size in sizes)
-    if not are_sizes or len(sizes) != world or sum(sizes) != rows:
+        raise ValueError(f"expected {name} to have equal parts for {world} ranks, found {_shape(items)}")
+    are_splits = all(isinstance(size, int) and size >= 0 for size in splits)
+    if not are_splits or len(splits) != world or sum(splits) != rows:
         wanted = f"{world} split sizes of at least 0 that add up to the {rows} rows of {name}"
-        raise ValueError(f"expected {wanted}, found {list(sizes)}")
-    elements = flat[0].numel() // max(rows, 1)
-    return list(flat[0].split([size * elements for size in sizes]))
+        raise ValueError(f"expected {wanted}, found {list(splits)}")
+    return [size * (first.nbytes // max(rows, 1)) for size in splits]
 
 
 def _shape(items: Sequence[Tensor]) -> str:
@@ -339,3 +313,37 @@ def _shape(items: Sequence[Tensor]) -> str:
     where = "" if items[0].is_cpu else f" on {items[0].device.type}"
     shapes = ", ".join(str(list(item.shape)) for item in items)
     return f"{str(items[0].dtype).removeprefix('torch.')} {shapes}{where}"
+
+
+def _places(side: Side, sizes: Sequence[int]) -> list[Part]:
+    """Return where every rank's part of ``side`` is, of ``sizes`` bytes."""
+    if side.parts == LIST:
+        return [(item.data_ptr(), size) for item, size in zip(side.given, sizes, strict=True)]
+    start, step = side.given.data_ptr(), side.parts != ALL
+    before = accumulate(sizes[:-1], initial=0)
+    return [(start + step * offset, size) for offset, size in zip(before, sizes, strict=True)]
+
+
+def _cut(side: Side, sizes: Sequence[int]) -> list[Tensor]:
+    """Return every rank's part of ``side`` as a vector, of ``sizes`` bytes."""
+    if side.parts == LIST:
+        return list(map(_flat, side.given))
+    flat = _flat(side.given)
+    if side.parts == ALL:
+        return [flat] * len(sizes)
+    return list(flat.split([size // flat.itemsize for size in sizes]))
+
+
+def _flat(item: Tensor) -> Tensor:
+    """Return ``item`` as a vector outside autograd; complex values as pairs of real ones."""
+    plain = item.detach()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
+
+
+def _backends_own(call: Call, reads: Sequence[int], writes: Sequence[int]) -> Callable[..., Work | None]:
+    """Return the backend's own collective, given its tensors."""
+    sides = (call.output, call.input)
+    flat = [_cut(side, reads) if side.parts == LIST else _flat(side.given) for side in sides]
+    by_rows = [writes, reads] if call.input.parts == ROWS else []
+    size = call.input.given.itemsize if by_rows else 1
+    return partial(call.own, *flat, *([each // size for each in sizes] for sizes in by_rows))
