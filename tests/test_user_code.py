@@ -410,6 +410,8 @@ def test_arguments_of_shard_are_refused() -> None:
         shard(sharded())
     with refused("^0 is sharded already"):
         shard(nn.Sequential(sharded()))
+    with refused("^0 is sharded already"):
+        shard(nn.Sequential(sharded().blocks[0]))  # a unit of another model
     with refused("^the root is a ModuleList, which has no forward"):
         shard(nn.ModuleList([Net()]))
     with refused("^units names ModuleList, but the model has no"):

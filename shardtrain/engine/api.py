@@ -200,7 +200,7 @@ def _check(
     if mesh is not None:
         _check_mesh(mesh)
     for name, child in module.named_modules():
-        if is_sharded(child):
+        if is_sharded(child) or is_entrance(child):
             raise ValueError(f"{name or type(child).__name__} is sharded already; shard the root once")
     check_forward("the root", module)
     lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
