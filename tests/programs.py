@@ -49,16 +49,12 @@ class Program:
         for process in self._processes:
             os.kill(process.pid, number)
 
-    def over(self, timeout: float) -> bool:
-        """Whether all ranks have ended, ``timeout`` seconds from now at the latest."""
+    def end(self, timeout: float = 100.0) -> Ended:
+        """What it was when all of its ranks had ended."""
         deadline = time.monotonic() + timeout
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        return not any(process.is_alive() for process in self._processes)
-
-    def end(self, timeout: float = 100.0) -> Ended:
-        """What it was when all of its ranks had ended."""
-        assert self.over(timeout), f"not over in {timeout} s: {self.output}{self.errors}"
+            assert not process.is_alive(), f"not over in {timeout} s: {self.output}{self.errors}"
         return Ended([process.exitcode for process in self._processes], self.output, self.errors)
 
 

@@ -130,15 +130,6 @@ def test_batches_that_ranks_do_not_divide() -> None:
         require_equal_parts(composed("+recipe=resnet").train, world_size)
 
 
-@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info", "config"]])
-def test_what_hydra_prints_appears_only_where_asked(flags: list[str]) -> None:
-    for speak in (True, False):
-        output = io.StringIO()
-        with redirect_stdout(output):
-            assert compose(flags, speak=speak) is None
-        assert bool(output.getvalue()) == speak
-
-
 def test_composing_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     argv = list(sys.argv)

@@ -42,7 +42,7 @@ from small import (
     sharded_and_replica,
     train_in_micro_batches,
 )
-from test_replicated import assert_replicas_are_equal
+from test_transports import assert_replicas_are_equal
 
 Inside = Callable[[nn.Module], None]
 BF16 = shardtrain.Precision(param=torch.bfloat16, output=torch.float32)

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from shardtrain.comm.trace import GATHER, Span
 from shardtrain.engine.precision import Precision
 from shardtrain.job import pictures
 from shardtrain.job.build import build
-from shardtrain.job.data import Prepare
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.format import MIB
@@ -300,24 +298,16 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
     ]
 
 
-def with_a_slow_rank(folder: str) -> None:
-    """Rank 1 takes long to prepare its batches."""
-    prepare = Prepare.__call__
-
-    def slowly(self: Prepare, *arguments: Any) -> torch.Tensor:
+@each_rank(2, transport="auto")
+def test_a_planted_slow_rank_is_found_with_its_phase() -> None:
+    job, _ = build(configure(*SHORT), comm.rank(), comm.world_size(), CPU)
+    metrics = StepMetrics(job)
+    with metrics.step(), metrics.phase("data"):
         time.sleep(0.6 * comm.rank())
-        return prepare(self, *arguments)
-
-    short = ("data.train_images=48", "train.epochs=1", "train.log_every=2", "checkpoint.keep=0")
-    with patch.object(Prepare, "__call__", slowly):
-        run(folder, *short, "monitor.tensorboard=false")
-
-
-def test_a_planted_slow_rank_is_named_with_its_phase(on_ranks: Any, tmp_path: Path) -> None:
-    on_ranks(2, with_a_slow_rank, str(tmp_path))
-    log = (tmp_path / "log.txt").read_text()
-    assert "step 4: rank 1 is slow: busy " in log
-    assert "most of it in data (+" in log
+    step_of(metrics, TWO)
+    slow = metrics.report(2, ONE).slow
+    assert slow is not None
+    assert slow[:2] == (1, "data")
 
 
 # traces and pictures of steps, by a clock that the ranks share

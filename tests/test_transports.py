@@ -1,50 +1,66 @@
-"""Ranks that share memory, on one host and on several, simulated by a forced key; offloaded shards."""
+"""Ranks that share memory, on one host and on several that are simulated; offload; hybrid sharding."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
-from shardtrain import Precision, comm
+from shardtrain import Precision, checkpoint, comm
+from shardtrain.comm import Tag
 from shardtrain.comm.shared_memory import Arena
-from shardtrain.job.build import build
+from shardtrain.comm.transport import Shipment
+from shardtrain.job.build import build, require_equal_groups
 from shardtrain.job.config import from_hydra
 from shardtrain.job.hydra_app import compose
+from shardtrain.job.schema import UserError
+from shardtrain.layout import Policy, even
 from shardtrain.monitor import StepMetrics
 from shardtrain.optim import Ema
 
-from pool import each_rank
+from pool import Ranks, each_rank
 from small import (
     Block,
     Deep,
     OddNet,
+    TwoPaths,
+    Vit,
     assert_at_rest,
     assert_same_parameters,
     classify,
     images,
+    like_a_replica,
+    mesh,
     raised_soon,
     sgd,
     shard,
     sharded_and_replica,
     train,
     train_in_micro_batches,
+    whole_state,
 )
-from test_engine import mean_of_means
-from tiny import CPU
+from test_engine import adamw, leaves, mean_of_means, momentum_sgd
+from test_whole import muon
+from tiny import CPU, configure
 
 BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
 
@@ -114,6 +130,18 @@ def test_hosts_that_cannot_share_fall_back_with_one_line(of_ranks: list[int], wh
     with hosts(of_ranks):
         refusal = raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), transport="shared_memory"))
     assert refusal == f"transport='shared_memory' is not possible: {why}"
+
+
+@each_rank(4, transport="auto")
+def test_hosts_exchange_uneven_intervals() -> None:
+    found = []
+    for of_ranks in ([0] * 4, BLOCKS):
+        torch.manual_seed(0)
+        with hosts(of_ranks):
+            model = shardtrain.shard(OddNet(), units=leaves, layout="whole")
+        found.append((type(shardtrain.introspect(model).transport), train(model, momentum_sgd(model))))
+    assert found[1][0] is comm.HostsTransport
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
 
 
 # one host
@@ -202,3 +230,331 @@ def test_a_run_adds_up_where_units_compute() -> None:
 def test_on_the_cpu_there_is_nothing_to_offload() -> None:
     model = shard(OddNet(), units=[Block], offload=True)
     assert not isinstance(shardtrain.introspect(model).transport, comm.Offloaded)
+
+
+# hybrid sharding: replicas against DDP, one another and theory; what they save and load
+
+
+HYBRID = (2, 2)
+
+
+def hybrid_and_replica(
+    make: Callable[[], nn.Module], sizes: tuple[int, int], **options: Any
+) -> tuple[nn.Module, DistributedDataParallel]:
+    model, replica = sharded_and_replica(make, mesh=mesh(*sizes), **options)
+    replica.register_comm_hook(None, mean_of_means(sizes[1]))
+    return model, replica
+
+
+def assert_replicas_are_equal(model: nn.Module) -> None:
+    """Every rank's pieces are those of the ranks at the same place in the other shard groups, to the bit."""
+    pieces = torch.cat([param.detach().flatten() for param in model.parameters()])
+    transport = shardtrain.introspect(model).transport
+    found: list[torch.Tensor] = [pieces] * dist.get_world_size()
+    dist.all_gather_object(found, pieces)
+    assert all(torch.equal(other, pieces) for other in found[transport.rank :: transport.world])
+
+
+def freeze() -> nn.Module:
+    net = OddNet()
+    net.stem.requires_grad_(False)
+    net.blocks[1].conv.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "optimizer"),
+    [
+        (Vit, HYBRID, adamw),
+        (OddNet, HYBRID, momentum_sgd),
+        (freeze, HYBRID, sgd),
+        (OddNet, (4, 1), sgd),  # DDP
+        (OddNet, (1, 4), sgd),  # full sharding
+    ],
+)
+@each_rank(4)
+def test_training_equals_ddp_bit_for_bit(make: Any, sizes: tuple[int, int], optimizer: Any) -> None:
+    model, replica = hybrid_and_replica(make, sizes, units=None)
+    expected = train(replica, optimizer(replica))
+    assert train(model, optimizer(model)) == expected
+    assert_same_parameters(model, replica, tolerance=0)
+    assert_replicas_are_equal(model)
+
+
+class Sometimes(nn.Module):
+    """One layer is used on some ranks only, or on none; the loss may leave the second output alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.head = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor, uses: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.always(x)
+        return self.sometimes(x) if uses else x, self.head(x)
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["layers of the root", "outputs of nested units"])
+@each_rank(4)
+def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
+    """Weight decay would move what has a gradient of zeros; what has none must stay as it is."""
+    for users in ([3], [1, 2], []):
+        uses = dist.get_rank() in users
+
+        def step(net: nn.Module, number: int, uses: bool = uses) -> None:
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+            first, second = net(x, uses or not skips)
+            (first.square().mean() + (second.mean() if uses else 0.0)).backward()
+
+        units = [] if skips else [nn.Linear, nn.Sequential]
+        assert_replicas_are_equal(like_a_replica(Sometimes, step, mesh=mesh(*HYBRID), units=units))
+
+
+class Touched(nn.Module):
+    """A weight whose gradient is -0.0 where it is used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.touched = nn.Linear(5, 5), nn.Parameter(torch.ones(9))
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return self.always(x) + (self.touched * -0.0).sum() if uses else self.always(x)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 1)], ids=str)
+@each_rank(4)
+def test_a_gradient_of_minus_zeros_is_none_that_is_absent(sizes: tuple[int, int]) -> None:
+    for users in (1, 0):
+        model = shard(Touched(), mesh=mesh(*sizes), units=[])
+        model(torch.ones(1, 5), dist.get_rank() < users).sum().backward()
+        if model.touched.numel():
+            assert (model.touched.grad is not None) == bool(users)
+
+
+@pytest.mark.parametrize("sizes", [HYBRID, (4, 1)], ids=str)
+@each_rank(4)
+def test_traffic_is_as_theory_says(sizes: tuple[int, int]) -> None:
+    """Inside as in a shard group alone, across 2 (R-1)/R of the interval; nothing under no_sync."""
+    replicate, group = sizes
+    model = shard(OddNet(), mesh=mesh(*sizes), units=[Block])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, optimizer, 1)
+    with comm.meter() as waiting, shardtrain.no_sync(model):
+        F.cross_entropy(model(images(1)[0]), images(1)[1]).backward()
+    assert waiting.bytes["reduce_scatter"] == waiting.bytes["all_reduce"] == waiting.calls["all_reduce"] == 0
+    with comm.meter() as found:
+        train(model, optimizer, 1)
+    root, *blocks = shardtrain.introspect(model).units
+    reduced = root.local_bytes + sum(block.local_bytes for block in blocks)
+    gathered = root.local_bytes + 2 * sum(block.local_bytes for block in blocks)
+    assert found.bytes["reduce_scatter"] == (group - 1) * reduced
+    assert found.bytes["all_gather"] == (group - 1) * gathered
+    across = 2 * (replicate - 1) * reduced / replicate
+    assert found.bytes["all_reduce"] == pytest.approx(across, abs=3)
+    assert found.calls["all_reduce"] == 3
+    with comm.meter() as clipping:
+        assert shardtrain.clip_grad_norm_(model, 1e9, norm_type=float("inf")) > 0
+    assert clipping.calls == {"all_reduce": 1}
+
+
+@each_rank(4, transport="auto")
+def test_bad_meshes_are_refused() -> None:
+    def refused(on: DeviceMesh, **options: Any) -> str:
+        return raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), mesh=on, **options))
+
+    texts = [refused(DeviceMesh("cpu", ranks)) for ranks in ([[[0, 1], [2, 3]]], [[0, 1]], [[0, 2], [3, 1]])]
+    assert [*texts, refused(mesh(*HYBRID), precision=Precision(reduce=torch.int8))] == [
+        "mesh must be a 1-D DeviceMesh or a 2-D one (replicate, shard), got 3 dimensions",
+        "a 2-D mesh must hold every rank: expected 4 ranks, got 1×2",
+        "the ranks of a 2-D mesh must ascend along both dimensions, got [[0, 2], [3, 1]]",
+        "int8 gathers and reductions are for one shard group; use a 1-D mesh with them",
+    ]
+    outside = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() == 3:
+        assert refused(outside) == "rank 3 is not in the mesh, which holds [0, 1]"
+
+
+@each_rank(4, transport="auto")
+def test_the_backends_own_collectives_serve_as_well() -> None:
+    """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
+    model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
+    transport = shardtrain.introspect(model).transport
+    for part in (transport.inner, transport.across.part):
+        part.has_gloo = False
+    expected = train(replica, sgd(replica), 4)
+    assert train(model, sgd(model), 4) == pytest.approx(expected, rel=1e-5)
+    assert_replicas_are_equal(model)
+
+
+@each_rank(3, transport="auto")
+def test_a_part_of_a_group_exchanges_among_its_own() -> None:
+    members = [0, 2]
+    group = dist.new_group(members)
+    world = dist.group.WORLD
+    assert world is not None
+    if dist.get_rank() in members:
+        part = comm.ProcessGroupTransport(world).part(members, group)
+        part.has_gloo = False
+        outgoing, incoming = part.rank + torch.tensor([0.1, 0.2]), torch.zeros(2, 1)
+        part.exchange(Tag(0, "packets"), [Shipment(outgoing, even([2], 2, 1), incoming)]).wait()
+        assert torch.equal(incoming.flatten(), torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "odd", "order"),
+    [(HYBRID, [3], "second"), (HYBRID, [2, 3], "second"), ((4, 1), [3], "second first")],
+    ids=str,
+)
+@each_rank(4)
+def test_a_rank_or_replica_on_another_path_is_named(
+    sizes: tuple[int, int], odd: list[int], order: str
+) -> None:
+    """Some ranks take another path when rank 1 already waits for rank 0."""
+    model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
+    rank = dist.get_rank()
+
+    def step(own: str) -> None:
+        model(torch.randn(2, 9), own).sum().backward()
+
+    def strayed_step_and_another() -> None:
+        step(order if rank in odd else "first second")
+        step("first second")
+
+    step("first second")
+    late_s = [0.4, 0.0, 0.2, 0.2][rank]
+    model.first.register_forward_hook(lambda *a: a[2].register_hook(lambda _: time.sleep(late_s)) and None)
+    text = raised_soon(comm.Diverged, strayed_step_and_another)
+    assert text.startswith("step 2: "), text
+    if len(odd) == 1:
+        assert re.search("rank 3 takes another path than ranks 0(, | and )1", text), text
+    else:
+        assert "ranks 0, 1, 2 and 3 take different paths: ranks 0 and 1 are" in text, text
+
+
+# state
+
+
+State = dict[str, torch.Tensor]
+
+
+class Setup(NamedTuple):
+    sizes: tuple[int, int]  # replicas, and ranks of a shard group
+    layout: Policy = "even"
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+
+
+def made(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer, Ema]:
+    torch.manual_seed(0)
+    net = OddNet().to(memory_format=torch.channels_last)
+    model = shard(net, units=[Block], mesh=mesh(*setup.sizes), layout=setup.layout)
+    return model, setup.optimizer(model), Ema(model, 0.9)
+
+
+def saved(path: str, setup: Setup) -> tuple[State, list[float]]:
+    model, optimizer, ema = made(setup)
+    train(model, optimizer, 3)
+    ema.update(1)
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank()}, averages=ema.averages)
+    return whole_state(model, optimizer), train(model, optimizer, 3, start=3)
+
+
+def loaded(path: str, setup: Setup, expected: State) -> tuple[int, list[float]]:
+    model, optimizer, ema = made(setup)
+    extra = checkpoint.load(path, model, optimizer, averages=ema.averages)
+    found = whole_state(model, optimizer)
+    torch.testing.assert_close(found, expected)  # three times a buffer, divided by 3, may not be the buffer
+    assert all(
+        torch.equal(found[name], expected[name]) for name in found.keys() - dict(model.named_buffers())
+    )
+    assert_at_rest(model)
+    losses = train(model, optimizer, 3, start=3)
+    assert_replicas_are_equal(model)
+    return int(extra["rank"]), losses
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Setup(HYBRID), Setup((3, 1))),
+        (Setup((1, 3)), Setup(HYBRID)),
+        (Setup(HYBRID), Setup(HYBRID)),
+        (Setup((1, 2), "whole", muon), Setup((1, 3), "whole", muon)),
+        (Setup((1, 2), "whole", adamw), Setup((1, 3), "even", adamw)),
+        (Setup((1, 3), "even", adamw), Setup((1, 2), "whole", adamw)),
+    ],
+    ids=lambda setup: f"{setup.sizes} {setup.layout}",
+)
+def test_a_checkpoint_goes_from_any_mesh_and_layout_to_any_other(
+    on_ranks: Ranks, tmp_path: Path, before: Setup, after: Setup
+) -> None:
+    """With the same setup, training goes on as if it had never stopped; one replica writes what all hold."""
+    path = str(tmp_path / "step")
+    before_all = on_ranks(math.prod(before.sizes), saved, path, before)
+    assert len(before_all[0][0]) > 20
+    after_all = on_ranks(math.prod(after.sizes), loaded, path, after, before_all[0][0])
+    same_world = len(after_all) == len(before_all)
+    assert [rank for rank, _ in after_all] == [rank if same_world else 0 for rank in range(len(after_all))]
+    if before == after:
+        assert [losses for _, losses in after_all] == [losses for _, losses in before_all]
+        for rank in range(4):
+            with safe_open(tmp_path / "step" / f"rank-{rank:05}.safetensors", framework="pt") as file:
+                kinds = {key.split("/")[0] for key in file.keys()}  # noqa: SIM118
+            assert "buffers" in kinds
+            assert kinds & {"parameters", "optimizer", "ema"} == (
+                {"parameters", "optimizer", "ema"} if rank < 2 else set()
+            )
+
+
+@each_rank(4)
+def test_whole_parameters_and_buffers_are_everyones() -> None:
+    model, _, _ = made(Setup(HYBRID))
+    with torch.no_grad(), shardtrain.unsharded(model):
+        model.fc.weight.fill_(2.0)  # type: ignore[union-attr]
+    whole = shardtrain.full_state_dict(model, rank0_only=True)
+    assert bool(whole) == (dist.get_rank() == 0)
+    if whole:
+        assert bool((whole["fc.weight"] == 2).all())
+        whole["fc.bias"].fill_(3.0)
+    shardtrain.load_full_state_dict(model, whole)
+    assert bool((shardtrain.full_state_dict(model)["fc.bias"] == 3).all())
+    for buffer in model.buffers():
+        buffer.fill_(dist.get_rank())
+    shardtrain.average_buffers(model)
+    means = {float(b.mean()) for b in model.buffers() if b.is_floating_point()}
+    assert means == {1.5}
+    assert_replicas_are_equal(model)
+
+
+@each_rank(4)
+def test_a_model_that_differs_in_another_replica_is_named() -> None:
+    odd = nn.Linear(3, 4 if dist.get_rank() == 3 else 5)
+    text = raised_soon(ValueError, lambda: shard(odd, mesh=mesh(*HYBRID)))
+    assert text.startswith("the model to shard differs")
+    assert "rank 3 has weight (4, 3)" in text
+
+
+@each_rank(4, transport="auto")
+def test_memory_is_shared_where_every_shard_group_is_on_one_host() -> None:
+    for of_ranks, shared in (([0, 0, 1, 1], True), ([0, 1, 0, 1], False)):
+        with hosts(of_ranks):
+            model = shardtrain.shard(OddNet(), mesh=mesh(*HYBRID))
+        train(model, sgd(model), 1)
+        assert_replicas_are_equal(model)
+        assert shardtrain.introspect(model).transport.in_place == shared
+    with (
+        hosts([0, 1, 0, 1]),
+        pytest.raises(ValueError, match=r"^transport='shared_memory' is not possi") as caught,
+    ):
+        shardtrain.shard(OddNet(), mesh=mesh(*HYBRID), transport="shared_memory")
+    assert str(caught.value).endswith(": the shard group of ranks 0, 1 is on several hosts")
+
+
+def test_replicas_that_do_not_fit_are_refused() -> None:
+    require_equal_groups(configure("parallel.replicate=2", "parallel.shard=2").parallel, 4)
+    for arguments, message in {
+        "parallel.replicate=3": "parallel.replicate=3 does not divide 4 ranks; 1, 2, 4 would",
+        "parallel.shard=3 parallel.replicate=2": "parallel.shard=3 × parallel.replicate=2 is not the number "
+        "of ranks, 4; parallel.shard=null leaves it to parallel.replicate",
+    }.items():
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            require_equal_groups(configure(*arguments.split()).parallel, 4)

@@ -32,8 +32,7 @@ from small import (
     train,
     train_in_micro_batches,
 )
-from test_engine import adamw, mean_in_rank_order, momentum_sgd
-from test_transports import BLOCKS, hosts
+from test_engine import adamw, leaves, mean_in_rank_order
 from test_user_code import Lars
 
 # what is shown
@@ -75,10 +74,6 @@ def test_balance_of_known_models(name: str, world: int, most: float) -> None:
 # the same results as with even cuts
 
 
-def _leaves(_: str, module: nn.Module) -> bool:
-    return next(module.children(), None) is None
-
-
 class Uneven(nn.Module):
     """A weight tied across units, a frozen one, and a layer that only some ranks use."""
 
@@ -98,7 +93,7 @@ class Uneven(nn.Module):
 
 SCENES: dict[str, dict[str, Any]] = {
     "a step": {},
-    "every leaf a unit": {"units": _leaves},
+    "every leaf a unit": {"units": leaves},
     "everything in the root, kept whole": {"units": [], "reshard_after_forward": False},
     "bf16": {"precision": shardtrain.Precision(torch.bfloat16)},
     "channels_last": {"make": lambda: OddNet().to(memory_format=torch.channels_last)},
@@ -151,18 +146,6 @@ def test_a_rank_sends_what_it_holds() -> None:
         assert meter.bytes["reduce_scatter"] == sum(shares) - shares[rank]
     assert sent[0] == sent[1]
     assert len(set(shares)) > 1
-
-
-@each_rank(4, transport="auto")
-def test_hosts_exchange_uneven_intervals() -> None:
-    found = []
-    for of_ranks in ([0] * 4, BLOCKS):
-        torch.manual_seed(0)
-        with hosts(of_ranks):
-            model = shardtrain.shard(OddNet(), units=_leaves, layout="whole")
-        found.append((type(shardtrain.introspect(model).transport), train(model, momentum_sgd(model))))
-    assert found[1][0] is comm.HostsTransport
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
 
 
 # optimizers

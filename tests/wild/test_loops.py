@@ -85,30 +85,6 @@ def moco(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(query, loss, sync), key]
 
 
-class Online(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.predictor = mlp(13, 31, 31, 7), mlp(7, 17, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.normalize(self.predictor(self.encoder(x)), dim=1)
-
-
-def byol(wrap: Wrap, sync: Sync) -> list[Any]:
-    online = Online()
-    target = wrap(copy.deepcopy(online.encoder))
-    online = wrap(online)
-
-    def loss() -> torch.Tensor:
-        one, two = torch.randn(2, 4, 13)
-        ahead = online(one), online(two)
-        with torch.no_grad():
-            behind = target(two), target(one)
-        return -sum((a * F.normalize(b)).sum(1).mean() for a, b in zip(ahead, behind, strict=True))
-
-    return [*train(online, loss, sync, after=lambda: follow(target, online.encoder)), target]
-
-
 class Clip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -301,19 +277,6 @@ def generation(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, loss, sync)
 
 
-def distillation(wrap: Wrap, sync: Sync) -> list[Any]:
-    teacher, student = wrap(mlp(13, 63, 63, 7).eval()), wrap(mlp(13, 31, 7))
-
-    def loss() -> torch.Tensor:
-        x = torch.randn(4, 13)
-        ours = student(x).log_softmax(1)
-        with torch.inference_mode():
-            theirs = teacher(x).softmax(1)
-        return F.kl_div(ours, theirs.clone(), reduction="batchmean")
-
-    return [*train(student, loss, sync), teacher]
-
-
 def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     """timm's groups without decay by dimensions, schedule, mixup and EMA; torchmetrics over all ranks."""
     import timm
@@ -408,8 +371,8 @@ def layer_drop(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync, steps=9)
 
 
-LOOPS = [dcgan, moco, byol, clip, detr, recurrent, unrolled, diffusion, lora, generation]
-LOOPS += [distillation, timm_recipe, fine_tuning, trainer, sam]
+LOOPS = [dcgan, moco, clip, detr, recurrent, unrolled, diffusion, lora, generation]
+LOOPS += [timm_recipe, fine_tuning, trainer, sam]
 # Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
 # SAM's norm is added up rank by rank.
 ROUNDED = (dcgan, sam)
