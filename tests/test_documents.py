@@ -102,6 +102,12 @@ def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
     on_two_ranks("mine.py", folder=tmp_path)
 
 
+def test_the_example_for_users_of_fsdp2_trains_and_is_read_by_fsdp2(tmp_path: Path) -> None:
+    (example,) = [text for file, text in blocks("python") if file.name == "from-fsdp2.md"]
+    (tmp_path / "moved.py").write_text(example)
+    on_two_ranks("moved.py", folder=tmp_path)
+
+
 @pytest.mark.parametrize("package", ["accelerate", "lightning_fabric"])
 def test_a_sharded_model_trains_in_another_loop(package: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
