@@ -95,17 +95,12 @@ def on_two_ranks(*command: str, folder: Path) -> str:
     return program.output
 
 
-def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
-    (example,) = [text for file, text in blocks("python") if file.name == "README.md" and "import " in text]
+@pytest.mark.parametrize("document", ["README.md", "from-fsdp2.md"])
+def test_the_example_of_a_document_trains(document: str, tmp_path: Path) -> None:
+    (example,) = [text for file, text in blocks("python") if file.name == document and "import " in text]
     shorter = example.replace("range(10)", "range(2)").replace("(16, 3", "(4, 3").replace("(16,)", "(4,)")
-    (tmp_path / "mine.py").write_text(shorter + "\nassert state['fc.weight'].shape == (10, 512)\n")
+    (tmp_path / "mine.py").write_text(shorter)
     on_two_ranks("mine.py", folder=tmp_path)
-
-
-def test_the_example_for_users_of_fsdp2_trains_and_is_read_by_fsdp2(tmp_path: Path) -> None:
-    (example,) = [text for file, text in blocks("python") if file.name == "from-fsdp2.md"]
-    (tmp_path / "moved.py").write_text(example)
-    on_two_ranks("moved.py", folder=tmp_path)
 
 
 @pytest.mark.parametrize("package", ["accelerate", "lightning_fabric"])
