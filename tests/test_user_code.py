@@ -520,7 +520,7 @@ def test_a_layer_whose_weight_is_read_around_it() -> None:
     assert "emb" not in [unit.name for unit in shardtrain.introspect(model).units]
     model = shard(Tied(), units=[nn.Embedding])
     way_out = (
-        r"emb.weight is this rank's piece while emb does not run, and the forward of Tied reads it: choose"
+        r"emb.weight is this rank's piece while emb does not run, and the forward of Tied reads it: call"
     )
     with pytest.raises(RuntimeError, match=way_out):
         model(batch(0))

@@ -135,8 +135,8 @@ def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
             if attribute in names and (layer in names or module is info.holder):
                 error.args = (
                     f"{error}. {info.name} is this rank's piece while {unit.title} does not run, and the "
-                    f"forward of {type(module).__name__} reads it: choose units so that they are in one, "
-                    "shard(units=...), or read it inside shardtrain.unsharded(model)",
+                    f"forward of {type(module).__name__} reads it: call {unit.title} as a module, choose "
+                    "units so that both are in one, or read it inside shardtrain.unsharded(model)",
                 )
                 return
 
