@@ -342,9 +342,11 @@ def test_a_clean_step_after_a_refused_backward() -> None:
 
 
 @each_rank(1, 2, 3, 4)
-def test_running_statistics_are_averaged() -> None:
-    model, _ = sharded_and_replica()
-    norm = model.blocks[0].norm
+def test_running_statistics_begin_as_rank_0_s_and_are_averaged() -> None:
+    norm = (net := OddNet()).blocks[0].norm
+    norm.running_mean.fill_(float(dist.get_rank()))
+    model = shard(net)
+    assert norm.running_mean.eq(0).all()
     norm.running_mean.fill_(float(dist.get_rank()))
     norm.num_batches_tracked.fill_(10 + dist.get_rank())
     mean = (dist.get_world_size() - 1) / 2
@@ -354,6 +356,27 @@ def test_running_statistics_are_averaged() -> None:
     shardtrain.average_buffers(model)
     assert norm.running_mean.eq(mean).all()
     assert norm.num_batches_tracked == 10
+
+
+def shares_a_global_batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3)).double()
+    shard(model, units=[nn.Linear] if dist.get_world_size() % 2 else [])
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+        return mine, (mine[:, 0] > 0).long()
+
+    train(model, sgd(model), 3, batch)
+    return shardtrain.full_state_dict(model)
+
+
+def test_the_same_global_batch_at_any_world_size(ranks: Ranks) -> None:
+    """With other units at odd world sizes."""
+    alone, *others = (ranks(world, shares_a_global_batch)[0] for world in (1, 2, 3, 4))
+    for state in others:
+        torch.testing.assert_close(state, alone, rtol=1e-10, atol=1e-12)
 
 
 def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,16 @@ def test_random_crops_micro_batches_and_workers_too(tmp_path: Path, workers: tup
     assert final(tmp_path / "a") == final(tmp_path / "b")
 
 
+def test_damage_falls_back_with_a_message(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
+    folder = shutil.copytree(undisturbed, tmp_path / "damaged")
+    (folder / "checkpoints/step-00000010/rank-00001.safetensors").unlink()
+    assert on_ranks(2, run, str(folder)) == ["finished"] * 2
+    log = (folder / "log.txt").read_text()
+    assert "step-00000010 is damaged: rank 1: rank-00001.safetensors is missing; it is set aside" in log
+    assert "continuing after step 8" in log
+    assert final(folder) == final(undisturbed)
+
+
 def signalled(folder: str) -> list[str]:
     events = [{3: lambda: on_rank_1(signal.SIGUSR1)}]
     return interrupted(folder, events, QUIET, "checkpoint.every_steps=100")
