@@ -5,26 +5,23 @@ It has its own file so that the program looks at a sharded model through this on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.shard import Segment
-from shardtrain.engine.unit import Gathered, Unit
+from shardtrain.engine.unit import Gathered
 
 
 class UnitInfo(NamedTuple):
     """One unit. ``parameters`` and ``bytes`` count the whole unit, ``local_bytes`` this rank's shard with its
-    padding, ``most_bytes`` the largest shard of any rank."""
+    padding."""
 
     name: str
     parameters: int
     bytes: int
     local_bytes: int
-    most_bytes: int
 
 
 class Introspection:
@@ -41,7 +38,12 @@ class Introspection:
     @property
     def units(self) -> list[UnitInfo]:
         """Every unit, root first."""
-        return [_describe(unit) for unit in self._engine.units]
+        found = []
+        for unit in self._engine.units:
+            widths = [(s.layout.numel, s.local.element_size()) for s in unit.segments]
+            sizes = sum(n for n, _ in widths), sum(n * width for n, width in widths)
+            found.append(UnitInfo(unit.name or "(root)", *sizes, sum(s.local.nbytes for s in unit.segments)))
+        return found
 
     @property
     def unit_of_parameter(self) -> dict[str, str]:
@@ -52,7 +54,9 @@ class Introspection:
     @property
     def bytes_by_rank(self) -> list[int]:
         """Bytes of the shards of each rank of the shard group, padding included."""
-        return _bytes_by_rank(self._engine.segments, self.transport.world)
+        widths = [(s.layout, s.local.element_size()) for s in self._engine.segments]
+        ranks = range(self.transport.world)
+        return [sum(layout.length(rank) * width for layout, width in widths) for rank in ranks]
 
     @property
     def gathered(self) -> Gathered:
@@ -83,18 +87,3 @@ class Introspection:
 def introspect(module: nn.Module) -> Introspection:
     """Look inside a sharded module. Raises ValueError for any other one."""
     return Introspection(engine_of(module))
-
-
-def _describe(unit: Unit) -> UnitInfo:
-    return UnitInfo(
-        name=unit.name or "(root)",
-        parameters=sum(segment.layout.numel for segment in unit.segments),
-        bytes=sum(segment.layout.numel * segment.local.element_size() for segment in unit.segments),
-        local_bytes=sum(segment.local.nbytes for segment in unit.segments),
-        most_bytes=max(_bytes_by_rank(unit.segments, unit.transport.world)),
-    )
-
-
-def _bytes_by_rank(segments: Sequence[Segment], world: int) -> list[int]:
-    widths = [(segment.layout, segment.local.element_size()) for segment in segments]
-    return [sum(layout.length(rank) * width for layout, width in widths) for rank in range(world)]

@@ -104,7 +104,8 @@ class Schedule:
         """Release ``units``, and let the next gathers see what has been done to local pieces."""
         for unit in units:
             unit.release()
-            unit.cast()
+            for segment in unit.segments:
+                segment.cast()
         self._fence(ENTER)
 
     def _forget_nodes(self) -> None:
@@ -175,7 +176,8 @@ class Schedule:
         if torch.is_grad_enabled() and not failed:
             if stays or unit is self.root:  # a loss may use the root's parameters: CLIP's temperature is one
                 self._awaited.add(unit)
-                unit.show_grads()
+                for segment in unit.segments:
+                    segment.show_grads()
                 return
             stays = not self.reshard_after_forward
         unit.show_local()

@@ -107,21 +107,11 @@ class Unit:
         memory = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
         return any(segment.memory == memory for segment in self.segments)
 
-    def show_grads(self) -> None:
-        """Show the gradients of the local pieces, while the parameters stay in full."""
-        for segment in self.segments:
-            segment.show_grads()
-
     def show_local(self) -> None:
         """Let the parameters show their local pieces; the full vector stays."""
         for segment in self.segments:
             if segment.shows_full:
                 segment.show_local()
-
-    def cast(self) -> None:
-        """Bring what is gathered up to date with the last update."""
-        for segment in self.segments:
-            segment.cast()
 
     def take_over(self) -> bool:
         """Take in pieces that users have replaced; return whether there were any.
