@@ -122,7 +122,7 @@ def test_an_evaluation_alone_scores_as_the_run_did(
         capsys.readouterr()
         plain = ("eval_only=true", "ema.decay=null", f"model.weights={out}")
         assert run(tmp_path / "none", *plain) == "finished"
-        assert f"val   loss {result[tag]:.4f}" in capsys.readouterr().out
+        assert f"val  loss {result[tag]:.4f}" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
     ending = run(tmp_path / "none", "eval_only=true")
     assert "eval_only=true: there is no checkpoint in" in ending

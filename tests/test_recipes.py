@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -96,6 +97,11 @@ def test_channels_image_size_and_no_auxiliary_heads(name: str, channels: int, si
         ({"_target_": f"{MODELS}.clasifier"}, r"does not define clasifier; did you mean classifier\?"),
         ({"_target_": f"{MODELS}.nn.Linear"}, r"there is no module shardtrain.recipes.models.nn"),
         ({"_target_": f"{MODELS}.ResNet"}, r"shardtrain.recipes.models does not define ResNet"),
+        (
+            {"_target_": "shardtrain.recipes.walk.main"},
+            "expected a class, or a function that returns a Module",
+        ),
+        ({"_target_": "shardtrain.recipes.digits.main"}, "a function that returns a Module"),
         ({"_target_": "shardtrain.recipes.none.f"}, r"there is no module shardtrain.recipes.none"),
         ({"_target_": None}, r"model._target_=None: only callables of shardtrain.recipes"),
         ({"num_classes": "many"}, r"model.num_classes=many: expected a whole number"),
@@ -218,17 +224,17 @@ NAMES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml")
 # What recipes do not say themselves: settings that they take from the defaults.
 FROM_DEFAULTS = {
     "resnet": "optim.nesterov=true optim.weight_decay=5e-4 optim.decay_all=false sched.warmup_epochs=2 "
-    "sched.final_lr=0",
+    "sched.final_lr_fraction=0",
     "resnet18_cifar10": "model.stem=auto data.image_size=32 sched.warmup_epochs=0 augment.pad=4 "
     "augment.policy=none augment.erase=0",
     "vit_cifar10": "model.patch=4 model.layers=7 model.heads=12 model.width=384 model.mlp_width=384 "
     "augment.pad=4",
     "resnet50_imagenet_v1": "data.crop_area=0.08 train.label_smoothing=0 train.mixup=0 train.cutmix=0 "
     "ema.decay=null sched.warmup_epochs=0 augment.pad=0 augment.policy=none augment.erase=0",
-    "resnet50_imagenet_v2": "train.loss=cross_entropy optim.decay_all=false sched.final_lr=0",
+    "resnet50_imagenet_v2": "train.loss=cross_entropy optim.decay_all=false sched.final_lr_fraction=0",
     "resnet50_imagenet_a3": "data.repeats=1 train.label_smoothing=0 ema.decay=null optim.decay_all=false "
-    "sched.final_lr=0 augment.erase=0",
-    "resnet50_imagenet_16ep": "optim.decay_all=false sched.final_lr=0 augment.policy=none",
+    "sched.final_lr_fraction=0 augment.erase=0",
+    "resnet50_imagenet_16ep": "optim.decay_all=false sched.final_lr_fraction=0 augment.policy=none",
 }
 
 
@@ -310,6 +316,8 @@ def test_each_recipe_trains_two_epochs_on_two_ranks(
     result = on_ranks(2, tiny_run, str(tmp_path), name, photos)[0]
     assert (result["status"], result["epoch"]) == ("finished", 2.0)
     yours = result.get("val/ema_acc1", result["val/acc1"])
+    assert result["reference"] is None  # of another model or data set
+    result["reference"] = dataclasses.asdict(composed(f"+recipe={name}").reference)
     assert f"acc1      yours {yours:.2f} %, reference " in end_table(result)
 
 
@@ -471,10 +479,10 @@ def test_schedules_are_torchs() -> None:
     step = factors(Steps(name="step", epochs=(3.0, 6.0), factor=0.1, warmup_epochs=0.0), 90)
     for epoch, rate in enumerate(theirs(lr_scheduler.StepLR, 3, 0.1, steps=9)):
         assert step[10 * epoch : 10 * epoch + 10] == pytest.approx([rate] * 10)
-    linear = factors(Linear(name="linear", warmup_epochs=2.0, final_lr=0.0), 100)
+    linear = factors(Linear(name="linear", warmup_epochs=2.0, final_lr_fraction=0.0), 100)
     assert linear[20::16] == pytest.approx(np.linspace(1, 0, 6)[:5])
     assert linear[:3] == pytest.approx([1 / 21, 2 / 21, 3 / 21])
-    cosine = factors(Cosine(name="cosine", warmup_epochs=0.0, final_lr=0.1), 20)
+    cosine = factors(Cosine(name="cosine", warmup_epochs=0.0, final_lr_fraction=0.1), 20)
     assert cosine == pytest.approx(theirs(lr_scheduler.CosineAnnealingLR, 20, 0.1, steps=20))
     halfway = factors(Constant(name="constant", warmup_epochs=9.0), 8)  # what a warm-up takes at most
     assert halfway == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])

@@ -77,7 +77,8 @@ def test_compiling_without_a_compiler_is_a_mistake() -> None:
             "model=vit_b_16 data.image_size=16 data.eval_size=32",
             "does not take images of shape 12×1×32×32: Wrong image height",
         ),
-        ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs CUDA, found cpu: torch's"),
+        ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs a GPU, found cpu"),
+        ("parallel.offload=true", "parallel.offload=true needs a GPU, found cpu"),
         ("augment._target_=print", "augment._target_=print: only callables of"),
     ],
 )

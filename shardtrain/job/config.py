@@ -6,6 +6,8 @@ with their defaults and what each means.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,8 +56,10 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What has been published of a recipe."""
+    """What has been published of a recipe, for a model and a data set."""
 
+    model: str
+    data: str
     accuracy: float = at_least(0)
     source: str
     conditions: str
@@ -209,15 +213,15 @@ class Constant:
 @dataclass(frozen=True, kw_only=True)
 class Linear(Constant):
     name: str = one_of("linear")
-    final_lr: float = fraction()
+    final_lr_fraction: float = fraction()
 
     def scale(self, epoch: float, progress: float) -> float:
-        return self.final_lr + (1 - self.final_lr) * (1 - progress)
+        return self.final_lr_fraction + (1 - self.final_lr_fraction) * (1 - progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Linear):
-    """Half a cosine down to `final_lr`."""
+    """Half a cosine down to `final_lr_fraction`."""
 
     name: str = one_of("cosine")
 
@@ -303,4 +307,14 @@ class Config:
 
 def from_hydra(raw: DictConfig) -> Config:
     """Return the frozen configuration; refuse names, types, ranges, and what does not go together."""
-    return checked(raw, Config)
+    try:
+        config = checked(raw, Config)
+    except UserError as error:
+        if not isinstance(error.__cause__, KeyError):
+            raise
+        (key,) = error.__cause__.args
+        hint = importlib.import_module("shardtrain.configs").hint(key, raw)
+        raise UserError(f"unknown key {key}; {hint}" if hint else str(error)) from None
+    of = config.reference and (config.reference.model, config.reference.data)
+    ours = of == (config.model.get("name", ""), config.data.name)
+    return config if ours else dataclasses.replace(config, reference=None)

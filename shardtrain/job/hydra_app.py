@@ -1,7 +1,7 @@
 """Command line → configuration, by Hydra, with the style of this program's own messages.
 
-Hydra runs here as a function from arguments to a configuration: it makes no directory, configures no
-logging and starts no job. What it prints for `--help` or `--cfg job` appears on rank 0 alone.
+Hydra composes here and does nothing else: it makes no directory, configures no logging and starts no job. The
+few flags are read here, and what `--help` and `--cfg job` print appears on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import io
-import os
 import re
-import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,8 +25,8 @@ import shardtrain
 from shardtrain.job.config import Config, from_hydra
 from shardtrain.job.schema import Frozen, UserError, checked, not_valid
 
-FOLDER_FLAGS = ("--config-dir", "-cd")
-VALUED_FLAGS = (*FOLDER_FLAGS, "--cfg", "-c", "--package", "-p")
+HELP, CFG, FOLDER = ("--help", "-h"), ("--cfg", "-c"), ("--config-dir", "-cd")
+FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *FOLDER), 1)  # with the number of their values
 
 
 def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
@@ -42,58 +39,66 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         with program_configs() as own:
             return compose(arguments, speak=speak, folder=own)
     flags, overrides = split(arguments)
-    folders = [folder, *(Path(text) for flag, text in pairwise(flags) if flag in FOLDER_FLAGS)]
+    own_folders = [Path(text).absolute() for flag, text in pairwise(flags) if flag in FOLDER]
+    if missing := [str(path) for path in own_folders if not path.is_dir()]:
+        raise UserError(f"--config-dir: there is no folder {missing[0]}")
+    folders = [folder, *own_folders]
     _register_resolvers(folders)
     groups = {
         *ConfigStore.instance().repo,
         *(path.parent.name for each in folders for path in each.glob("*/*.yaml")),
     }
-    arguments = [*flags, *(_as_hydra_takes_it(text, groups) for text in overrides)]
-    composed: list[DictConfig] = []
-    errors = io.StringIO()
-    main = hydra.main(version_base="1.3", config_path=str(folder), config_name="config")(composed.append)
+    helping, printing = not set(HELP).isdisjoint(flags), not {*HELP, *CFG}.isdisjoint(flags)
+    section = overrides.pop(0) if helping and overrides and "=" not in overrides[0] else ""
+    texts = [_as_hydra_takes_it(text, groups) for text in overrides]
+    texts.append(f"hydra.searchpath=[{','.join(f'file://{path}' for path in own_folders)}]")
     try:
-        if not flags:  # Hydra's own program would compose twice
-            with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-                return hydra.compose("config", arguments)
-        output = contextlib.nullcontext() if speak else contextlib.redirect_stdout(io.StringIO())
-        with _hydra_as_a_function(arguments), contextlib.redirect_stderr(errors), output:
-            main()
-    except SystemExit as leaving:
-        if leaving.code:
-            raise UserError(errors.getvalue().strip().rpartition("error: ")[2]) from None
+        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+            config = hydra.compose("config", texts, return_hydra_config=helping)
+            text = _configs().described(config, folders, section) if helping else OmegaConf.to_yaml(config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explain(error) from None
-    return composed[0] if composed else None
+    if printing and speak:
+        print(text)
+    return None if printing else config
 
 
 def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
     """Return ``override`` so that it sets any key; the schema refuses unknown ones, with the nearest name."""
-    key = override.partition("=")[0]
-    if key == "+recipe":  # the defaults list has a place for it, so that debug=… comes after it
+    key = override.partition("=")[0].lstrip("+~")
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        raise UserError(f"{override}: Hydra only composes here; run.name and run.dir say where a run writes")
+    if override.startswith(
+        "+recipe="
+    ):  # the defaults list has a place for it, so that debug=… comes after it
         return override[1:]
-    as_it_is = key in groups or key[:1] in ("+", "~") or "/" in key or "@" in key
+    as_it_is = key in groups or override[:1] in ("+", "~") or "/" in key or "@" in key
     return override if as_it_is else f"++{override}"
 
 
 def _register_resolvers(folders: Sequence[Path]) -> None:
     """Define what `config.yaml` takes from the files in ``folders``."""
-
-    def own_or_none(group: str, name: str) -> str:
-        """Return the option of ``group`` with this name, or `none` where no file has it."""
-        return name if any((folder / group / f"{name}.yaml").is_file() for folder in folders) else "none"
-
-    OmegaConf.register_new_resolver("recipes", lambda: recipe_table(folders), replace=True)
-    OmegaConf.register_new_resolver("own_or_none", own_or_none, replace=True)
+    register = OmegaConf.register_new_resolver
+    names = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
+    register("own_or_none", lambda group, name: name if (group, name) in names else "none", replace=True)
+    register("recipes", lambda: _configs().recipe_table(folders), replace=True)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return Hydra's flags with their values, and the overrides. Hydra reads them in this order only."""
+    """Return the flags with their values, and the overrides; refuse any other flag."""
     flags: list[str] = []
     overrides: list[str] = []
-    for before, text in zip(["", *arguments], arguments, strict=False):
-        value = before in VALUED_FLAGS or (before in ("--info", "-i") and "=" not in text)
-        (flags if value or text.startswith("-") else overrides).append(text)
+    rest = iter(
+        part for text in arguments for part in (text.split("=") if text.startswith("--c") else [text])
+    )
+    for text in rest:
+        if text in FLAGS:
+            flags += [text, *islice(rest, FLAGS[text])]
+        elif text.startswith("-"):
+            key, valid = text.lstrip("-").partition("=")[0], ", ".join([*FLAGS, "-m"])
+            raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
+        else:
+            overrides.append(text)
     return flags, overrides
 
 
@@ -115,33 +120,22 @@ def read_beside(
 def program_configs() -> Iterator[Path]:
     """Give the training program's folder, and let Hydra know the models that it leaves out."""
     folder = config_folder()
-    with importlib.import_module("shardtrain.configs").registered():
+    with _configs().registered():
         yield folder
 
 
 def config_folder() -> Path:
     """Return the folder of the config groups: beside the package in a checkout, else in the package."""
+    found = _configs().__file__
+    assert found is not None
+    return Path(found).resolve().parent
+
+
+def _configs() -> Any:
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "configs").is_dir() and str(checkout) not in shardtrain.__path__:
         shardtrain.__path__.append(str(checkout))  # comes before another checkout that is installed
-    configs = importlib.import_module("shardtrain.configs")
-    assert configs.__file__ is not None
-    return Path(configs.__file__).resolve().parent
-
-
-@contextlib.contextmanager
-def _hydra_as_a_function(arguments: Sequence[str]) -> Iterator[None]:
-    """Let Hydra read ``arguments`` as `sys.argv`, and raise instead of printing and leaving."""
-    argv, environment = sys.argv, dict(os.environ)
-    sys.argv = [argv[0], *arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        GlobalHydra.instance().clear()
-        del os.environ["HYDRA_FULL_ERROR"]
-        os.environ.update(environment)
+    return importlib.import_module("shardtrain.configs")
 
 
 def _explain(error: Exception) -> UserError:
@@ -151,24 +145,13 @@ def _explain(error: Exception) -> UserError:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
         return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
+    hint = next((hint for words, hint in _configs().REWORDED.items() if str(error).startswith(words)), "")
     causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]
+    causes = [causes[0].rstrip("."), hint] if hint else causes
     return UserError(re.sub(r"(^|[ '])\+\+", r"\1", ": ".join(causes)))
 
 
 def unreadable(override: str) -> UserError:
     """Return the error of an override that does not parse."""
-    return UserError(
-        f"cannot read {override!r}: expected key=value, special characters quoted: 'key=\"value\"'"
-    )
-
-
-def recipe_table(folders: Iterable[Path]) -> str:
-    """Return a line for each recipe in ``folders``: name, published accuracy, first line of its card."""
-    rows = []
-    for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
-        accuracy = OmegaConf.select(OmegaConf.load(file), "reference.accuracy")
-        comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
-        title = next((text for text in comments if text and not text.startswith("@package")), "")
-        rows.append((file.stem, "" if accuracy is None else f"{accuracy:.2f} %", title))
-    width = max((len(name) for name, _, _ in rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {claim:>7}  {title}".rstrip() for name, claim, title in rows)
+    expected = "expected key=value without spaces, special characters quoted: 'key=\"value\"'"
+    return UserError(f"cannot read {override!r}: {expected}")

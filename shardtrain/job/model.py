@@ -98,21 +98,24 @@ def _find_target(path: str, section: str) -> Callable[..., Any]:
     except ModuleNotFoundError:
         raise UserError(f"{section}._target_={path}: there is no module {module_name}") from None
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-    target: Callable[..., Any] | None = getattr(module, name, None)
+    target: Any = getattr(module, name, None)
     if name.startswith("_") or name not in own or not callable(target):
-        hint = nearest(name, own)
-        raise UserError(f"{section}._target_={path}: {module_name} does not define {name}{hint}")
-    return target
+        raise UserError(
+            f"{section}._target_={path}: {module_name} does not define {name}{nearest(name, own)}"
+        )
+    if not inspect.isclass(target) and not str(inspect.signature(target).return_annotation).endswith(
+        "Module"
+    ):
+        raise UserError(f"{section}._target_={path}: expected a class, or a function that returns a Module")
+    return target  # type: ignore[no-any-return]
 
 
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Return ``model`` with the BatchNorm and the memory format that the configuration asks for."""
+    for key in ("sync_batchnorm", "offload"):
+        if getattr(config.parallel, key) and not is_accelerator(device):
+            raise UserError(f"parallel.{key}=true needs a GPU, found {device.type}")
     if config.parallel.sync_batchnorm:
-        if not is_accelerator(device):
-            raise UserError(
-                f"parallel.sync_batchnorm=true needs CUDA, found {device.type}: torch's SyncBatchNorm "
-                "computes on GPUs only"
-            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.train.channels_last:
         model.to(memory_format=torch.channels_last)

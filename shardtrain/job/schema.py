@@ -43,17 +43,17 @@ class UserError(ValueError):
     """
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
+def nearest(word: str, valid: Iterable[str], prefix: str = "") -> str:
     """Return `"; did you mean X?"` for the valid word nearest to ``word``, or `""` when none is near."""
     matches = get_close_matches(word, list(valid), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    return f"; did you mean {prefix}{matches[0]}?" if matches else ""
 
 
-def not_valid(what: str, word: object, valid: Iterable[str]) -> UserError:
+def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:
     """Return the error of a ``word`` that is not among the valid ones; ``what`` begins the message."""
     valid = list(valid)
-    shown = [*valid[:MOST_SHOWN], *(["…"] if len(valid) > MOST_SHOWN else [])]
-    return UserError(f"{what}{nearest(str(word), valid)} (valid: {', '.join(shown)})")
+    shown = [*(prefix + each for each in valid[:MOST_SHOWN]), *(["…"] if len(valid) > MOST_SHOWN else [])]
+    return UserError(f"{what}{nearest(str(word), valid, prefix)} (valid: {', '.join(shown)})")
 
 
 @contextlib.contextmanager
@@ -135,8 +135,8 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     prefix, entries = path and f"{path}.", {entry.name: entry for entry in fields(cls)}
     for key in raw:
         if key not in entries:
-            valid = [prefix + each for each in [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]]
-            raise not_valid(f"unknown key {prefix}{key}", prefix + key, valid)
+            known = [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]
+            raise not_valid(f"unknown key {prefix}{key}", key, known, prefix) from KeyError(prefix + key)
     hints, values = typing.get_type_hints(cls), {}
     for key, entry in entries.items():
         value = raw.get(key, entry.default)
