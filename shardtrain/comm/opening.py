@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.agreement import broadcast_text, gather_texts, require_same
+from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.native import device_types, moves_bytes
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
@@ -96,7 +95,7 @@ def _shared(opening: Opening) -> Transport:
         ValueError: they cannot, with the reason, on every rank.
     """
     hosts = _hosts(opening)
-    signals = _connect(opening.plain, next(ranks for ranks in hosts if opening.plain.rank in ranks))
+    signals = connect(opening.plain, next(ranks for ranks in hosts if opening.plain.rank in ranks))
     inner = opening.guarded(signals)
     if len(hosts) > len(opening.groups):
         return HostsTransport(inner, signals, hosts)
@@ -143,25 +142,6 @@ def open_replicated(
     column = [ranks[opening.own.index(opening.plain.rank)] for ranks in groups]
     replicas = ReplicaGroup(opening.all_ranks.part(column, across))
     return Replicated(shards, replicas, opening.all_ranks, groups[0])
-
-
-def _connect(plain: ProcessGroupTransport, own: Sequence[int]) -> Signals:
-    """Connect the ranks ``own`` of one host, this one among them. Collective over ``plain``.
-
-    Raises:
-        ValueError: they cannot, with the reason, on every rank.
-    """
-    name = broadcast_text(f"shardtrain-{secrets.token_hex(16)}", plain, _CPU)
-    signals, problem = None, ""
-    try:
-        barrier = lambda: plain.all_reduce(torch.zeros(1))  # noqa: E731
-        signals = connect(plain.rank, own, name, barrier)
-    except OSError as error:
-        problem = f"the ranks cannot reach one another on this host: {error}"
-    problem = next(filter(None, gather_texts(problem, plain, _CPU)), "")
-    if problem or signals is None:
-        raise ValueError(problem)
-    return signals
 
 
 def _hosts(opening: Opening) -> list[Sequence[int]]:

@@ -272,16 +272,16 @@ class Reports:
 
         return Pending(finish)
 
-    def fail_as_different(self, position: int) -> None:
-        """Raise where ranks differ, which they do at ``position`` or before."""
+    def fail(self, position: int, ended: Sequence[int] = ()) -> None:
+        """Raise why the ranks ``ended`` have closed their sockets: they may have failed because of others.
+
+        Without such ranks differ, at ``position`` or before.
+        """
+        if ended:
+            self._raise_cause(position, PeerLost(), ended)
         with self._changed:
             self._differ()
-        where = self.paths.where(position)
-        self._raise_cause(position, Diverged(f"ranks take different paths before {where}"))
-
-    def fail_as_ended(self, ranks: Sequence[int], position: int) -> None:
-        """Raise why these ``ranks`` have closed their sockets: they may have failed because of others."""
-        self._raise_cause(position, PeerLost(), ranks)
+        self._raise_cause(position, Diverged(f"ranks differ before {self.paths.where(position)}"))
 
     def _raise_cause(self, position: int, error: RuntimeError, ended: Sequence[int] = ()) -> None:
         """Raise what a broken connection means. Return if ``error`` is something else."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import select
 import socket
 import struct
@@ -29,12 +30,14 @@ from functools import partial
 
 import torch
 
+from shardtrain.comm.agreement import broadcast_text, gather_texts
 from shardtrain.comm.reports import KEPT, Reports
 from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
-from shardtrain.comm.transport import Tag
+from shardtrain.comm.transport import Ranks, Tag
 
 _POST = struct.Struct("<?qqq")  # whether the collective at this position is read; position, hash, value
 _UNHEARD = KEPT // 2  # posts in a row that are not sent
+_CPU = torch.device("cpu")  # which gloo moves from
 
 
 class Peer:
@@ -123,7 +126,7 @@ class Signals:
         for peer in self.peers:
             posted, values[peer.rank] = peer.posts.pop(position, (None, 0))
             if posted != digest:
-                self.reports.fail_as_different(position)
+                self.reports.fail(position)
         return values
 
     def wait_done(self, position: int) -> None:
@@ -161,7 +164,7 @@ class Signals:
         with self.reports.waiting(position):
             while late := [peer for peer in self.peers if not is_there(peer)]:
                 if ended := [peer.rank for peer in late if peer.has_ended]:
-                    self.reports.fail_as_ended(ended, position)
+                    self.reports.fail(position, ended)
                 self._take_in(None)
 
     def _take_in(self, milliseconds: int | None) -> None:
@@ -191,32 +194,43 @@ _all: weakref.WeakSet[Signals] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
 
 
-def connect(rank: int, ranks: Sequence[int], name: str, barrier: Callable[[], None]) -> Signals:
-    """Connect ``rank`` with the others of ``ranks``, those of its host. Collective.
-
-    ``name``: of the sockets; known to these ranks alone. ``barrier``: returns when all ranks have called it.
+def connect(plain: Ranks, own: Sequence[int]) -> Signals:
+    """Connect this rank with the others of ``own``, those of its host. Collective over ``plain``.
 
     Raises:
-        OSError: the ranks cannot reach one another this way.
+        ValueError: some ranks cannot reach one another this way; on every rank.
     """
     kind = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
-    with socket.socket(*kind) as listener:
+    name = broadcast_text(f"shardtrain-{secrets.token_hex(16)}", plain, _CPU)
+    rank, files, peers = plain.rank, dict[int, int](), list[Peer]()
+
+    def listen() -> None:
         listener.bind(f"\0{name}-{rank}")
-        listener.listen(len(ranks))
+        listener.listen(len(own))
         listener.settimeout(10.0)
-        barrier()
-        links = []
-        for other in (other for other in ranks if other < rank):
-            links.append(socket.socket(*kind))
-            links[-1].connect(f"\0{name}-{other}")
-        links += [listener.accept()[0] for other in ranks if other > rank]
-    files, peers = {rank: os.memfd_create("shardtrain")}, []
-    for link in links:
-        link.settimeout(10.0)
-        socket.send_fds(link, [rank.to_bytes(8, "big")], [files[rank]])
-    for link in links:
-        sent, (file,), _, _ = socket.recv_fds(link, 8, 1)
-        link.settimeout(None)
-        peers.append(Peer(int.from_bytes(sent, "big"), link))
-        files[peers[-1].rank] = file
+
+    def link() -> None:
+        links = [socket.socket(*kind) for other in own if other < rank]
+        for other, made in zip(own, links, strict=False):
+            made.connect(f"\0{name}-{other}")
+        links += [listener.accept()[0] for other in own if other > rank]
+        files[rank] = os.memfd_create("shardtrain")
+        for each in links:
+            each.settimeout(10.0)
+            socket.send_fds(each, [rank.to_bytes(8, "big")], [files[rank]])
+        for each in links:
+            sent, (file,), _, _ = socket.recv_fds(each, 8, 1)
+            each.settimeout(None)
+            peers.append(Peer(int.from_bytes(sent, "big"), each))
+            files[peers[-1].rank] = file
+
+    with socket.socket(*kind) as listener:
+        for stage in (listen, link):
+            problem = ""
+            try:
+                stage()
+            except OSError as error:
+                problem = f"the ranks cannot reach one another on this host: {error}"
+            if problem := next(filter(None, gather_texts(problem, plain, _CPU)), ""):
+                raise ValueError(problem)
     return Signals(rank, sorted(peers, key=lambda peer: peer.rank), files)
