@@ -64,7 +64,8 @@ class ProcessGroupTransport(Transport):
     def fence(self, what: Movement) -> None:
         """Count steps. No rank waits, because nothing is shared."""
         if what is STEP:
-            self._note(STEP, Tag(0, "the optimizer"))
+            add = self._digests.add if self._reports is None else self._reports.post
+            add(STEP, Tag(0, "the optimizer"))
             return
         if self._reports is not None and what is ENTER:
             self._reports.paths.step += 1
@@ -100,12 +101,6 @@ class ProcessGroupTransport(Transport):
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
         with self._handshake(ALL_REDUCE, tensor) as moved:
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
-
-    def _note(self, kind: Movement, tag: Tag) -> None:
-        if self._reports is not None:
-            self._reports.post(kind, tag)
-        else:
-            self._digests.add(kind, tag)
 
     def backend_for(self, kind: Movement, tag: Tag) -> Backend:
         """Return the backend's own collectives, for a collective that the guard then knows of."""
