@@ -51,14 +51,8 @@ def fresh(kind: str = "adamw", seed: int = 0, **options: Any) -> tuple[nn.Module
 def saves(path: str) -> dict[str, torch.Tensor]:
     model, optimizer = fresh()
     train(model, optimizer, 2)
-    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "at": (2, torch.arange(3))})
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank()})
     return whole_state(model, optimizer)
-
-
-def loads(path: str) -> Any:
-    model, optimizer = fresh(seed=5)
-    extra = checkpoint.load(path, model, optimizer)
-    return whole_state(model, optimizer), {float(s["step"]) for s in optimizer.state.values()}, extra
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -78,12 +72,12 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "deep/er/one"
     model, optimizer = fresh(kind)
     train(model, optimizer, 2)
-    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "noise": torch.rand(3)})
+    checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "at": (2, torch.arange(3))})
     other, its_optimizer = fresh(kind, seed=1)
     train(other, its_optimizer, 1)
     extra = checkpoint.load(path, other, its_optimizer)
     assert extra["rank"] == dist.get_rank()
-    assert extra["noise"].shape == (3,)
+    assert (extra["at"][0], extra["at"][1].tolist()) == (2, [0, 1, 2])
     assert train(other, its_optimizer, 3, start=2) == train(model, optimizer, 3, start=2)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -91,17 +85,6 @@ def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
             assert torch.equal(its_optimizer.state[theirs][key], value)
     for ours, theirs in zip(model.buffers(), other.buffers(), strict=True):
         assert torch.equal(ours, theirs)  # each rank's own running statistics
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 2), (3, 2)])
-def test_any_world_size_loads(ranks: Ranks, tmp_path: Path, saved: int, loaded: int) -> None:
-    expected = ranks(saved, saves, str(tmp_path / "one"))[0]
-    for found, optimizer_steps, extra in ranks(loaded, loads, str(tmp_path / "one")):
-        assert_equal(found, expected)
-        assert optimizer_steps == {2.0}
-        assert extra["rank"] == 0
-        assert extra["at"][0] == 2
-        assert extra["at"][1].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("loading", ["in one unit", "channels last", "ignoring the head"])

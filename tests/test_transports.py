@@ -467,6 +467,7 @@ def loaded(path: str, setup: Setup, expected: State) -> tuple[int, list[float]]:
         torch.equal(found[name], expected[name]) for name in found.keys() - dict(model.named_buffers())
     )
     assert_at_rest(model)
+    assert {float(state.get("step", 3)) for state in optimizer.state.values()} <= {3.0}
     losses = train(model, optimizer, 3, start=3)
     assert_replicas_are_equal(model)
     return int(extra["rank"]), losses

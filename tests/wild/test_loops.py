@@ -140,19 +140,6 @@ def detr(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, loss, sync)
 
 
-def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
-    """The root is called 400 times before one backward."""
-    model = wrap(nn.LSTMCell(3, 11))
-
-    def loss() -> torch.Tensor:
-        state = (torch.zeros(2, 11),) * 2
-        for x in torch.randn(400, 2, 3):
-            state = model(x, state)
-        return state[0].square().mean()
-
-    return train(model, loss, sync, steps=2)
-
-
 class Unrolled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +358,7 @@ def layer_drop(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync, steps=9)
 
 
-LOOPS = [dcgan, moco, clip, detr, recurrent, unrolled, diffusion, lora, generation]
+LOOPS = [dcgan, moco, clip, detr, unrolled, diffusion, lora, generation]
 LOOPS += [timm_recipe, fine_tuning, trainer, sam]
 # Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
 # SAM's norm is added up rank by rank.
