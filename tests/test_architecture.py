@@ -16,7 +16,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 190, "device": 150, "comm": 3_745, "engine": 3_330, "optim": 340, "checkpoint": 1_350}
+ENGINE = {"layout": 190, "device": 150, "comm": 3_740, "engine": 3_330, "optim": 340, "checkpoint": 1_350}
 PROGRAM = {
     "job": 2_750,
     "plan": 780,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 60, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_241, "files": 105, "rooms": 16, "engine and layout": 3_520, "tests": 12_999}
+LARGEST = {"lines": 16_236, "files": 105, "rooms": 16, "engine and layout": 3_520, "tests": 12_999}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -64,9 +64,6 @@ class Peer:
             else:
                 self.posts[position] = digest, value
 
-    def has_come(self, position: int) -> bool:
-        return any(posted >= position for posted in self.posts)
-
 
 class Signals:
     """This rank's sockets to the other ranks of its host, and the memory that they share.
@@ -100,13 +97,12 @@ class Signals:
         """
         position = self.reports.post(kind, Tag(number, name))
         self._digest = hash((self._digest, kind.number, number, self.reports.paths.step))
-        self._unheard += 1
-        is_awaited = kind not in (GATHER, STEP)
-        if is_awaited or self._unheard >= _UNHEARD:
-            self._unheard = 0
+        self._unheard = self._unheard + 1 if kind in (GATHER, STEP) else 0
+        if self._unheard in (0, _UNHEARD):
             self._digests[position] = self._digest
             self._send(_POST.pack(False, position, self._digest, value))
-        if not is_awaited and not self._unheard:
+        if self._unheard == _UNHEARD:
+            self._unheard = 0
             self.wait(position)
         return position
 
@@ -121,7 +117,7 @@ class Signals:
             Diverged: a peer made another collective there, or earlier.
             PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
-        self._wait_until(lambda peer: peer.has_come(position), position)
+        self._wait_until(lambda peer: any(posted >= position for posted in peer.posts), position)
         digest, values = self._digests.pop(position), {}
         for peer in self.peers:
             posted, values[peer.rank] = peer.posts.pop(position, (None, 0))
@@ -137,8 +133,7 @@ class Signals:
 
     def is_done(self, position: int) -> bool:
         """Return whether `wait_done` would return at once."""
-        if not all(position in peer.done for peer in self.peers):
-            self._take_in(0)
+        self._take_in(0)
         return all(position in peer.done for peer in self.peers)
 
     def share(self, owner: int, size: int) -> torch.Tensor:
