@@ -19,16 +19,16 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 ENGINE = {"layout": 190, "device": 150, "comm": 3_740, "engine": 3_330, "optim": 340, "checkpoint": 1_350}
 PROGRAM = {
     "job": 2_750,
-    "plan": 780,
+    "plan": 775,
     "monitor": 1_120,
     "train": 770,
     "export": 120,
-    "bench": 1_297,
+    "bench": 1_295,
     "doctor": 310,
 }
 BUDGETS = {**ENGINE, PUBLIC: 60, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_236, "files": 105, "rooms": 16, "engine and layout": 3_520, "tests": 12_999}
+LARGEST = {"lines": 16_235, "files": 105, "rooms": 16, "engine and layout": 3_520, "tests": 12_998}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -59,15 +59,13 @@ class MemoryBench(Program):
         for name in to_run(self.settings.contenders):
             samples = self.comparison.samples[name] = Samples()
             on_rank_0 = self.rank_info.rank == 0
-            watch = (
-                partial(watch_ranks, self.settings, name, self.rank_info.world_size) if on_rank_0 else Watched
-            )
-            watched = self.watched[name] = attempt(watch, samples, self.device) or Watched()
+            watch = partial(watch_ranks, self.settings, name, self.rank_info.world_size)
+            watched = attempt(watch if on_rank_0 else Watched, samples, self.device) or Watched()
+            self.watched[name] = watched
             samples.values, samples.losses = [watched.host + watched.device], list(watched.losses)
             if on_rank_0:
-                print(
-                    f"{TITLES[name]}: {samples.failure or f'{samples.values[0] / MIB:.0f} MiB'}", flush=True
-                )
+                found = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
+                print(f"{TITLES[name]}: {found}", flush=True)
 
     def results(self) -> Results:
         reference, ratios = self.settings.reference, self.comparison.ratios_to(self.settings.reference)

@@ -18,6 +18,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves
 
 from shardtrain.comm.meter import waiting
@@ -47,7 +48,10 @@ class GradientPiece(Tensor):
     owners: Owners
 
     @classmethod
-    def of(cls, grad: Tensor, owners: Owners) -> GradientPiece:
+    def of(cls, grad: Tensor, owners: Owners) -> Tensor:
+        """Return ``grad`` as a piece; as it is, if it has no values (torch's ``FakeTensor``)."""
+        if is_fake(grad):
+            return grad
         piece = grad.as_subclass(cls)
         piece.owners = owners
         return piece

@@ -273,10 +273,7 @@ class Reports:
         return Pending(finish)
 
     def fail(self, position: int, ended: Sequence[int] = ()) -> None:
-        """Raise why the ranks ``ended`` have closed their sockets: they may have failed because of others.
-
-        Without such ranks differ, at ``position`` or before.
-        """
+        """Raise why ranks have ``ended``, perhaps because of others; without such, where ranks differ."""
         if ended:
             self._raise_cause(position, PeerLost(), ended)
         with self._changed:

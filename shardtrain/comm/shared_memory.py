@@ -114,8 +114,7 @@ class SharedMemoryTransport(TransportWrapper):
         return arena.view(offset, layout.padded, like.dtype)
 
     def discard(self, gradient: torch.Tensor) -> None:
-        arena = self._open_arena()
-        arena.give_back(arena.offset_of(gradient))
+        self._open_arena().give_back(self._open_arena().offset_of(gradient))
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         if not is_in_place(flats):

@@ -39,6 +39,8 @@ def clip_grad_norm_(
     owners = Owners(weakref.ref(engine.transport), engine.device)
     grads.append(GradientPiece.of(torch.empty(0, device=engine.device), owners))
     norm = get_total_norm(grads, norm_type, foreach=True)
+    if not isinstance(grads[-1], GradientPiece):  # of a plan, in which nothing has values
+        engine.transport.all_ranks.all_reduce(norm)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
     if max_norm != math.inf:

@@ -187,9 +187,8 @@ class LiveTensors(TorchDispatchMode):
         if phase != "rest":
             self._phase = phase
         else:
-            phase = (
-                "update" if self._phase == "backward" else "forward"
-            )  # the batch before it, the loss after
+            # The batch comes before a forward, the loss after it.
+            phase = "update" if self._phase == "backward" else "forward"
         return phase, unit
 
     def _see(self, tensor: Tensor, kind: str) -> None:
