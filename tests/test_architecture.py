@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 60, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_235, "files": 105, "rooms": 16, "engine and layout": 3_520, "tests": 12_998}
+LARGEST = {"lines": 16_235, "files": 105, "rooms": 16, "engine and layout": 3_520, "tests": 13_031}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
