@@ -27,7 +27,7 @@ def small_model() -> nn.Sequential:
 
 def tell(what: str, *lines: str) -> None:
     """Every rank's lines, printed by rank 0 in rank order. Collective."""
-    texts = comm.gather_texts("\n".join(lines), comm.plain_transport(), comm.control_device())
+    texts = comm.gather_texts("\n".join(lines), comm.plain_transport())
     if comm.rank() == 0:
         print(f"\n{what}")
         for rank, text in enumerate(texts):

@@ -99,6 +99,19 @@ def seconds(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+class HostCopy:
+    """A copy of a tensor on its way to the host. Reading it waits for nothing that was launched later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = tensor.detach().to("cpu", non_blocking=True)
+        self._event = current_stream(tensor.device).record_event()
+
+    def read(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
+
+
 # Memory, and random numbers.
 
 

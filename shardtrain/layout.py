@@ -14,7 +14,8 @@ numbers for parameters of 3, 4 and 6 elements, two ranks, alignment 4::
 ``even`` lays parameters end to end and cuts wherever it must: a rank holds less than one alignment unit more
 than total / world, at any world size; cuts on the first dimension would pad every parameter. ``whole`` never
 cuts a parameter, so that an optimizer may look at all of it: a rank holds at most total / world and one
-largest parameter, over all units. Padding belongs to no parameter, so an optimizer never sees it.
+largest parameter, over all units. Either aligns parameters of ``LARGE`` elements, for kernels, whatever comes
+before them. Padding belongs to no parameter, so an optimizer never sees it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Literal, NamedTuple
+
+LARGE = 4096  # elements; a gap before so many is at most 0.4 % of them
 
 
 class Piece(NamedTuple):
@@ -156,10 +159,16 @@ def cut_of(policy: Policy, world: int) -> Cut:
 def even(sizes: Sequence[int], world: int, align: int) -> Layout:
     """Cut the vector into ``world`` intervals of one length, a multiple of ``align`` elements."""
     assert min(world, align) >= 1, (world, align)
-    per_rank = -(-sum(sizes) // world)
-    length = -(-per_rank // align) * align
-    offsets = tuple(accumulate(sizes, initial=0))[:-1]
-    return Layout(tuple(sizes), offsets, tuple(accumulate(repeat(length, world), initial=0)))
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(_aligned(end, align) if size >= LARGE else end)
+        end = offsets[-1] + size
+    length = _aligned(-(-end // world), align)
+    return Layout(tuple(sizes), tuple(offsets), tuple(accumulate(repeat(length, world), initial=0)))
+
+
+def _aligned(at: int, align: int) -> int:
+    return -(-at // align) * align
 
 
 class WholeCut:
@@ -183,7 +192,7 @@ class WholeCut:
         for indices in owned:
             at = bounds[-1]
             for index in sorted(indices):
-                offsets[index] = at
-                at += sizes[index]
-            bounds.append(-(-at // align) * align)
+                offsets[index] = _aligned(at, align) if sizes[index] >= LARGE else at
+                at = offsets[index] + sizes[index]
+            bounds.append(_aligned(at, align))
         return Layout(tuple(sizes), tuple(offsets), tuple(bounds), whole=True)

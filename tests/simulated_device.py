@@ -5,8 +5,8 @@ which order, is kept in vector clocks: one count per stream and one of the host.
 the host knows of, a wait for an event joins the clock that the event has kept. Noted are
 
 races     two accesses to the same bytes, one of them a write, neither of which comes before the other
-reuse     memory given back while another stream may still use it: the allocator hands it out at once, to the
-          next launch in the stream that it was allocated in
+reuse     memory given back while another stream may still use it, and not yet waited for when the stream that
+          it was allocated in goes on: the allocator hands it out at once
 waits     the host stops for the device: ``item()``, a copy to pageable memory, an event of this very step
 launches  kernels, copies and collectives, by their names; views and allocations launch nothing
 
@@ -70,7 +70,7 @@ class Access(NamedTuple):
 class Memory:
     """A storage: where it lies, the stream that it was allocated in, and the accesses that still matter."""
 
-    def __init__(self, place: object, home: Line, reference: object) -> None:
+    def __init__(self, place: object, home: Stream, reference: object) -> None:
         self.place, self.home, self.reference = place, home, reference
         self.accesses: list[Access] = []
 
@@ -81,6 +81,15 @@ class Stream(Line):
     def __init__(self, sim: SimulatedDevice, name: str) -> None:
         super().__init__(name)
         self.sim = sim
+        self.given_back: list[tuple[Access, str]] = []
+
+    def reuse(self) -> None:
+        """Hand out what was given back to this stream since it last did anything."""
+        order = self.clock | self.sim.host.clock
+        for access, place in self.given_back:
+            if order[access.line] < access.tick:
+                self.sim.find(f"reuse: memory of {self.name} is given back at {place}, while {access}")
+        self.given_back = []
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self.sim)
@@ -99,6 +108,7 @@ class Event:
         self.sim, self.clock, self.step = sim, Counter[Line](), sim.step
 
     def record(self, stream: Stream) -> None:
+        stream.reuse()
         self.clock, self.step = stream.clock.copy(), self.sim.step
 
     def synchronize(self) -> None:
@@ -135,7 +145,7 @@ class SimulatedDevice:
 
         def in_hooks(*args: Any, **kwargs: Any) -> Any:
             with functions:  # which torch leaves while it runs a function of its own
-                return backward(*args, **kwargs)
+                return functions._at(DEVICE, backward, *args, **kwargs)
 
         def by_place(lists: Any, *more: Any) -> dict[Any, Any]:
             """Let the groups that optimizers and clipping make of tensors name this device."""
@@ -185,6 +195,7 @@ class SimulatedDevice:
 
     def launch(self, what: str, kernels: int = 1) -> Stream:
         self.launches[what] += kernels
+        self.current.reuse()
         self.current.clock |= self.host.clock
         self.current.act()
         return self.current
@@ -213,14 +224,15 @@ class SimulatedDevice:
     # memory
 
     def memory(self, tensor: Tensor) -> Memory | None:
-        return self.known.get(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunctionSubclass():  # norms of pieces answer nothing
+            return self.known.get(tensor.untyped_storage()._cdata)
 
     def place(self, tensor: Tensor) -> object:
         memory = self.memory(tensor)
         return HOST if memory is None else memory.place
 
     def on_device(self, tensor: Tensor) -> bool:
-        return not tensor.is_meta and self.place(tensor) is DEVICE
+        return self.place(tensor) is DEVICE
 
     def adopt(self, tensor: Tensor, place: object) -> None:
         """Note a storage that is new at ``place``."""
@@ -233,10 +245,11 @@ class SimulatedDevice:
     def _given_back(self, memory: Memory | None) -> None:
         if memory is None or memory.place is not DEVICE:
             return  # the allocator of pinned memory itself waits for copies
-        order = self.host.clock | memory.home.clock
+        order, place = self.host.clock | memory.home.clock, None
         for access in memory.accesses:
             if order[access.line] < access.tick:
-                self.find(f"reuse: memory of {memory.home.name} is given back, while {access}")
+                place = place or where()
+                memory.home.given_back.append((access, place))
         memory.accesses = []
 
     def _resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
@@ -266,6 +279,10 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        for kind in types:  # pieces of gradients: what they call in turn comes here again
+            if kind not in (Tensor, torch.nn.Parameter) and torch._C._is_torch_function_enabled():
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         if func in self.answers:
             answer = self.answers[func](*args)
             return func(*args) if answer is None else answer
@@ -277,8 +294,9 @@ class Functions(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             return self._at(PINNED, func, *args, **{**kwargs, "pin_memory": False})
         device = torch.device(kwargs.get("device") or "meta")
-        if device.type == "meta":  # or none
-            return func(*args, **kwargs)
+        if device.type == "meta":  # or none: what it makes lies where its arguments do
+            near = any(isinstance(arg, Tensor) and self.sim.on_device(arg) for arg in args)
+            return self._at(DEVICE if near else None, func, *args, **kwargs)
         kwargs["device"] = torch.device("cpu")
         if func in (torch.tensor, torch.as_tensor):
             return self._to(func(*args, **kwargs), device)
@@ -352,7 +370,9 @@ class Operations(TorchDispatchMode):
             return result
         if on_device or place is DEVICE:
             foreign = [t for t in (*reads, *outs) if t.dim() and not sim.on_device(t)]
-            assert not foreign, f"{name} on tensors of the device and of the host, at {where()}"
+            assert not foreign or name.startswith("_foreach"), (
+                f"{name} on tensors of the device and of the host, at {where()}"
+            )
             if any(t.numel() for t in (*outs, *fresh)) or not (outs or fresh):
                 self._use(sim.launch(name, kernels(name, outs or fresh)), reads, [*outs, *fresh], name)
         else:
@@ -361,11 +381,9 @@ class Operations(TorchDispatchMode):
         return result
 
     def _use(self, line: Line, reads: Iterable[Tensor], outs: Iterable[Tensor], what: str) -> None:
-        for tensor in reads:
+        for tensor, writes in [*((t, False) for t in reads), *((t, True) for t in outs)]:
             on_host = line is not self.sim.host and not self.sim.on_device(tensor)
-            self.sim.access(tensor, self.sim.host if on_host else line, False, what)  # a number, taken now
-        for tensor in outs:
-            self.sim.access(tensor, line, True, what)
+            self.sim.access(tensor, self.sim.host if on_host else line, writes, what)  # a number, taken now
 
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any, outs: Any, reads: Any) -> Any:
         """Run a copy, perhaps between host and device."""
@@ -406,11 +424,12 @@ class Operations(TorchDispatchMode):
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         sim, outs, reads = self.sim, tensors(args[0]), tensors(args[1])
+        if name == "allgather_":  # of uneven sizes, which the fake group does not know
+            args = [[[read.clone() for _ in outs] for read in reads], *args[1:]]
         result = func(*args, **kwargs)
-        for out, read in (
-            zip(outs, reads, strict=False) if name.startswith(("_red", "red", "alltoall")) else ()
-        ):
-            out.zero_().view(-1)[: read.numel()].copy_(read.view(-1)[: out.numel()])
+        if name.startswith(("_reduce_scatter", "reduce_scatter", "alltoall", "allgather_")):
+            for out, read in zip(outs, reads * len(outs), strict=False):
+                out.zero_().view(-1)[: read.numel()].copy_(read.view(-1)[: out.numel()])
         if name in ("allreduce_", "broadcast_", "allreduce_coalesced_"):
             reads = outs
         assert all(sim.on_device(t) for t in (*outs, *reads)), f"{name} of host memory, at {where()}"

@@ -30,7 +30,6 @@ from shardtrain.engine.hooks import engine_of
 
 from pool import each_rank
 from small import Block, OddNet, raised_soon, sgd, shard, train, whole_state
-from tiny import CPU
 
 Ranks = Callable[..., list[Any]]
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -363,7 +362,7 @@ def test_a_save_fails_everywhere_with_its_reason(tmp_path: Path, how: str, path:
 
 
 def opened(path: Path, keep: int = 2, asynchronous: bool = False) -> Store:
-    return Store(path, comm.open_transport(), CPU, keep=keep, asynchronous=asynchronous)
+    return Store(path, comm.open_transport(), keep=keep, asynchronous=asynchronous)
 
 
 def fill(store: Store, steps: list[int], best: int | None = None) -> None:

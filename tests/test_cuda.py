@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
@@ -134,28 +133,6 @@ def test_two_units_fit_however_far_the_host_is_ahead(tmp_path: Path, monkeypatch
         torch.cuda.synchronize()
         # Two units, the gradient that autograd makes, one whole and one local gradient of each of two units.
         assert torch.cuda.max_memory_allocated() - held <= 7.1 * size
-
-
-@one_gpu
-@pytest.mark.parametrize("alone", [True, False], ids=["one rank", "NCCL"])
-def test_a_step_never_waits_for_the_device(tmp_path: Path, alone: bool) -> None:
-    """From the third step on: before, the ranks compare what they did, and indices go to the device."""
-    device = torch.device("cuda", 0)
-    with nccl_of_one(tmp_path) as transport:
-        model = OddNet().to(device)
-        link = comm.Alone() if alone else transport
-        shardtrain.shard(model, units=[Block], transport=link, precision=Precision(torch.bfloat16))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        batches = [[tensor.to(device) for tensor in images(step, 0)] for step in range(5)]
-        try:
-            for step, (x, y) in enumerate(batches):
-                torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-                F.cross_entropy(model(x), y).backward()
-                shardtrain.clip_grad_norm_(model, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @one_gpu

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +16,55 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer
 
 import shardtrain
-from shardtrain import Precision
+from shardtrain import Precision, comm
+from shardtrain import device as devices
+from shardtrain.checkpoint.store import Snapshot
+from shardtrain.comm.native import Backend
+from shardtrain.comm.offload import Offloaded
+from shardtrain.comm.transport import Pending, Transport
+from shardtrain.engine.reduce import Reduction
+from shardtrain.engine.unit import State, Unit
+from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.launch import Context
+from shardtrain.optim import Ema
+from shardtrain.train.loop import train
+from shardtrain.train.saving import Saver
 
-from simulated_device import DEVICE, SimulatedDevice
+from simulated_device import DEVICE, Event, SimulatedDevice, Stream
 from small import Block, OddNet, images
+from tiny import TINY, configure
 
 WORLD, RANK = 8, 2
-LOW = Precision(torch.bfloat16)
+Patch = tuple[Any, str, Any]  # of `monkeypatch.setattr`
+LOW, INT8 = Precision(torch.bfloat16), {"gather": torch.int8, "reduce": torch.int8}
+PRECISIONS = {
+    "fp32": Precision(),
+    "fp32, reduce bf16": Precision(reduce=torch.bfloat16),
+    "bf16": LOW,
+    "bf16, reduce fp32": Precision(torch.bfloat16, reduce=torch.float32),
+    "fp16": Precision(torch.float16),
+}
+
+
+def replicas() -> Transport:
+    inside, across = dist.new_group(list(range(4))), dist.new_group([RANK, RANK + 4])
+    return comm.open_replicated("process_group", [range(4), range(4, 8)], inside, across)
+
+
+SCENES: dict[str, Callable[[], dict[str, Any]]] = {
+    "even": dict,
+    "whole": lambda: {"layout": "whole"},
+    "kept": lambda: {"reshard_after_forward": False},
+    "replicas": lambda: {"transport": replicas()},
+    "offload": lambda: {"offload": True},
+    "offload, replicas": lambda: {"offload": True, "transport": replicas()},
+    "int8": lambda: {**INT8},
+    "offload, int8": lambda: {"offload": True, **INT8},
+}
 
 
 @pytest.fixture
@@ -35,24 +78,142 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
             dist.destroy_process_group()
 
 
-def train(
-    device: SimulatedDevice, model: nn.Module, count: int = 4, size: int = 5, dtype: torch.dtype | None = None
-) -> None:
-    """Take ``count`` steps, the last of which ``device`` has counted."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    for step in range(count):
-        x, y = [each.to(DEVICE) for each in images(step, 0, 4, size)]
+def play(device: SimulatedDevice, scene: str, precision: Precision, net: nn.Module) -> list[str]:
+    """Train, evaluate, change parameters on the host, save; return the waits of the last step."""
+    options = SCENES[scene]()
+    precision = dataclasses.replace(precision, **{key: options.pop(key) for key in INT8 if key in options})
+    torch.manual_seed(0)
+    model = shardtrain.shard(net.to(DEVICE), units=[Block], precision=precision, **options)
+    optimizer, ema = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True), Ema(model, 0.9)
+    batches = [[each.to(DEVICE) for each in images(step, 0, 4)] for step in range(8)]
+    for step in range(3):
         device.next_step()
-        F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+        with shardtrain.no_sync(model):
+            F.cross_entropy(model(batches[step][0]).float(), batches[step][1]).backward()
+        F.cross_entropy(model(batches[step + 3][0]).float(), batches[step + 3][1]).backward()
+        shardtrain.clip_grad_norm_(model, 1.0)
         optimizer.step()
+        ema.update(step + 1)
         optimizer.zero_grad()
+    waits = list(device.waits)
+    with torch.no_grad(), ema.swapped():
+        model(batches[6][0])
+    shardtrain.full_state_dict(model)["fc.bias"].numpy()
+    for tensor in Snapshot().copy(dict(model.named_parameters())).values():
+        tensor.numpy()
+    model(batches[7][0])
+    for param in model.blocks.parameters():  # no backward need follow a forward
+        param.data.zero_()
+    return waits
 
 
-def test_a_step_has_no_races(device: SimulatedDevice) -> None:
-    model = shardtrain.shard(OddNet().to(DEVICE), units=[Block])
-    train(device, model)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("scene", SCENES)
+def test_streams_are_in_order_and_the_host_never_waits(
+    device: SimulatedDevice, scene: str, precision: str
+) -> None:
+    """With shards on the host it does: for each forward and backward, for the norm there and back."""
+    waits = play(device, scene, PRECISIONS[precision], OddNet())
+    assert list(device.findings) == []
+    assert len(waits) <= (6 if "offload" in scene else 0), waits
+
+
+def test_an_unused_parameter_costs_one_wait(device: SimulatedDevice) -> None:
+    """Other ranks may have its gradient, and the host must know whether to show one."""
+    net = OddNet()
+    net.blocks[0].unused = nn.Linear(30, 30)
+    waits = play(device, "even", LOW, net)
     assert not device.findings
-    assert not device.waits
+    assert len(waits) == 1, waits
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "compiled"])
+def test_units_that_compute_otherwise_have_no_races(device: SimulatedDevice, how: str) -> None:
+    net = OddNet()
+    for block in net.blocks:
+        if how == "checkpointed":
+            options = {"preserve_rng_state": False, "determinism_check": "none"}
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        else:
+            block.compile(backend="eager")
+    assert play(device, "even", LOW, net) == []
+    assert list(device.findings) == []
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory'")
+def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One rank's loop with its data, metrics, signals and the check of the norm, between two reports."""
+    waits: list[list[str]] = []
+    lengths = ("train.max_steps=8", "train.log_every=100", "train.eval_every=100", "checkpoint.keep=0")
+    config = configure(*TINY, *lengths, "train.mixup=0", "train.cutmix=0", "monitor.tensorboard=false")
+    with SimulatedDevice()(monkeypatch) as device:
+
+        def before_update(saver: Saver, settle: Callable[[Saver], None] = Saver.before_update) -> None:
+            waits.append(device.waits)
+            device.next_step()
+            settle(saver)
+
+        monkeypatch.setattr(Saver, "before_update", before_update)
+        train(config, Context(RankInfo(0, 1, 0, 1), DEVICE, tmp_path))
+    assert waits[2:] == [[]] * 6
+    assert list(device.findings) == []
+
+
+def without_waits(of: str) -> Patch:
+    """Streams whose names begin with ``of`` wait for no event."""
+
+    def wait_event(stream: Stream, event: Event, wait: Callable[..., None] = Stream.wait_event) -> None:
+        if not stream.name.startswith(of):
+            wait(stream, event)
+
+    return Stream, "wait_event", wait_event
+
+
+def hold_nothing(self: Backend, *args: Any, run: Callable[..., Pending] = Backend._run) -> Pending:
+    pending = run(self, *args)
+    pending._steps[0].__defaults__ = (None,)  # type: ignore[attr-defined]
+    return pending
+
+
+def wait_on_the_host(unit: Unit, release: Callable[..., None] = Unit.release) -> None:
+    devices.synchronize(DEVICE)
+    release(unit)
+
+
+NOTHING = lambda *_: None  # noqa: E731
+MUTANTS: dict[str, tuple[str, Patch]] = {
+    "collectives do not wait for computation": ("even", without_waits("a stream of priority -1")),
+    "computation does not wait for collectives": ("even", without_waits("the compute stream")),
+    "uploads do not wait for computation": ("offload", without_waits("a stream of priority 0")),
+    "a unit computes before its gather is done": (
+        "even",
+        (Unit, "finish", lambda unit: setattr(unit, "state", State.GATHERED)),
+    ),
+    "a reduction is read before its event": ("even", (Reduction, "finish", NOTHING)),
+    "what collectives use is not held": ("replicas", (Backend, "_run", hold_nothing)),
+    "replicas average what is not reduced yet": (
+        "replicas",
+        (
+            Backend,
+            "average",
+            lambda self, values, _, average=Backend.average: average(self, values, Pending()),
+        ),
+    ),
+    "the host writes during an upload": ("offload", (Offloaded, "fence", NOTHING)),
+    "downloads are not waited for": ("offload", (Event, "synchronize", NOTHING)),
+    "a save reads before its copies are done": ("even", (Stream, "synchronize", NOTHING)),
+    "the host waits": ("even", (Unit, "release", wait_on_the_host)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_faults_are_found(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    scene, patch = MUTANTS[name]
+    monkeypatch.setattr(*patch)
+    waits = play(device, scene, LOW, OddNet())
+    assert device.findings or waits
 
 
 def resnet50() -> nn.Module:
@@ -60,7 +221,7 @@ def resnet50() -> nn.Module:
 
 
 def vit24() -> nn.Module:
-    return VisionTransformer(32, 8, 24, 2, 32, 64, num_classes=5)
+    return VisionTransformer(8, 4, 24, 2, 16, 32, num_classes=5)
 
 
 def in_bf16(model: nn.Module) -> nn.Module:
@@ -73,11 +234,24 @@ def in_bf16(model: nn.Module) -> nn.Module:
     return model
 
 
+def launches(device: SimulatedDevice, model: nn.Module, dtype: torch.dtype) -> Counter[str]:
+    """Return what the third step launches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    x, y = [each.to(DEVICE) for each in images(0, 0, 2, 8)]
+    for _ in range(3):
+        device.next_step()
+        F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert device.waits == []
+    return device.launches
+
+
 @pytest.mark.parametrize(
     ("make", "plain", "precision", "dtype", "budget"),
     [
-        (resnet50, lambda model: model, None, torch.float32, 268),
-        (vit24, in_bf16, LOW, torch.bfloat16, 653),
+        (resnet50, lambda model: model, None, torch.float32, 89),
+        (vit24, in_bf16, LOW, torch.bfloat16, 231),
     ],
     ids=["resnet50 fp32", "vit24 bf16"],
 )
@@ -90,9 +264,6 @@ def test_launches_beyond_the_plain_model_keep_their_budget(
     budget: int,
 ) -> None:
     """Kernels, copies and collectives of one rank of eight; FSDP2's figures are 133 and 249."""
-    train(device, plain(make()).to(DEVICE), 3, 32, dtype)
-    alone = device.launches
-    train(device, shardtrain.shard(make().to(DEVICE), precision=precision), 3, 32, torch.float32)
-    assert not device.waits
-    more: dict[str, Any] = device.launches - alone
-    assert device.launches.total() - alone.total() <= budget, more
+    alone = launches(device, plain(make()).to(DEVICE), dtype)
+    sharded = launches(device, shardtrain.shard(make().to(DEVICE), precision=precision), torch.float32)
+    assert sharded.total() - alone.total() <= budget, sharded - alone

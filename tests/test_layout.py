@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtrain.layout import Layout, Piece, WholeCut, cut_of, even
+from shardtrain.layout import LARGE, Layout, Piece, WholeCut, cut_of, even
 
 policies = st.sampled_from(["even", "whole"])
 sizes = st.lists(st.integers(0, 200), max_size=12)
@@ -101,6 +101,14 @@ def test_even_cuts_lay_end_to_end_and_waste_less_than_one_alignment_unit(
     for rank in range(world):
         assert layout.length(rank) % align == 0
         assert layout.length(rank) < layout.numel / world + align
+
+
+@pytest.mark.parametrize("policy", ["even", "whole"])
+def test_what_comes_before_a_weight_does_not_misalign_it(policy: str) -> None:
+    sizes = [1, 507, 3, *[LARGE, 13] * 300]
+    layout = cut_of(policy, 1024)(sizes, 8)  # type: ignore[arg-type]
+    assert all(at % 8 == 0 for at, size in zip(layout.offsets, sizes, strict=True) if size == LARGE)
+    assert policy == "whole" or layout.padded <= 1.01 * layout.numel
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_ranks_share_a_clock() -> None:
     now = time.perf_counter()
     starts = [spans[0].start for spans in timeline.collect([Span("step", "step", now, now + 1)], 7).spans]
     assert max(starts) - min(starts) < 0.5
-    found = comm.gather_texts(str(starts), comm.plain_transport(), CPU)
+    found = comm.gather_texts(str(starts), comm.plain_transport())
     assert found == [str(starts)] * 3
 
 

@@ -27,7 +27,6 @@ import programs
 from pool import Pool, Ranks
 from small import Block, OddNet, train
 from test_cli import PROGRAM, torchrun
-from tiny import CPU
 
 WORLD = 2
 
@@ -46,7 +45,7 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | N
     if kill is not None and kill.rank == comm.rank():
         _arm(kill)
     model, optimizer = fresh()
-    store = Store(Path(folder), comm.open_transport(), CPU, keep=keep, asynchronous=asynchronous)
+    store = Store(Path(folder), comm.open_transport(), keep=keep, asynchronous=asynchronous)
     start = store.newest()
     if comm.rank() == 0:
         store.clear(start.damaged)
@@ -111,7 +110,7 @@ def _arm(kill: Kill) -> None:
 
 def survivor(folder: Path, undisturbed: Path) -> int:
     """Return the step that the next start finds: complete, bit for bit."""
-    start = newest(folder, comm.Alone(), CPU)
+    start = newest(folder, comm.Alone())
     assert not start.damaged, start.damaged
     assert files_of(folder / step_name(start.step)) == files_of(undisturbed / step_name(start.step))
     return start.step
@@ -158,8 +157,8 @@ def assert_noticed(place: Path, file: Path) -> None:
     """Loading step 2 fails and names the file, and the next start falls back to step 1."""
     name = "manifest" if file.name.startswith("manifest") else file.name
     with pytest.raises(Damaged, match=re.escape(name)):
-        open_checkpoint(place / step_name(2), comm.Alone(), CPU)
-    assert newest(place, comm.Alone(), CPU).step == 1, "no fall-back"
+        open_checkpoint(place / step_name(2), comm.Alone())
+    assert newest(place, comm.Alone()).step == 1, "no fall-back"
 
 
 def test_bit_flips_are_noticed(two_steps: Path) -> None:
@@ -173,7 +172,7 @@ def test_bit_flips_are_noticed(two_steps: Path) -> None:
         file.write_bytes(intact[:at] + bytes([intact[at] ^ (1 << chance.randrange(8))]) + intact[at + 1 :])
         assert_noticed(two_steps, file)
         file.write_bytes(intact)
-    open_checkpoint(two_steps / step_name(2), comm.Alone(), CPU)
+    open_checkpoint(two_steps / step_name(2), comm.Alone())
 
 
 def zero_tail(file: Path) -> None:

@@ -88,7 +88,7 @@ def attempt(work: Callable[[], Result], samples: Samples, device: torch.device) 
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0][:300]
-    samples.failure = next(filter(None, comm.gather_texts(reason, comm.plain_transport(), device)), None)
+    samples.failure = next(filter(None, comm.gather_texts(reason, comm.plain_transport())), None)
     return result if samples.failure is None else None
 
 

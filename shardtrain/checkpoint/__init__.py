@@ -74,5 +74,5 @@ def load(
     """
     engine = engine_of(module)
     engine.require_rest("checkpoint.load() cannot be called")
-    opened = open_checkpoint(Path(path), engine.transport.all_ranks, engine.device)
+    opened = open_checkpoint(Path(path), engine.transport.all_ranks)
     return load_into(opened, module, optimizer, averages)

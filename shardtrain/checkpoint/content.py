@@ -234,13 +234,13 @@ def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def exchange(
-    failed: Callable[[str], Exception], all_ranks: Ranks, device: torch.device, problem: str, **facts: Any
+    failed: Callable[[str], Exception], all_ranks: Ranks, problem: str, **facts: Any
 ) -> list[dict[str, Any]]:
     """Exchange this rank's ``problem``, if it has one, and its ``facts``, which are JSON. Collective.
 
     Returns what each rank gave. If one has a problem, every rank raises what ``failed`` makes of all of them.
     """
-    texts = comm.gather_texts(json.dumps({"problem": problem, **facts}), all_ranks, device)
+    texts = comm.gather_texts(json.dumps({"problem": problem, **facts}), all_ranks)
     told = [json.loads(text) for text in texts]
     if problems := [f"rank {rank}: {each['problem']}" for rank, each in enumerate(told) if each["problem"]]:
         raise failed("; ".join(problems))

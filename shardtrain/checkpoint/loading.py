@@ -41,7 +41,7 @@ class Opened(NamedTuple):
     manifest: Manifest
 
 
-def open_checkpoint(path: Path, all_ranks: Ranks, device: torch.device) -> Opened:
+def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
     """Verify every file of the checkpoint ``path``, each on one rank. Collective.
 
     Raises:
@@ -58,15 +58,15 @@ def open_checkpoint(path: Path, all_ranks: Ranks, device: torch.device) -> Opene
             parse(text)
         except Damaged as error:
             problem = str(error)
-    exchange(damaged, all_ranks, device, problem)
-    manifest = parse(comm.broadcast_text(text, all_ranks, device))
+    exchange(damaged, all_ranks, problem)
+    manifest = parse(comm.broadcast_text(text, all_ranks))
     names = [file_name(index) for index in range(all_ranks.rank, manifest.world_size, all_ranks.world)]
     expected = _expected_tensors(manifest, names)
     found = [
         problem_with(path / name, manifest.files[name]) or _header_problem(path / name, expected[name])
         for name in names
     ]
-    exchange(damaged, all_ranks, device, "; ".join(filter(None, found)))
+    exchange(damaged, all_ranks, "; ".join(filter(None, found)))
     return Opened(path, manifest)
 
 
@@ -119,7 +119,7 @@ def load_into(
         ValueError: on every rank, naming everything that does not fit; nothing has been loaded then.
     """
     engine = engine_of(model)
-    all_ranks, device = engine.transport.all_ranks, engine.device
+    all_ranks = engine.transport.all_ranks
     shards, extra = local_shards(engine), None
     reader = _Reader(opened, all_ranks)
     problems = _compare(opened.manifest, model, shards, optimizer)
@@ -129,7 +129,7 @@ def load_into(
         extra = reader.extra()
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError, OSError) as error:
         problems.append(f"{reader.own_file} has no readable extra: {type(error).__name__} {error}")
-    texts = comm.gather_texts("; ".join(problems), all_ranks, device)
+    texts = comm.gather_texts("; ".join(problems), all_ranks)
     if differing := [text for text in dict.fromkeys(texts) if text]:
         raise ValueError(f"{opened.path} does not fit, nothing was loaded: {'; '.join(differing)}")
     problem = ""
@@ -146,7 +146,7 @@ def load_into(
     except (OSError, SafetensorError) as error:
         problem = str(error)
     half_loaded = f"{opened.path} became unreadable, the model is half loaded"
-    exchange(lambda problems: RuntimeError(f"{half_loaded}: {problems}"), all_ranks, device, problem)
+    exchange(lambda problems: RuntimeError(f"{half_loaded}: {problems}"), all_ranks, problem)
     return extra
 
 

@@ -122,7 +122,7 @@ def save_in_stages(
             shutil.rmtree(temporary, ignore_errors=True)
         return SaveFailed(f"{path} was not saved: {problems}")
 
-    agree = partial(exchange, failed, all_ranks, engine.device)
+    agree = partial(exchange, failed, all_ranks)
     problem, mine = "", {}
     try:
         content = collect(engine, optimizer, extra, facts, averages)
@@ -196,7 +196,7 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match and step_name(int(match[1])) == match[0])
 
 
-def newest(directory: Path, all_ranks: Ranks, device: torch.device) -> Newest:
+def newest(directory: Path, all_ranks: Ranks) -> Newest:
     """Find the newest complete checkpoint in ``directory``, and verify every file of it. Collective.
 
     Raises:
@@ -204,10 +204,10 @@ def newest(directory: Path, all_ranks: Ranks, device: torch.device) -> Newest:
     """
     listed = json.dumps(steps_in(directory)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
-    for step in reversed(json.loads(comm.broadcast_text(listed, all_ranks, device))):
+    for step in reversed(json.loads(comm.broadcast_text(listed, all_ranks))):
         path = directory / step_name(step)
         try:
-            opened = open_checkpoint(path, all_ranks, device)
+            opened = open_checkpoint(path, all_ranks)
             if opened.manifest.facts.get("step") != step:
                 raise Damaged(f"{path} is damaged: it holds step {opened.manifest.facts.get('step')}")
             return Newest(opened, step, damaged)
@@ -224,13 +224,11 @@ class Store:
     At most one save is under way. Everything but `clear`, `busy` and `settle` is collective.
     """
 
-    def __init__(
-        self, directory: Path, all_ranks: Ranks, device: torch.device, *, keep: int, asynchronous: bool
-    ) -> None:
+    def __init__(self, directory: Path, all_ranks: Ranks, *, keep: int, asynchronous: bool) -> None:
         self.directory = directory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
         self.writer: Thread | None = None  # works on the present stage; another one for each stage
-        self._all_ranks, self._device = all_ranks, device
+        self._all_ranks = all_ranks
         self._keep, self._snapshot = keep, Snapshot() if asynchronous else None
         self._step = 0  # of the save that began last
         self._best: int | None = None
@@ -249,7 +247,7 @@ class Store:
 
     def newest(self) -> Newest:
         """Find where to resume. Changes nothing: another job may be writing here."""
-        start = newest(self.directory, self._all_ranks, self._device)
+        start = newest(self.directory, self._all_ranks)
         self.latest = start.step
         return start
 

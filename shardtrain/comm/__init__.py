@@ -115,12 +115,6 @@ def plain_transport(group: Group | None = None) -> Ranks:
     return Alone() if group is None or group.size() == 1 else ProcessGroupTransport(group)
 
 
-def control_device(group: Group | None = None) -> torch.device:
-    """Return where a small tensor must lie that ranks of ``group`` (default: the world) exchange."""
-    group = group or dist.group.WORLD
-    return torch.device("cpu" if group is None else native.device_types(group)[0])
-
-
 def barrier(*args: Any, **keywords: Any) -> Any:
     """Do as torch's, and nothing without a process group."""
     return dist.barrier(*args, **keywords) if dist.is_initialized() else None

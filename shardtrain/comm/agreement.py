@@ -44,40 +44,38 @@ EAGER_BYTES = 1 << 15  # parts up to here go with the row
 Part = tuple[int, int]
 
 
-def broadcast_text(text: str, ranks: Ranks, device: torch.device, src: int = 0) -> str:
+def broadcast_text(text: str, ranks: Ranks, src: int = 0) -> str:
     """Return rank ``src``'s ``text`` on every rank; an empty one where ``src`` is only simulated."""
-    return gather_texts(text if ranks.rank == src else "", ranks, device)[src]
+    return gather_texts(text if ranks.rank == src else "", ranks)[src]
 
 
-def gather_texts(text: str, ranks: Ranks, device: torch.device) -> list[str]:
+def gather_texts(text: str, ranks: Ranks) -> list[str]:
     """Return every rank's ``text``, in rank order, on every rank, by two all-reduces."""
     data = text.encode()
-    lengths = torch.zeros(ranks.world, dtype=torch.int64)
+    lengths = torch.zeros(ranks.world, dtype=torch.int64, device="cpu")
     lengths[ranks.rank] = len(data)
-    lengths = lengths.to(device)
     ranks.all_reduce(lengths)
     sizes = lengths.tolist()
-    joined = torch.zeros(sum(sizes), dtype=torch.uint8)
+    joined = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
     joined.split(sizes)[ranks.rank].copy_(torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)[:-1])
-    joined = joined.to(device)
     if joined.numel():
         ranks.all_reduce(joined)
-    return [part.cpu().numpy().tobytes().decode() for part in joined.split(sizes)]
+    return [part.numpy().tobytes().decode() for part in joined.split(sizes)]
 
 
-def require_same(lines: Sequence[str], what: str, ranks: Ranks, device: torch.device) -> None:
+def require_same(lines: Sequence[str], what: str, ranks: Ranks) -> None:
     """Return if all ranks have the same ``lines``. Collective: two all-reduces of one number.
 
     Raises:
         ValueError: they differ; on every rank, with the first line in which each differs from rank 0.
     """
     digest = zlib.crc32("\n".join(lines).encode())
-    low, high = (torch.tensor([digest], device=device) for _ in range(2))
+    low, high = (torch.tensor([digest], device="cpu") for _ in range(2))
     ranks.all_reduce(low, "min")
     ranks.all_reduce(high, "max")
     if low.item() == high.item():
         return
-    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks, device))
+    first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks))
     odd = []
     for rank, text in enumerate(others, 1):
         pairs = zip_longest(text, first, fillvalue="no more")

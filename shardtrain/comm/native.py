@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 # them, so the first step of any torch optimizer: a group opened before would live to the interpreter's end,
 # and gloo's threads with it, which now and then abort the process there. Now there is no group yet.
 import torch.distributed.nn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
@@ -26,6 +28,9 @@ from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Shipmen
 # Renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Calls of one collective inside it become one launch. torch has no public name for it.
+_coalescing = dist.distributed_c10d._coalescing_manager
 
 # Gloo cannot average, so the sum is divided.
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -77,33 +82,36 @@ class Backend:
     the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
     ``record_stream`` is not needed, and what a release gives back is available at once to the next gather,
     however far the host is ahead of the device. Gathers and reductions share the stream: one communicator
-    runs one at a time anyway.
+    runs one at a time anyway. The segments of a unit move in one launch, whatever their dtypes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._streams: dict[torch.device, Any] = {}  # the communication stream of each device
+        self._size = group.size()
         # Dividing by a tensor takes a third of the time that dividing by a number does.
-        self._world = torch.tensor(float(group.size()), device="cpu")
-
-    def of(self, group: dist.ProcessGroup) -> Backend:
-        """Return the same between other ranks, on the same streams."""
-        other = Backend(group)
-        other._streams = self._streams
-        return other
+        self._world = torch.tensor(float(self._size), device="cpu")
 
     @property
     def group(self) -> dist.ProcessGroup:
         return living(self._group)
 
     def gather(self, flats: Sequence[Flat]) -> Pending:
-        return self._run(flats[0].full.device, *(partial(self._gather, flat) for flat in flats))
+        return self._run(flats[0].full.device, partial(self._gather, flats))
 
     def reduce(self, gradients: Sequence[Gradient]) -> Pending:
-        return self._run(gradients[0].full.device, *map(self._reduction, gradients))
+        """Allocate the memory of means now, in the compute stream's order; ``own`` becomes views of it."""
+        rank, means = self.group.rank(), []
+        for gradient in gradients:
+            if gradient.mean is None:
+                gradient.full[gradient.layout.interval(rank)].copy_(gradient.pack_own(rank))
+            means.append(gradient.new_mean(rank))
+        return self._run(gradients[0].full.device, partial(self._reduce, gradients, means))
 
-    def average(self, values: Sequence[Interval]) -> Pending:
-        return self._run(values[0].values.device, *(partial(self._average, each) for each in values))
+    def average(self, values: Sequence[Interval], after: Pending) -> Pending:
+        """Start averaging ``values``, which ``after`` makes, in place."""
+        moved = [x if x.dtype == wire else x.new_empty(x.shape, dtype=wire) for x, wire in values]
+        return self._run(moved[0].device, after.wait, partial(self._average, values, moved))
 
     def exchange(self, shipments: Sequence[Shipment]) -> Pending:
         return self._run(shipments[0].full.device, *(partial(self._exchange, each) for each in shipments))
@@ -128,41 +136,50 @@ class Backend:
 
         return Pending(finish)
 
-    def _gather(self, flat: Flat) -> None:
-        if flat.layout.equal:
-            all_gather(flat.full, flat.local, self.group)
-        elif moves_bytes(self.group):  # the fake one would copy the input to every output
-            dist.all_gather(intervals(flat.full, flat.layout), flat.local, group=self.group)
+    def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """Inside, collectives of one kind for ``tensors`` are one launch, on an accelerator."""
+        if len(tensors) > 1 and devices.on_accelerator(tensors[0]):
+            return _coalescing(self.group)
+        return nullcontext()
 
-    def _reduction(self, gradient: Gradient) -> Callable[[], None]:
-        """Return the reduction of ``gradient``, and allocate its memory now, in the compute stream's order.
+    def _op(self, tensors: Sequence[Tensor]) -> dist.ReduceOp.RedOpType:
+        """Return the mean where it costs nothing and is right, else the sum, which is divided afterwards.
 
-        ``full`` gets this rank's part, too. The pieces of ``own`` become views of the mean to come.
+        For a mean NCCL multiplies by 1 / world first, in the dtype that moves: fp16 would underflow (a sum
+        that overflows lowers the scale), and bf16 is exact for a power of two. Alone, a sum is a mere copy.
         """
-        full, own, layout, pieces, _ = gradient
-        rank = self.group.rank()
-        out = full.new_empty(layout.length(rank))
-        wide = own[0].dtype if own else full.dtype
-        interval = out if wide == full.dtype else out.new_empty(out.shape, dtype=wide)
-        begin = layout.bounds[rank]
-        for index, (start, stop, offset) in enumerate(pieces):
-            if start < stop:
-                end = offset + stop - start
-                full[begin + offset : begin + end].copy_(own[index])
-                own[index] = interval[offset:end]
+        world, dtypes = self._size, {tensor.dtype for tensor in tensors}
+        inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
+        return _SUM if world == 1 or inexact or not devices.on_accelerator(tensors[0]) else _AVG
 
-        def reduce() -> None:
-            op = _AVG if devices.on_accelerator(full) else _SUM
-            if layout.equal:
-                reduce_scatter(out, full, op, self.group)
-            elif moves_bytes(self.group):
-                dist.reduce_scatter(out, intervals(full, layout), op=op, group=self.group)
-            if op is _SUM:
-                out.div_(self._world)
-            if out is not interval:
-                interval.copy_(out)
+    def _gather(self, flats: Sequence[Flat]) -> None:
+        with self._together([flat.full for flat in flats if flat.layout.equal]):
+            for full, local, layout, *_ in flats:
+                if layout.equal:
+                    all_gather(full, local, self.group)
+                elif moves_bytes(self.group):  # the fake one would copy the input to every output
+                    dist.all_gather(intervals(full, layout), local, group=self.group)
 
-        return reduce
+    def _reduce(self, gradients: Sequence[Gradient], means: Sequence[Tensor]) -> None:
+        """Fill ``means``. What moves in a narrower dtype lands in ``full`` first, which the caller holds."""
+        rank, op = self.group.rank(), self._op([gradient.full for gradient in gradients])
+        own = [gradient.full[gradient.layout.interval(rank)] for gradient in gradients]
+        outs = [mean if mean.dtype == out.dtype else out for mean, out in zip(means, own, strict=True)]
+        with self._together([gradient.full for gradient in gradients if gradient.layout.equal]):
+            for (full, _, layout, *_), out in zip(gradients, outs, strict=True):
+                if layout.equal:
+                    reduce_scatter(out, full, op, self.group)
+                elif moves_bytes(self.group):
+                    dist.reduce_scatter(out, intervals(full, layout), op=op, group=self.group)
+        self._widen(means, outs, op)
+
+    def _widen(self, means: Sequence[Tensor], outs: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
+        """Fill ``means`` from ``outs``, what ``op`` has made."""
+        for mean, out in zip(means, outs, strict=True):
+            if mean is not out:
+                mean.copy_(out)
+            if op is _SUM and self._size > 1:
+                mean.div_(self._world)
 
     def _exchange(self, shipment: Shipment) -> None:
         full, layout, incoming = shipment
@@ -170,11 +187,15 @@ class Backend:
         equal = [incoming.shape[1]] * layout.world
         dist.all_to_all_single(incoming.view(-1), full, equal, sizes, group=self.group)
 
-    def _average(self, interval: Interval) -> None:
-        values = interval.values.to(interval.wire)
-        op = _AVG if devices.on_accelerator(values) else _SUM
-        dist.all_reduce(values, op, group=self.group)
-        interval.values.copy_(values.div_(self._world) if op is _SUM else values)
+    def _average(self, values: Sequence[Interval], moved: Sequence[Tensor]) -> None:
+        op = self._op(moved)
+        for (value, _), wire in zip(values, moved, strict=True):
+            if wire is not value:
+                wire.copy_(value)
+        with self._together(moved):
+            for wire in moved:
+                dist.all_reduce(wire, op, group=self.group)
+        self._widen([value for value, _ in values], moved, op)
 
 
 def living(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -128,7 +128,7 @@ def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
 
 def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: torch.device) -> Tensor:
     """Return the norm of all ranks' ``norms``: 0-dim fp32, the same bits on all ranks. Collective."""
-    local = torch.linalg.vector_norm(norms, order).to(device, torch.float32)
+    local = torch.linalg.vector_norm(norms, order).to(device, torch.float32, non_blocking=True)
     all_ranks = transport.all_ranks
     if all_ranks.rank not in transport.primary_ranks:
         local = torch.zeros_like(local)  # replicas have the same gradient, which counts once

@@ -10,7 +10,8 @@ At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks
 
 On an accelerator host memory is pinned, and copies run on a stream of their own, so that both ways are hidden
 behind the units that compute meanwhile. The host waits at fences only: at the end of a backward until its
-gradients have come, and at the end of a forward without gradients until nothing reads the shards any more.
+gradients have come, and at the end of a forward, when the last unit still computes, until nothing reads the
+shards any more. Whatever follows may change them: no backward need come.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class Offloaded(TransportWrapper):
         self.device, self.in_place = device, False
         self._stream = devices.new_stream(device)
         self._last: Any = None  # event of the newest copy, with which all before it are done
-        self._arriving = False  # whether gradients may be on their way
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the full vector on the device, and the interval in host memory."""
@@ -61,7 +61,7 @@ class Offloaded(TransportWrapper):
                 own.copy_(flat.local, non_blocking=True)
                 moved.append(flat._replace(local=own))
             pending = self.inner.gather(tag, moved)
-        return Pending(pending.wait, partial(self._wait_for, self._last))
+        return Pending(pending.wait, partial(self._join, self._last))
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Start reducing. Once waited for, the means are on their way to the host; see `fence`."""
@@ -71,8 +71,9 @@ class Offloaded(TransportWrapper):
             with self._aside(launched):
                 pending.wait()
                 for gradient in gradients:
-                    gradient.own[:] = [self._download(mean) for mean in gradient.own]
-            self._arriving = True
+                    mean = gradient.pack_own(self.rank)
+                    host = self._host(mean.numel(), mean.dtype).copy_(mean, non_blocking=True)
+                    gradient.own[:] = [host[offset : offset + b - a] for a, b, offset in gradient.pieces]
             # Memory of means is given back in the order of the stream that computes, so it waits: for copies
             # of the unit before, since this is called when the next one's gradients are complete.
             self._wait_for(self._last)
@@ -80,18 +81,14 @@ class Offloaded(TransportWrapper):
         return Pending(finish)
 
     def fence(self, what: Movement) -> None:
-        """At ``LEAVE`` return when gradients have come to the host, or when no upload reads it any more."""
+        """At ``LEAVE`` return when gradients have come to the host, and no upload reads it any more."""
         super().fence(what)
-        backward_follows = torch.is_grad_enabled() and not self._arriving
-        if what is LEAVE and not backward_follows and self._last is not None:
+        if what is LEAVE and self._last is not None:
             self._last.synchronize()
-            self._arriving = False
+            self._last = None
 
     def _host(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
-
-    def _download(self, mean: Tensor) -> Tensor:
-        return self._host(mean.numel(), mean.dtype).copy_(mean, non_blocking=True)
 
     def _now(self) -> Any:
         """Return an event for this moment of the current stream; ``None`` on the CPU."""
@@ -106,6 +103,13 @@ class Offloaded(TransportWrapper):
                 yield
             finally:
                 self._last = self._now()
+
+    def _join(self, uploaded: Any) -> None:
+        """Let both streams wait for each other: int8 packets, read by now, are given back to the copies'."""
+        self._wait_for(uploaded)
+        computed = self._now()
+        with devices.inside(self._stream):
+            self._wait_for(computed)
 
     def _wait_for(self, event: Any) -> None:
         """Let the current stream wait for ``event``."""

@@ -21,19 +21,16 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from shardtrain.comm.agreement import gather_texts, require_same
-from shardtrain.comm.native import device_types, moves_bytes
+from shardtrain.comm.native import moves_bytes
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.replicated import ReplicaGroup, Replicated
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.signals import Signals, connect
 from shardtrain.comm.transport import Alone, Transport
-
-_CPU = torch.device("cpu")  # which gloo moves from, and these are only called over gloo
 
 
 class Opening:
@@ -53,7 +50,7 @@ class Opening:
     ) -> None:
         self.plain = self.all_ranks = ProcessGroupTransport(group)
         if moves_bytes(group):
-            require_same([repr(kind)], "transport=", self.plain, torch.device(device_types(group)[0]))
+            require_same([repr(kind)], "transport=", self.plain)
         self.groups = groups or [range(self.plain.world)]
         self.own = next(ranks for ranks in self.groups if self.plain.rank in ranks)
         self.inside = inside or group
@@ -155,7 +152,7 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
     if not opening.plain.has_gloo:
         raise ValueError("that needs gloo")
     hosts: dict[str, list[int]] = {}
-    for rank, key in enumerate(gather_texts(host_key(), opening.plain, _CPU)):
+    for rank, key in enumerate(gather_texts(host_key(), opening.plain)):
         hosts.setdefault(key, []).append(rank)
     if "" in hosts:
         raise ValueError("that needs Linux")

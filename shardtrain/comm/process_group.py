@@ -50,7 +50,7 @@ class ProcessGroupTransport(Transport):
         part = copy.copy(self)
         part._members = members
         part.rank, part.world = members.index(self.rank), len(members)
-        part._backend = self._backend if backend is None else self._backend.of(backend)
+        part._backend = self._backend if backend is None else Backend(backend)
         return part
 
     @property

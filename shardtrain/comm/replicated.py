@@ -13,8 +13,8 @@ Shard groups are equally large, so a mean of means is the mean over all ranks. O
 in a group sends (S-1)/S * K inside it, and of its interval, K/S, 2 (R-1)/R across R replicas.
 
 Where a group shares memory, messages across travel while the next unit computes. Where it exchanges messages,
-the second stage begins when the first is waited for. On an accelerator it follows on the communication
-stream. On gloo there is one guard for all ranks: they make the same collectives, whichever group they are in.
+the second stage begins when the first is waited for; on an accelerator it has a stream of its own. On gloo
+there is one guard for all ranks: they make the same collectives, whichever group they are in.
 
 After Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2.
 """
@@ -56,15 +56,15 @@ class Replicated(TransportWrapper):
         if self.in_place:
             moving.wait()
         elif not device.on_accelerator(gradients[0].full):
-            return Pending(moving.wait, lambda: self._average(tag, gradients).wait())
-        return self._average(tag, gradients)  # on an accelerator behind it in the same stream
+            return Pending(moving.wait, lambda: self._average(tag, gradients, moving).wait())
+        return self._average(tag, gradients, moving)
 
     def fence(self, what: Movement) -> None:
         (self.inner if self.world > 1 else self._guard).fence(what)
 
-    def _average(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+    def _average(self, tag: Tag, gradients: Sequence[Gradient], after: Pending) -> Pending:
         intervals = [Interval(each.pack_own(self.rank), each.full.dtype) for each in gradients]
-        return self.across.average(tag, intervals)
+        return self.across.average(tag, intervals, after)
 
 
 class ReplicaGroup:
@@ -75,12 +75,12 @@ class ReplicaGroup:
     def __init__(self, part: ProcessGroupTransport) -> None:
         self.part = part
 
-    def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Start turning each interval, which every rank has, into its mean over ranks, alike on all."""
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
+        """Start turning each interval, which ``after`` makes on every rank, into its mean over ranks."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.part.world - 1) // self.part.world for size in sizes))
         if not self.part.by_messages([values for values, _ in intervals]):
-            return self.part.backend_for(AVERAGE, tag).average(intervals)
+            return self.part.backend_for(AVERAGE, tag).average(intervals, after)
         return self._swap(tag, intervals) if self.part.world == 2 else self._in_two_stages(tag, intervals)
 
     def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:

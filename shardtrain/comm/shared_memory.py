@@ -159,7 +159,7 @@ class SharedMemoryTransport(TransportWrapper):
 
         Returns the means of the intervals ``others`` too, each in new memory and of ``full``'s dtype.
         """
-        full, own, layout, pieces, _ = gradient
+        full, own, layout, pieces, *_ = gradient
         flats = {
             rank: self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
             for rank, offset in self.signals.wait(position).items()

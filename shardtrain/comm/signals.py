@@ -37,7 +37,6 @@ from shardtrain.comm.transport import Ranks, Tag
 
 _POST = struct.Struct("<?qqq")  # whether the collective at this position is read; position, hash, value
 _UNHEARD = KEPT // 2  # posts in a row that are not sent
-_CPU = torch.device("cpu")  # which gloo moves from
 
 
 class Peer:
@@ -196,7 +195,7 @@ def connect(plain: Ranks, own: Sequence[int]) -> Signals:
         ValueError: some ranks cannot reach one another this way; on every rank.
     """
     kind = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
-    name = broadcast_text(f"shardtrain-{secrets.token_hex(16)}", plain, _CPU)
+    name = broadcast_text(f"shardtrain-{secrets.token_hex(16)}", plain)
     rank, files, peers = plain.rank, dict[int, int](), list[Peer]()
 
     def listen() -> None:
@@ -226,6 +225,6 @@ def connect(plain: Ranks, own: Sequence[int]) -> Signals:
                 stage()
             except OSError as error:
                 problem = f"the ranks cannot reach one another on this host: {error}"
-            if problem := next(filter(None, gather_texts(problem, plain, _CPU)), ""):
+            if problem := next(filter(None, gather_texts(problem, plain)), ""):
                 raise ValueError(problem)
     return Signals(rank, sorted(peers, key=lambda peer: peer.rank), files)

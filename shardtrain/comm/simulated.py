@@ -71,7 +71,7 @@ class Simulated(Alone, ReplicaGroup):
             held += [interval, *self._inbox_of(interval, gradient.full)]
         return Pending(held.clear)
 
-    def average(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
         """Take the memory of an average until it is done; see `ReplicaGroup.average`."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))

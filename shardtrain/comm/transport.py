@@ -50,6 +50,9 @@ class Gradient(NamedTuple):
     interval, 1-D, one tensor for each of ``pieces``, its ``layout.pieces(rank)``, of ``full``'s dtype or a
     wider one. When the reduction is done ``own`` holds the mean over all ranks, in the same tensors or in
     others. ``quantised``: it may travel as int8.
+
+    ``mean``: the dtype of the mean, where ``full`` has this rank's own gradient, too, and ``own`` nothing yet
+    but empty pieces. So one launch lays out all gradients.
     """
 
     full: Tensor
@@ -57,10 +60,20 @@ class Gradient(NamedTuple):
     layout: Layout
     pieces: tuple[Piece, ...]
     quantised: bool = False
+    mean: torch.dtype | None = None
 
     def sent_by(self, rank: int) -> int:
         """Return the bytes that rank ``rank`` sends to the others."""
         return (self.layout.padded - self.layout.length(rank)) * self.full.element_size()
+
+    def new_mean(self, rank: int) -> Tensor:
+        """Return memory for the mean of rank ``rank``'s interval, which ``own`` shows from now on."""
+        wide = self.mean or (self.own[0].dtype if self.own else self.full.dtype)
+        interval = self.full.new_empty(self.layout.length(rank), dtype=wide)
+        for index, (start, stop, offset) in enumerate(self.pieces):
+            if start < stop:
+                self.own[index] = interval[offset : offset + stop - start]
+        return interval
 
     def pack_own(self, rank: int) -> Tensor:
         """Let ``own`` lie in one interval, that of rank ``rank``; return the interval.
@@ -77,9 +90,12 @@ class Gradient(NamedTuple):
                 for index, offset, _ in held
             ):
                 return first.as_strided((length,), (1,), 0)  # they lie in one already
-        interval = self.full.new_empty(length, dtype=own[0].dtype if own else self.full.dtype)
-        for index, offset, numel in held:
-            own[index] = interval[offset : offset + numel].copy_(own[index])
+        given = list(own)
+        interval = self.new_mean(rank)
+        if self.mean is not None:
+            return interval.copy_(self.full[self.layout.interval(rank)])
+        for index, _, _ in held:
+            own[index].copy_(given[index])
         return interval
 
 

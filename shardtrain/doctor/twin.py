@@ -197,7 +197,7 @@ class Twins:
 
 def _ranks_with(text: str) -> str:
     """Return the first text that is not empty, with its ranks in front if not all have it. Collective."""
-    texts = comm.gather_texts(text, comm.plain_transport(), comm.control_device())
+    texts = comm.gather_texts(text, comm.plain_transport())
     first = next(filter(None, texts), "")
     ranks = [str(rank) for rank, own in enumerate(texts) if own == first]
     return first if len(ranks) == len(texts) else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {first}"

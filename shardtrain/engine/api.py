@@ -92,10 +92,7 @@ def shard(
     if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
     link = _offloaded(link, homes) if offload else link
-    control = comm.control_device(mesh.get_group(mesh.ndim - 1) if mesh is not None else None)
-    comm.require_same(
-        [f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks, control
-    )
+    comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world)
     largest_first = sorted(
         infos, key=lambda unit: -max([i.parameter.numel() for i in infos[unit]], default=0)

@@ -1,7 +1,7 @@
 """From full gradients to this rank's averaged interval: the only place that makes gradient intervals.
 
 collect  take a parameter's new gradient: what other ranks own goes into the unit's flat gradient, what
-         this rank owns stays where autograd left it
+         this rank owns stays where autograd left it; on an accelerator one launch lays out all gradients
 launch   start sending every owner its interval, and adding up what comes
 finish   wait until that is done
 give     give each parameter its piece of the mean, when backward is over
@@ -31,6 +31,7 @@ from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import REDUCE
 from shardtrain.comm.transport import Gradient, Pending
+from shardtrain.device import on_accelerator
 from shardtrain.engine.shard import Segment, in_memory_order
 from shardtrain.engine.unit import Unit
 
@@ -63,8 +64,10 @@ class FlatGradient:
         # What `.grad` shows meanwhile: tensor, version, whether it is this rank's part of what waits.
         self._shown: dict[int, tuple[torch.Tensor, int, bool]] = {}
         self._full: torch.Tensor | None = None
-        self._parts: Sequence[torch.Tensor] = ()  # of it, as `_cuts` cut it
+        self._parts: Sequence[torch.Tensor] = ()  # of it, as `_cuts` cut it, or a whole parameter's each
         self._own: dict[int, torch.Tensor] = {}
+        self._whole = False  # whether `_full` takes this rank's own part, too
+        self._late: dict[int, torch.Tensor] = {}  # gradients yet to be laid out there
 
     def begin_backward(self) -> None:
         """Expect a gradient of every trainable parameter; take in what users did to waiting ones."""
@@ -78,8 +81,12 @@ class FlatGradient:
 
         Only so is it seen when a user clears gradients, or changes them, before the next backward.
         """
+        self._lay_out()
         for index in self.filled:
             own = self.segment.held_grad(index) is None
+            if own and self._whole:
+                start, stop, _ = self.segment.pieces[index]
+                self._own[index] = self._parts[index][start:stop].to(self.segment.local.dtype)
             if own:
                 self.segment.give_grad(index, self._own[index])
             grad = self.segment.held_grad(index)
@@ -116,7 +123,8 @@ class FlatGradient:
             )
         self.arrived.add(index)
         self._keep(index, in_memory_order(grad, self.segment.strides[index]))
-        self.filled.add(index)
+        if self._late and len(self.arrived) == self.expected:
+            self._lay_out()
         return len(self.arrived) == self.expected
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
@@ -125,6 +133,12 @@ class FlatGradient:
         again, wide = index in self.filled, self.segment.local.dtype
         if self._full is None:
             self._open()
+        if self._whole:
+            if index in self._late:  # reentrant checkpoints
+                self._lay_out()
+            self._late[index] = grad
+            return
+        self.filled.add(index)
         for span, part in self._elsewhere[index]:
             given = grad[span] if start < stop else grad
             self._parts[part].add_(given) if again else self._parts[part].copy_(given)
@@ -134,43 +148,54 @@ class FlatGradient:
             self._own[index] = self.segment.no_grads[index]
         else:
             own = grad[start:stop]
-            if own.dtype != wide:
-                own = own.to(wide)
-            elif stop - start < grad.numel():
-                own = own.clone()  # a view of a part would keep all of it
+            if own.dtype != wide or stop - start < grad.numel():  # a view of a part would keep all of it
+                own = own.to(wide, copy=True)
             self._own[index] = own
+
+    def _lay_out(self) -> torch.Tensor:
+        """Add or copy what `collect` has kept into the full gradient, in one launch; return it."""
+        new = {index for index in self._late if index not in self.filled}
+        for lay_out, indices in ((torch._foreach_copy_, new), (torch._foreach_add_, self._late.keys() - new)):
+            if indices:
+                lay_out([self._parts[i] for i in indices], [self._late[i] for i in indices])
+        self.filled |= new
+        self._late.clear()
+        return self._open()
 
     def _open(self) -> torch.Tensor:
         if self._full is None:
-            self._full = self.segment.transport.gradient(self.segment.layout, self.segment.like_gradient)
-            self._parts = self._full.split_with_sizes(self._cuts) if self._cuts else ()
+            layout, transport = self.segment.layout, self.segment.transport
+            self._full = full = transport.gradient(layout, self.segment.like_gradient)
+            self._whole = on_accelerator(full) and transport.world > 1
+            if self._whole:
+                rows = zip(layout.offsets, layout.sizes, strict=True)
+                self._parts = [full[at : at + size] for at, size in rows]
+            elif self._cuts:
+                self._parts = full.split_with_sizes(self._cuts)
         return self._full
-
-    def _missing(self) -> list[int]:
-        """Return the indices of parameters without a gradient on this rank."""
-        everything = range(len(self.segment.params))
-        return [i for i in everything if i not in self.filled] if len(self.filled) < len(everything) else []
 
     def send(self) -> Gradient:
         """Return what has come together, -0.0 where nothing arrived on this rank, and start anew."""
         segment, transport = self.segment, self.segment.transport
-        full, missing = self._open(), self._missing()
+        full = self._lay_out()
+        missing = [index for index in range(len(segment.params)) if index not in self.filled]
         if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
             full.index_add_(0, self._starts, self._zeros)
-        if self._own and transport.all_ranks.world > transport.world:  # replicas are sent the rest, too
+        if self._own and not self._whole and transport.all_ranks.world > transport.world:  # replicas get it
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
         for index in missing:
-            size = segment.pieces[index].numel
+            size = 0 if self._whole else segment.pieces[index].numel
             self._own[index] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
-            for _, part in self._elsewhere[index]:
+            for part in [index] if self._whole else [part for _, part in self._elsewhere[index]]:
                 self._parts[part].fill_(-0.0)
-        own = [self._own[index] for index in range(len(segment.pieces))]
+        own = list(segment.no_grads) if self._whole else [self._own[i] for i in range(len(segment.pieces))]
         unsure = [i for i in missing if segment.params[i].requires_grad and not transport.silent]
         self._sent.append((sorted(self.filled), unsure, own))
+        mean = segment.local.dtype if self._whole else None
         self._clear()
-        return Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce)
+        return Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce, mean)
 
     def give(self) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if any rank has a gradient; return those that got one.
@@ -229,7 +254,7 @@ class Reduction:
     @property
     def waiting(self) -> bool:
         """Whether anything has been collected and not yet sent."""
-        return any(gradient.filled for gradient in self.gradients)
+        return any(gradient.filled or gradient._late for gradient in self.gradients)
 
     def show_waiting(self) -> None:
         for gradient in self.gradients:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
+from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.shard import Segment, in_memory_order
 from shardtrain.engine.unit import Unit
@@ -131,12 +133,14 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     engine.require_rest("full_state_dict() cannot be called")
     wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
     buffers = equal_buffers(module, engine.transport.all_ranks)
-    values = {buffer: value.to("cpu", copy=True) for buffer, value in buffers}
+    to_host = partial(Tensor.to, device="cpu", copy=True, non_blocking=True)
+    values = {buffer: to_host(value) for buffer, value in buffers}
     for unit in engine.units:
         for segment in unit.segments:
             wholes = _whole(unit, segment, segment.local)
             if wanted:
-                values.update(zip(segment.params, (w.to("cpu", copy=True) for w in wholes), strict=True))
+                values.update(zip(segment.params, map(to_host, wholes), strict=True))
+    synchronize(engine.device)
     items = module.state_dict(keep_vars=True).items() if wanted else ()
     return {key: values[v] if v in values else v.detach().to("cpu", copy=True) for key, v in items}
 
@@ -156,7 +160,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     given = {} if all_ranks.rank else state
     verdict = json.dumps(([], []) if all_ranks.rank else _compare(engine, state, strict))
     # A simulated world delivers an empty text.
-    problems, missing = json.loads(comm.broadcast_text(verdict, all_ranks, engine.device) or verdict)
+    problems, missing = json.loads(comm.broadcast_text(verdict, all_ranks) or verdict)
     if problems:
         raise ValueError("nothing was loaded: " + "; ".join(problems))
     for unit in engine.units:

@@ -57,7 +57,7 @@ def _read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
 def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:
     if rank_info.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
-    opened = _find_checkpoint(Path(settings.run).expanduser(), device)
+    opened = _find_checkpoint(Path(settings.run).expanduser())
     keys = opened.manifest.facts["config"]["model"]
     model, plain = shardtrain.shard(plain_model(keys).to(device)), plain_model(keys)
     out = Path(settings.out).expanduser()
@@ -99,10 +99,10 @@ def _loaded(opened: Opened, model: nn.Module, settings: ExportSettings) -> Itera
         yield
 
 
-def _find_checkpoint(run: Path, device: torch.device) -> Opened:
+def _find_checkpoint(run: Path) -> Opened:
     """Open the checkpoint ``run``, or the newest complete one of the run ``run``."""
     try:
-        opened = open_named(run, device).opened
+        opened = open_named(run).opened
     except Damaged as error:
         raise UserError(f"run={run}: {error}") from None
     if opened is None or "config" not in opened.manifest.facts:

@@ -166,7 +166,7 @@ def together(action: Callable[[], Result]) -> Result:
         result = action()
     except UserError as error:
         problem = str(error)
-    for found in comm.gather_texts(problem, comm.plain_transport(), comm.control_device()):
+    for found in comm.gather_texts(problem, comm.plain_transport()):
         if found:
             raise UserError(found)
     return result

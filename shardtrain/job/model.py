@@ -135,7 +135,7 @@ def shard_with_optimizer(
     if parallel.replicate > 1 and transport is None:  # groups of consecutive ranks: a host holds whole ones
         sizes = (parallel.replicate, comm.world_size() // parallel.replicate)
         names = ("replicate", "shard")
-        mesh = init_device_mesh(comm.control_device().type, sizes, mesh_dim_names=names)
+        mesh = init_device_mesh((device or torch.device("cpu")).type, sizes, mesh_dim_names=names)
     precision = dataclasses.replace(
         PRECISIONS[parallel.precision] or Precision(),
         gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,

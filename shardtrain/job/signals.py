@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from shardtrain import comm
+from shardtrain.device import HostCopy
 
 TERMINATED, INTERRUPTED = 143, 130
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -64,22 +65,21 @@ class StopSignals:
 class StoppableFeed(Generic[Batch]):
     """Batches, equally many on all ranks; a signal to one rank ends them on all. Collective.
 
-    With each batch the ranks exchange what they have noted, and read what they exchanged the batch before,
-    so on a GPU nobody waits for the exchange.
+    With each batch the ranks exchange what they have noted, and read what they exchanged the batch before.
     """
 
-    def __init__(self, batches: Iterable[Batch], signals: StopSignals) -> None:
-        self._batches, self._signals = batches, signals
+    def __init__(self, batches: Iterable[Batch], signals: StopSignals, device: torch.device) -> None:
+        self._batches, self._signals, self._device = batches, signals, device
 
     def __iter__(self) -> Iterator[Batch]:
         """
         Raises:
             Stopped: on every rank, before the same batch.
         """
-        exchanged: torch.Tensor | None = None
+        exchanged: HostCopy | None = None
         for batch in self._batches:
-            if exchanged is not None and exchanged.item():
-                raise Stopped(int(exchanged.item()))
-            noted = torch.tensor(self._signals.noted, device=comm.control_device())
-            exchanged = comm.all_reduce(noted, "max")
+            if exchanged is not None and (number := exchanged.read().item()):
+                raise Stopped(int(number))
+            noted = torch.tensor(self._signals.noted).to(self._device, non_blocking=True)
+            exchanged = HostCopy(comm.all_reduce(noted, "max"))
             yield batch

@@ -83,7 +83,7 @@ def collect(spans: Sequence[Span], first_step: int) -> Lanes:
     offset = max(time.time() - time.perf_counter() for _ in range(READINGS))
     mine = spans if comm.rank() < MOST_RANKS else ()
     rows = [(span.kind, span.name, span.start + offset, span.end + offset) for span in mine]
-    texts = comm.gather_texts(json.dumps(rows), comm.plain_transport(), comm.control_device())
+    texts = comm.gather_texts(json.dumps(rows), comm.plain_transport())
     return Lanes([[Span(*row) for row in json.loads(text)] for text in texts[:MOST_RANKS]], first_step)
 
 

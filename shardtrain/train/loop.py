@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm
+from shardtrain.device import HostCopy, on_accelerator
 from shardtrain.job.build import build
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP
@@ -33,6 +34,8 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     """Train up to step ``job.steps``; evaluate every ``train.eval_every`` epochs and at the end."""
     config, job, metrics, monitor = training
     train, one_step = config.train, Step.of(job, config.train.clip_grad_norm)
+    gradients = Finiteness(training)
+    saver.before_save = gradients.settle
     if saver.pending_evaluation:
         saver.evaluate_pending(job.first_step)
     batches = monitor.showing(job.train)
@@ -40,7 +43,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     for step in range(job.first_step + 1, job.steps + 1):
         with metrics.step():
             norm = one_step.gradients(batches, train.accumulate, metrics.phase, metrics.add)
-            if not is_finite(training, step, norm):
+            if not gradients.are_finite(step, norm):
                 job.optimizer.zero_grad()  # which leaves the update nothing to do
             saver.before_update()
             one_step.update(step)
@@ -56,30 +59,50 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         saver.step_done(step, evaluate=last or step % (train.eval_every * job.steps_per_epoch) == 0)
         if step == job.first_step + 1:  # models are compiled by now
             comm.set_time_out(AFTERWARDS)
+    gradients.settle()
     saver.finish()
 
 
-def is_finite(training: Training, step: int, norm: Tensor) -> bool:
-    """Return whether the gradient of ``step`` is finite; otherwise its scale in fp16 was too high.
+class Finiteness:
+    """Whether gradients are finite; otherwise their scale in fp16 was too high.
 
-    The gradient's ``norm`` over all ranks is the same number on every rank, and it is not finite as soon as
-    one element of one rank's gradient is not. So every rank decides alike without communication; only then do
-    the ranks exchange where it came from.
+    The gradient's norm is the same number on every rank, and not finite as soon as one element of one rank's
+    gradient is not. So every rank decides alike; only then do they exchange where it came from. On an
+    accelerator, where the scaler skips updates by itself, a step is judged when the next one has been
+    launched, and before a save: the host does not wait.
 
-    Raises:
-        RuntimeError: on every rank: a loss is not finite, or a gradient that no scale has made so.
+    Raises RuntimeError on every rank: a loss is not finite, or a gradient that no scale has made so.
     """
-    if math.isfinite(float(norm)):
-        return True
-    sums, scaler = training.metrics.sums, training.job.scaler
-    losses = torch.zeros(comm.world_size(), dtype=torch.float64, device=sums.device)
-    losses[comm.rank()] = sums[0]  # which was finite before this step
-    by_rank = enumerate(comm.all_reduce(losses).tolist())
-    bad = [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
-    if not bad and scaler.is_enabled() and scaler.get_scale() >= 1:
-        return False
-    cause = ", ".join(bad) or "all losses finite"
-    raise RuntimeError(f"step {step}: {cause}, gradient norm {float(norm)}; a lower optim.lr may help")
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._open: list[tuple[int, HostCopy]] = []  # steps, with their norms and this rank's losses
+
+    def are_finite(self, step: int, norm: Tensor) -> bool:
+        """Return False where the gradients of ``step``, of this ``norm``, are known not to be finite."""
+        loss = self._training.metrics.sums[0]  # which was finite before this step
+        self._open.append((step, HostCopy(torch.stack([norm.to(loss), loss]))))
+        return self.settle(keep=int(on_accelerator(norm)))
+
+    def settle(self, keep: int = 0) -> bool:
+        """Judge all steps but the last ``keep``; return False if the newest is not finite."""
+        finite = True
+        while len(self._open) > keep:
+            step, copy = self._open.pop(0)
+            finite = self._judge(step, *copy.read().tolist()) or keep > 0
+        return finite
+
+    def _judge(self, step: int, norm: float, loss: float) -> bool:
+        if math.isfinite(norm):
+            return True
+        job, losses = self._training.job, torch.zeros(comm.world_size(), dtype=torch.float64)
+        losses[comm.rank()] = loss
+        by_rank = enumerate(comm.all_reduce(losses).tolist())
+        bad = [f"loss {loss} on rank {rank}" for rank, loss in by_rank if not math.isfinite(loss)]
+        if not bad and job.scaler.is_enabled() and job.scaler.get_scale() >= 1:
+            return False
+        cause = ", ".join(bad) or "all losses finite"
+        raise RuntimeError(f"step {step}: {cause}, gradient norm {norm}; a lower optim.lr may help")
 
 
 def train(config: Config, context: Context) -> float | None:
@@ -99,7 +122,7 @@ def train(config: Config, context: Context) -> float | None:
         table = start_table(config, context, job)
         monitor.say("\n".join([table, *messages, *start_messages(start, job, config.eval_only)]))
         if config.eval_only:
-            feed = StoppableFeed(job.val, signals)
+            feed = StoppableFeed(job.val, signals, context.device)
             evaluation = evaluate(job.model, feed, ema=job.ema, flip=config.train.eval_flip)
             monitor.say(score_table(evaluation, config.reference))
             return evaluation.acc1

@@ -61,7 +61,6 @@ def find_start(config: Config, context: Context) -> Start:
     store = Store(
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),
-        context.device,
         keep=config.checkpoint.keep,
         asynchronous=config.checkpoint.asynchronous,
     )
@@ -70,7 +69,7 @@ def find_start(config: Config, context: Context) -> Start:
     try:
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
-            found = open_named(Path(config.resume).expanduser(), context.device)
+            found = open_named(Path(config.resume).expanduser())
             if found.opened is None:
                 raise UserError(
                     f"resume={config.resume}: neither a checkpoint nor a run with checkpoints; "
@@ -90,16 +89,16 @@ def _restarted(context: Context) -> bool:
     if context.rank_info.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         token, count = secrets.token_hex(8), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         before = context.rank_info.agree(f"start/{context.run_dir}", token) != token or count != "0"
-    return bool(comm.broadcast(torch.tensor(int(before), device=comm.control_device())).item())
+    return bool(comm.broadcast(torch.tensor(int(before))).item())
 
 
-def open_named(path: Path, device: torch.device) -> Newest:
+def open_named(path: Path) -> Newest:
     """Open the checkpoint ``path``, or the newest complete one of the run ``path``. Collective."""
     all_ranks = comm.plain_transport()
     if (path / NAME).exists():
-        opened = open_checkpoint(path, all_ranks, device)
+        opened = open_checkpoint(path, all_ranks)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
-    return newest(path / CHECKPOINTS, all_ranks, device)
+    return newest(path / CHECKPOINTS, all_ranks)
 
 
 @contextlib.contextmanager

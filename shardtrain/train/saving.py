@@ -20,6 +20,7 @@ from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store
+from shardtrain.device import HostCopy
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.evaluate import evaluate
@@ -101,7 +102,8 @@ class Saver:
         self._config, self._job, self._metrics, self._monitor = training
         self.best, self.pending_evaluation = state
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
-        self._exchanged: tuple[torch.Tensor, Thread | None] | None = None  # and the writer it is about
+        self.before_save: Callable[[], object] = lambda: None
+        self._exchanged: tuple[HostCopy, Thread | None] | None = None  # and the writer it is about
         self._evaluation_signal = 0  # the signal that ended an evaluation
 
     def before_update(self) -> None:
@@ -158,7 +160,8 @@ class Saver:
         When a rank is asked to stop meanwhile, the evaluation stays pending for the process that resumes.
         """
         self.pending_evaluation = True
-        feed, flip = StoppableFeed(self._job.val, self._signals), self._config.train.eval_flip
+        feed = StoppableFeed(self._job.val, self._signals, self._job.device)
+        flip = self._config.train.eval_flip
         with self._metrics.paused("evaluation"):
             try:
                 evaluation = evaluate(self._job.model, feed, ema=self._job.ema, flip=flip)
@@ -184,14 +187,16 @@ class Saver:
 
     def _exchange(self) -> tuple[int, bool]:
         """Return the signal that a rank had noted the step before, and whether a rank was still writing."""
-        mine = torch.tensor([self._signals.noted, self._store.busy], device=self._job.device)
-        before, self._exchanged = self._exchanged, (comm.all_reduce(mine, "max"), self._store.writer)
+        mine = torch.tensor([self._signals.noted, self._store.busy]).to(self._job.device, non_blocking=True)
+        latest = HostCopy(comm.all_reduce(mine, "max")), self._store.writer
+        before, self._exchanged = self._exchanged, latest
         if before is None:
             return 0, True
-        (signal, busy), writer = before[0].tolist(), before[1]
+        (signal, busy), writer = before[0].read().tolist(), before[1]
         return signal, bool(busy) or writer is not self._store.writer
 
     def _save(self, step: int) -> None:
+        self.before_save()
         job = self._job
         extra = {  # the format of checkpoints: keys stay as they are
             "random": random_state(job.device),
