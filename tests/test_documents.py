@@ -36,6 +36,7 @@ ELSEWHERE = {
         "tests/test_cli.py"
     ),
     "python -m shardtrain.export run=outputs/digits out=digits.safetensors": "tests/test_export.py",
+    "python -m shardtrain.export run=outputs/head out=head.pth": "tests/test_export.py",
 }
 
 

@@ -94,6 +94,19 @@ def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None
     assert all(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
     ending = run(tmp_path / "other", "model.num_classes=11", f"model.weights={out}")
     assert "does not fit the model: classifier.3.weight has shape (10, 1024), expected (11, 1024)" in ending
+    # fine-tuning: a new head for other classes, and what is frozen stays bit for bit
+    tuning = ("model.num_classes=11", f"model.weights={out}", "model.reset_head=true", "model.freeze=[body]")
+    assert run(tmp_path / "tuned", *tuning) == "finished"
+    assert export(f"run={tmp_path / 'tuned'}", f"out={tmp_path / 'tuned.pth'}") == 0
+    tuned = torch.load(tmp_path / "tuned.pth", weights_only=True)
+    parameters = [name for name, _ in mobilenet_v3_small().named_parameters()]
+    assert all(torch.equal(before[n], tuned[n]) for n in parameters if not n.startswith("classifier.3."))
+    torch.manual_seed(0)
+    fresh = mobilenet_v3_small(num_classes=11).classifier[3].weight
+    assert tuned["classifier.3.weight"].shape == fresh.shape
+    assert not torch.equal(tuned["classifier.3.weight"], fresh)
+    ending = run(tmp_path / "other", "model.freeze=[features,clasifier]")
+    assert "model: freeze=[clasifier]: no parameter is in clasifier; did you mean classifier?" in ending
 
 
 def told(folder: Path, *arguments: str) -> str:

@@ -32,7 +32,7 @@ from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Config, MuonConfig, Optim
 from shardtrain.job.format import first_of
-from shardtrain.job.schema import UserError, nearest, not_valid, typed
+from shardtrain.job.schema import UserError, not_valid, typed
 from shardtrain.optim import Ema
 from shardtrain.optim.muon import hidden_matrices
 
@@ -54,18 +54,20 @@ def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
     With ``deferred``, `shard` computes values that are drawn, not loaded, when it cuts them.
     """
     weights = typed(str | None, config.model.get("weights"), "model.weights")
+    reset_head = typed(bool, config.model.get("reset_head", False), "model.reset_head")
     torch.manual_seed(config.seed)
     if weights is None and deferred:
         return shardtrain.deferred(plain_model, config.model)
     model = plain_model(config.model)
     if weights is not None:
-        load_weights(model, Path(weights).expanduser())
+        load_weights(model, Path(weights).expanduser(), reset_head)
     return model
 
 
 def plain_model(model: Mapping[str, Any]) -> nn.Module:
     """Build the unsharded model that the config group names, with values of its own initialisation."""
-    built = build({key: value for key, value in model.items() if key != "weights"}, "model")
+    own = ("weights", "reset_head")
+    built = build({key: value for key, value in model.items() if key not in own}, "model")
     assert isinstance(built, nn.Module)
     return built
 
@@ -97,17 +99,16 @@ def _find_target(path: str, section: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError:
         raise UserError(f"{section}._target_={path}: there is no module {module_name}") from None
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-    target: Any = getattr(module, name, None)
-    if name.startswith("_") or name not in own or not callable(target):
-        raise UserError(
-            f"{section}._target_={path}: {module_name} does not define {name}{nearest(name, own)}"
-        )
-    if not inspect.isclass(target) and not str(inspect.signature(target).return_annotation).endswith(
-        "Module"
-    ):
-        raise UserError(f"{section}._target_={path}: expected a class, or a function that returns a Module")
-    return target  # type: ignore[no-any-return]
+    own = [
+        key
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", "") == module_name and not key.startswith("_")
+        if inspect.isclass(value)
+        or str(getattr(value, "__annotations__", {}).get("return")).endswith("Module")
+    ]
+    if name not in own:  # a class, or a function that says that it returns a Module
+        raise not_valid(f"{section}._target_={path}: {module_name} has no builder {name}", name, own)
+    return getattr(module, name)  # type: ignore[no-any-return]
 
 
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -231,13 +232,16 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
         raise UserError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict into an unsharded ``model``.
+def load_weights(model: nn.Module, path: Path, reset_head: bool = False) -> None:
+    """Load a state dict into an unsharded ``model``, whose last layer keeps its values with ``reset_head``.
 
     Raises:
         UserError: naming what is missing, unexpected, misshapen or of another dtype; nothing is loaded then.
     """
     state = read_weights(path)
+    if reset_head:
+        *_, head = (name for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d)))
+        state |= {key: value for key, value in model.state_dict().items() if key.startswith(f"{head}.")}
     expected = {name: Spec.of(value) for name, value in model.state_dict().items()}
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
     if problems:

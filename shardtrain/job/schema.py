@@ -43,17 +43,12 @@ class UserError(ValueError):
     """
 
 
-def nearest(word: str, valid: Iterable[str], prefix: str = "") -> str:
-    """Return `"; did you mean X?"` for the valid word nearest to ``word``, or `""` when none is near."""
-    matches = get_close_matches(word, list(valid), n=1)
-    return f"; did you mean {prefix}{matches[0]}?" if matches else ""
-
-
 def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:
     """Return the error of a ``word`` that is not among the valid ones; ``what`` begins the message."""
     valid = list(valid)
+    near = "".join(f"; did you mean {prefix}{match}?" for match in get_close_matches(str(word), valid, n=1))
     shown = [*(prefix + each for each in valid[:MOST_SHOWN]), *(["…"] if len(valid) > MOST_SHOWN else [])]
-    return UserError(f"{what}{nearest(str(word), valid, prefix)} (valid: {', '.join(shown)})")
+    return UserError(f"{what}{near} (valid: {', '.join(shown)})")
 
 
 @contextlib.contextmanager
