@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 60, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_317, "files": 105, "rooms": 16, "engine and layout": 3_534, "tests": 13_201}
+LARGEST = {"lines": 16_317, "files": 105, "rooms": 16, "engine and layout": 3_534, "tests": 13_202}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
