@@ -18,7 +18,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
+from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from shardtrain.comm.meter import waiting
@@ -48,10 +48,7 @@ class GradientPiece(Tensor):
     owners: Owners
 
     @classmethod
-    def of(cls, grad: Tensor, owners: Owners) -> Tensor:
-        """Return ``grad`` as a piece; as it is, if it has no values (torch's ``FakeTensor``)."""
-        if is_fake(grad):
-            return grad
+    def of(cls, grad: Tensor, owners: Owners) -> GradientPiece:
         piece = grad.as_subclass(cls)
         piece.owners = owners
         return piece
@@ -103,6 +100,15 @@ class PieceNorm(Tensor):
             if func.__name__ != "__get__" and not one.owners.whole:
                 _refuse()
             return func(*args, **kwargs)
+
+
+def total_norm(grads: Sequence[Tensor], order: float, owners: Owners) -> Tensor:
+    """Return the norm of pieces and of whole gradients: 0-dim fp32, the same on all ranks. Collective."""
+    transport = owners.transport()
+    if transport is not None and transport.silent:  # its gradients are plain tensors, or torch's fake ones
+        return _over_all_ranks(get_total_norm(grads, order), order, transport, owners.device)
+    none = GradientPiece.of(torch.empty(0, device=owners.device), owners)  # of a rank that has no gradient
+    return get_total_norm([none, *grads], order, foreach=True)
 
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:

@@ -138,7 +138,8 @@ class Segment:
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
         differs = self.full.dtype != local.dtype or self.full.device != self.local.device  # forgotten anyway
         self._other = None if differs else self.local.new_empty(0, dtype=other)
-        self._owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
+        owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
+        self._owners = owners if self.transport.all_ranks.world > 1 and not self.transport.silent else None
         self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
         self.full_bytes = self.full.nbytes
         self._storage = self.full.untyped_storage()
@@ -233,7 +234,7 @@ class Segment:
 
     def set_grad(self, index: int, grad: torch.Tensor | None) -> None:
         """Replace the gradient of this rank's piece of parameter ``index``, on show or put away."""
-        if grad is not None and self.transport.all_ranks.world > 1:
+        if grad is not None and self._owners is not None:
             grad = GradientPiece.of(grad, self._owners)
         self.grads_away.pop(index, None)
         self.params[index].grad = None if self.shows_full else grad

@@ -7,10 +7,10 @@ import weakref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from shardtrain import comm
-from shardtrain.comm.norms import GradientPiece, Owners
+from shardtrain.comm.norms import Owners, total_norm
 from shardtrain.engine.hooks import engine_of
 
 
@@ -35,12 +35,7 @@ def clip_grad_norm_(
     engine.schedule.require_reduced("clip_grad_norm_()")
     params = [param for param in module.parameters() if param.grad is not None]
     grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
-    # With the piece of nothing, a rank that has no gradient takes part.
-    owners = Owners(weakref.ref(engine.transport), engine.device)
-    grads.append(GradientPiece.of(torch.empty(0, device=engine.device), owners))
-    norm = get_total_norm(grads, norm_type, foreach=True)
-    if not isinstance(grads[-1], GradientPiece):  # of a plan, in which nothing has values
-        engine.transport.all_ranks.all_reduce(norm)
+    norm = total_norm(grads, norm_type, Owners(weakref.ref(engine.transport), engine.device))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
     if max_norm != math.inf:
