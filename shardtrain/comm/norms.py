@@ -5,8 +5,7 @@
     norms = [vector_norm(grad) for grad in grads]    of this rank's pieces (`PieceNorm`)
     total = vector_norm(stack(norms))                over all ranks: one all-reduce
 
-Any other use of a piece's norm is refused: it would take the piece for the whole. Where each gradient has one
-owner (``layout="whole"``), its norm may be used there.
+Any other use of a piece's norm is refused, unless each gradient has one owner (``layout="whole"``).
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ _SAME_NORMS = {*_SAME, torch.stack}
 
 
 class Owners(NamedTuple):
-    """The ranks between which gradients are cut, and the device on which they add up numbers.
-
-    ``whole``: each gradient lies on one rank, and others have empty pieces of it.
-    """
+    """Between which ranks gradients are cut (``whole``: not each by itself), and where these add up norms."""
 
     transport: ReferenceType[Transport]  # who keeps a gradient does not keep a model's threads
     device: torch.device
@@ -64,11 +60,10 @@ class GradientPiece(Tensor):
             order = _order(func, *args, **kwargs)
             if order is None:
                 return func(*args, **kwargs) if _first(cls, args).owners.whole else _refuse()
-            several = func is torch._foreach_norm
-            grads: Sequence[Tensor] = args[0] if several else args[:1]
+            grads = args[0] if func is torch._foreach_norm else args[:1]
             rows = zip(grads, _local_norms(grads, order), strict=True)
             norms = [PieceNorm.of(n, order, g.owners) if isinstance(g, cls) else n for g, n in rows]
-            return norms if several else norms[0]
+            return norms if func is torch._foreach_norm else norms[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -129,23 +124,22 @@ def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     plain = [grad.as_subclass(Tensor) for grad in grads]
     present = [grad for grad in plain if grad.numel()]
     norms = iter(torch._foreach_norm(present, order) if present else ())
-    return [next(norms) if grad.numel() else grad.new_zeros((), dtype=grad.real.dtype) for grad in plain]
+    return [next(norms) if g.numel() else g.new_zeros((), dtype=g.real.dtype) for g in plain]
 
 
 def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: torch.device) -> Tensor:
     """Return the norm of all ranks' ``norms``: 0-dim fp32, the same bits on all ranks. Collective."""
-    local = torch.linalg.vector_norm(norms, order).to(device, torch.float32, non_blocking=True)
+    local: Tensor = torch.linalg.vector_norm(norms, order).to(device, torch.float32, non_blocking=True)
     all_ranks = transport.all_ranks
     if all_ranks.rank not in transport.primary_ranks:
-        local = torch.zeros_like(local)  # replicas have the same gradient, which counts once
+        local.zero_()  # replicas have the same gradient, which counts once
     with waiting(ALL_REDUCE, "the gradient's norm", device):
         if order == math.inf:  # gloo's maximum of a nan and a number is the number
             both = torch.stack([local.nan_to_num(torch.inf, torch.inf), local.isnan().float()])
             all_ranks.all_reduce(both, "max")
             return torch.where(both[1] > 0, torch.nan, both[0])
-        power: Tensor = local.pow(order)
-        all_ranks.all_reduce(power)
-        return power.pow(1.0 / order)
+        all_ranks.all_reduce(local.pow_(order))
+        return local.pow_(1.0 / order)
 
 
 def _refuse() -> NoReturn:
