@@ -102,7 +102,8 @@ def total_norm(grads: Sequence[Tensor], order: float, owners: Owners) -> Tensor:
     transport = owners.transport()
     if transport is not None and transport.silent:  # its gradients are plain tensors, or torch's fake ones
         return _over_all_ranks(get_total_norm(grads, order), order, transport, owners.device)
-    none = GradientPiece.of(torch.empty(0, device=owners.device), owners)  # of a rank that has no gradient
+    device = grads[0].device if grads else owners.device
+    none = GradientPiece.of(torch.empty(0, device=device), owners)  # of a rank that has no gradient
     return get_total_norm([none, *grads], order, foreach=True)
 
 

@@ -85,6 +85,30 @@ def moco(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(query, loss, sync), key]
 
 
+class Online(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.predictor = mlp(13, 31, 31, 7), mlp(7, 17, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self.predictor(self.encoder(x)), dim=1)
+
+
+def byol(wrap: Wrap, sync: Sync) -> list[Any]:
+    online = Online()
+    target = wrap(copy.deepcopy(online.encoder))
+    online = wrap(online)
+
+    def loss() -> torch.Tensor:
+        one, two = torch.randn(2, 4, 13)
+        ahead = online(one), online(two)
+        with torch.no_grad():
+            behind = target(two), target(one)
+        return -sum((a * F.normalize(b)).sum(1).mean() for a, b in zip(ahead, behind, strict=True))
+
+    return [*train(online, loss, sync, after=lambda: follow(target, online.encoder)), target]
+
+
 class Clip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -138,6 +162,19 @@ def detr(wrap: Wrap, sync: Sync) -> list[Any]:
         return total
 
     return train(model, loss, sync)
+
+
+def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
+    """The root is called 400 times before one backward."""
+    model = wrap(nn.LSTMCell(3, 11))
+
+    def loss() -> torch.Tensor:
+        state = (torch.zeros(2, 11),) * 2
+        for x in torch.randn(400, 2, 3):
+            state = model(x, state)
+        return state[0].square().mean()
+
+    return train(model, loss, sync, steps=2)
 
 
 class Unrolled(nn.Module):
@@ -264,6 +301,19 @@ def generation(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, loss, sync)
 
 
+def distillation(wrap: Wrap, sync: Sync) -> list[Any]:
+    teacher, student = wrap(mlp(13, 63, 63, 7).eval()), wrap(mlp(13, 31, 7))
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(4, 13)
+        ours = student(x).log_softmax(1)
+        with torch.inference_mode():
+            theirs = teacher(x).softmax(1)
+        return F.kl_div(ours, theirs.clone(), reduction="batchmean")
+
+    return [*train(student, loss, sync), teacher]
+
+
 def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     """timm's groups without decay by dimensions, schedule, mixup and EMA; torchmetrics over all ranks."""
     import timm
@@ -344,6 +394,17 @@ def sam(wrap: Wrap, sync: Sync) -> list[Any]:
     return [model]
 
 
+def gradient_penalty(wrap: Wrap, sync: Sync) -> list[Any]:
+    critic = wrap(mlp(13, 31, 31, 1))
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(4, 13, requires_grad=True)
+        (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    return train(critic, loss, sync)
+
+
 class LayerDrop(nn.ModuleList):
     """Each rank skips blocks of its own, as in wav2vec 2.0."""
 
@@ -358,12 +419,13 @@ def layer_drop(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync, steps=9)
 
 
-LOOPS = [dcgan, moco, clip, detr, unrolled, diffusion, lora, generation]
-LOOPS += [timm_recipe, fine_tuning, trainer, sam]
+LOOPS = [dcgan, moco, byol, clip, detr, recurrent, unrolled, diffusion, lora, generation]
+LOOPS += [distillation, timm_recipe, fine_tuning, trainer, sam]
 # Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
 # SAM's norm is added up rank by rank.
 ROUNDED = (dcgan, sam)
 REFUSED: dict[str, tuple[Loop, str]] = {
+    "gradient penalty": (gradient_penalty, r"double backward \(create_graph=True\) is not supported"),
     "layer drop": (layer_drop, "ranks 0 and 1 take different paths: rank 0 is gathering 0|rank . has ended"),
     "trainer as it is": (
         partial(trainer, as_it_is=True),
