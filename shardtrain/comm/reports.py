@@ -193,7 +193,7 @@ class Links:
         self._pulses.clear()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(GRACE_S)
+                thread.join(5 * GRACE_S)  # one that outlived the interpreter would abort the process
 
 
 def _end(known: weakref.ref[Links]) -> None:
