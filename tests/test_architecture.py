@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 60, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_318, "files": 105, "rooms": 16, "engine and layout": 3_535, "tests": 13_266}
+LARGEST = {"lines": 16_318, "files": 105, "rooms": 16, "engine and layout": 3_535, "tests": 13_274}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
