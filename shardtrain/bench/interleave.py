@@ -188,7 +188,7 @@ class Comparison:
         return next((name for name in JUDGES if name in done), None)
 
     def verdict(self, name: str) -> Verdict:
-        """Judge one contender by its losses."""
+        """Return whether a contender failed, or its losses differ from the judge's."""
         own, judge = self.samples[name], self.judge
         if own.failure is not None or not own.values:
             return Verdict("failed", own.failure or "interrupted before its first timed round")
@@ -211,7 +211,7 @@ class Comparison:
         return dict(sorted(known.items(), key=lambda item: item[1].median))
 
     def ranked(self) -> list[str]:
-        """Return those that are right, least first."""
+        """Return the names of the contenders whose losses are right, the fastest or smallest first."""
         right = self.right()
         return list(self.ratios_to(self.reference)) or sorted(right, key=lambda name: median(right[name]))
 

@@ -354,7 +354,7 @@ class Schedule:
             self._forget(self._backward)
 
     def recover_forward(self) -> None:
-        """Forget a forward that the keyboard interrupted."""
+        """Return to rest after a forward that Ctrl-C interrupted, which runs no hooks."""
         if self._forward and all(frame is not self._forward for frame, _ in traceback.walk_stack(None)):
             self._forward = None
             self._calls.clear()
