@@ -72,7 +72,7 @@ class Simulated(Alone, ReplicaGroup):
         return Pending(held.clear)
 
     def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
-        """Allocate what averaging across replicas needs, and hold it until it is waited for; nothing moves."""
+        """Allocate what averaging across replicas needs, until it is waited for; nothing moves."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         swaps, held = self._inbox and self.world == 2, list[Tensor]()
