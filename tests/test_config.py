@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 import shardtrain
 from shardtrain.job import hydra_app
 from shardtrain.job.build import require_equal_parts
-from shardtrain.job.config import AdamWConfig, Config, Digits, Images, SgdConfig, from_hydra
-from shardtrain.job.hydra_app import compose
+from shardtrain.job.config import AdamWConfig, Config, Digits, Images, SgdConfig
+from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, one_of, typed
 from shardtrain.train import sweep

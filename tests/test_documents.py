@@ -13,8 +13,7 @@ import pytest
 
 from shardtrain.bench import settings as bench_settings
 from shardtrain.doctor import __main__ as doctor
-from shardtrain.job.config import from_hydra
-from shardtrain.job.hydra_app import compose
+from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.plan import __main__ as plan
 from shardtrain.train import sweep
 

@@ -30,8 +30,7 @@ from shardtrain.comm import Tag
 from shardtrain.comm.shared_memory import Arena
 from shardtrain.comm.transport import Shipment
 from shardtrain.job.build import build, require_equal_groups
-from shardtrain.job.config import from_hydra
-from shardtrain.job.hydra_app import compose
+from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.job.schema import UserError
 from shardtrain.layout import Policy, even
 from shardtrain.monitor import StepMetrics

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.config import Config
 from shardtrain.job.data import DataSet, Prepare, Share, TrainFeed
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.hydra_app import compose
+from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.job.launch import Context
 from shardtrain.train.loop import train
 

@@ -6,8 +6,6 @@ with their defaults and what each means.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +13,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from omegaconf import DictConfig
 
 from shardtrain import optim
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import UserError, above, at_least, checked, fraction, one_of
+from shardtrain.job.schema import UserError, above, at_least, fraction, one_of
 from shardtrain.layout import Policy
 
 
@@ -303,18 +300,3 @@ class Config:
     parallel: Parallel
     checkpoint: Checkpoint
     monitor: MonitorConfig
-
-
-def from_hydra(raw: DictConfig) -> Config:
-    """Return the frozen configuration; refuse names, types, ranges, and what does not go together."""
-    try:
-        config = checked(raw, Config)
-    except UserError as error:
-        if not isinstance(error.__cause__, KeyError):
-            raise
-        (key,) = error.__cause__.args
-        hint = importlib.import_module("shardtrain.configs").hint(key, raw)
-        raise UserError(f"unknown key {key}; {hint}" if hint else str(error)) from None
-    of = config.reference and (config.reference.model, config.reference.data)
-    ours = of == (config.model.get("name", ""), config.data.name)
-    return config if ours else dataclasses.replace(config, reference=None)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,55 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
-from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.config import Config
 from shardtrain.job.schema import Frozen, UserError, checked, not_valid
 
 HELP, CFG, FOLDER = ("--help", "-h"), ("--cfg", "-c"), ("--config-dir", "-cd")
 FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *FOLDER), 1)  # with the number of their values
+KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # in a line of YAML: indentation, key, comment
+
+# What Hydra says of an override, by its first words, and what that means here.
+REWORDED = {
+    "Ambiguous value": "several values are several runs, which take -m; a list is [a,b]",
+    "Sweep parameters": "several values are several runs, which take -m",
+    "Could not append": "the key is there already: leave out the +",
+}
+
+# What other programs call a key, by its last part: what is meant here, or a sentence. Keys that another
+# section has need no entry.
+MEANT = {
+    "the launcher decides: torchrun --nproc-per-node N [--nnodes M]": (
+        "world world_size nproc gpus n_gpus num_gpus devices ranks nodes num_nodes nnodes local_rank "
+        "master_addr master_port"
+    ),
+    "parallel.precision=bf16": "amp use_amp fp16 bf16 half mixed_precision autocast",
+    "resume=PATH": "checkpoint_path ckpt ckpt_path resume_from load_from",
+    "optim.lr": "learning_rate base_lr max_lr",
+    "optim.weight_decay": "wd l2",
+    "optim.betas": "momentum_decay beta1 beta2 adam_beta1",
+    "optim=sgd": "optimizer opt",
+    "train.batch_size": "bs batch batchsize global_batch_size",
+    "train.epochs": "n_epochs num_epochs max_epochs",
+    "train.max_steps": "steps num_steps max_iters iterations",
+    "train.accumulate": "grad_accum gradient_accumulation_steps",
+    "train.clip_grad_norm": "grad_clip clip max_grad_norm clip_norm",
+    "sched.warmup_epochs": "warmup warmup_steps num_warmup_steps",
+    "sched=cosine": "scheduler lr_scheduler",
+    "data=digits": "dataset dataset_name",
+    "data.workers": "num_workers n_workers",
+    "data.root": "data_dir data_path dataset_path datadir path",
+    "sets of files have data.root: data=imagefolder, cifar10, …": "root",
+    "model=resnet18": "arch architecture model_name backbone",
+    "model.weights=FILE": "pretrained init_from",
+    "run.dir": "output_dir out_dir save_dir log_dir logdir",
+    "run.name": "name exp_name experiment",
+    "checkpoint.every_steps": "save_every save_freq checkpoint_every",
+    "every model is sharded over all ranks; see --help parallel": "fsdp sharding strategy",
+    "parallel.offload": "cpu_offload offload_params",
+    "parallel.activation_checkpoint": "gradient_checkpointing grad_checkpoint",
+    "parallel.compile": "torch_compile compile_model",
+    "TensorBoard alone is written; see monitor.tensorboard": "wandb use_wandb logger",
+}
 
 
 def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
@@ -55,7 +99,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             config = hydra.compose("config", texts, return_hydra_config=helping)
-            text = _configs().described(config, folders, section) if helping else OmegaConf.to_yaml(config)
+            text = described(config, folders, section) if helping else OmegaConf.to_yaml(config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explain(error) from None
     if printing and speak:
@@ -81,7 +125,7 @@ def _register_resolvers(folders: Sequence[Path]) -> None:
     register = OmegaConf.register_new_resolver
     names = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
     register("own_or_none", lambda group, name: name if (group, name) in names else "none", replace=True)
-    register("recipes", lambda: _configs().recipe_table(folders), replace=True)
+    register("recipes", lambda: recipe_table(folders), replace=True)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -100,6 +144,30 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             overrides.append(text)
     return flags, overrides
+
+
+def from_hydra(raw: DictConfig) -> Config:
+    """Return the frozen configuration; refuse names, types, ranges, and what does not go together."""
+    try:
+        config = checked(raw, Config)
+    except UserError as error:
+        if not isinstance(error.__cause__, KeyError):
+            raise
+        key: str = error.__cause__.args[0]
+        advice = hint(key, raw)
+        raise UserError(f"unknown key {key}; {advice}" if advice else str(error)) from None
+    of = config.reference and (config.reference.model, config.reference.data)
+    ours = of == (config.model.get("name", ""), config.data.name)
+    return config if ours else dataclasses.replace(config, reference=None)
+
+
+def hint(key: str, config: DictConfig) -> str:
+    """Return what to say of a ``key`` that there is not: where else one has its name, or what is meant."""
+    last = key.rpartition(".")[2]
+    sections = {str(name): section for name, section in config.items() if isinstance(section, DictConfig)}
+    elsewhere = [f"{name}.{last}" for name, section in sections.items() if last in section]
+    meanings = [meaning for meaning, words in MEANT.items() if last in words.split()] + elsewhere
+    return next((text if " " in text else f"did you mean {text}?" for text in meanings if text != key), "")
 
 
 def read_beside(
@@ -145,7 +213,7 @@ def _explain(error: Exception) -> UserError:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
         return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
-    hint = next((hint for words, hint in _configs().REWORDED.items() if str(error).startswith(words)), "")
+    hint = next((hint for words, hint in REWORDED.items() if str(error).startswith(words)), "")
     causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]
     causes = [causes[0].rstrip("."), hint] if hint else causes
     return UserError(re.sub(r"(^|[ '])\+\+", r"\1", ": ".join(causes)))
@@ -155,3 +223,45 @@ def unreadable(override: str) -> UserError:
     """Return the error of an override that does not parse."""
     expected = "expected key=value without spaces, special characters quoted: 'key=\"value\"'"
     return UserError(f"cannot read {override!r}: {expected}")
+
+
+def described(config: DictConfig, folders: Sequence[Path], section: str = "") -> str:
+    """Return ``config``, with what the files in ``folders`` say of its keys; or one ``section`` alone."""
+    OmegaConf.set_struct(config, False)
+    around = config.pop("hydra").help
+    if section and section not in config:
+        raise not_valid(f"--help {section}: there is no such group", section, map(str, config))
+    files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
+    chosen = {group.get("name") for group in config.values() if isinstance(group, DictConfig)}
+    said: dict[str, str] = {}
+    for file in sorted(files, key=lambda file: file.stem not in chosen):
+        shared = {"images": "data.", "photos": "data.", "models": "model."}
+        place = shared.get(file.stem, "") if file.parent in folders else f"{file.parent.name}."
+        for key, comment in _keys(file.read_text()):
+            said.setdefault(place + key, comment)
+    text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)
+    keys = zip(text.splitlines(), _keys(text), strict=True)
+    described = "\n".join(f"{line:<38}  {said.get(key, '')}".rstrip() for line, (key, _) in keys)
+    return described if section else f"{around.header}\n{described}\n\n{around.footer}"
+
+
+def _keys(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the key that each line of YAML sets, in full, and the comment behind it."""
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        indent, name, comment = KEY.match(line).groups("")  # type: ignore[union-attr]
+        above = [entry for entry in above if entry[0] < len(indent)] if name else above
+        above += [(len(indent), name)] if name else []
+        yield ".".join(each for _, each in above) if name else "", comment
+
+
+def recipe_table(folders: Iterable[Path]) -> str:
+    """Return a line for each recipe in ``folders``: name, published accuracy, first line of its card."""
+    rows = []
+    for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
+        accuracy = OmegaConf.select(OmegaConf.load(file), "reference.accuracy")
+        comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
+        title = next((text for text in comments if text and not text.startswith("@package")), "")
+        rows.append((file.stem, "" if accuracy is None else f"{accuracy:.2f} %", title))
+    width = max((len(name) for name, _, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {claim:>7}  {title}".rstrip() for name, claim, title in rows)

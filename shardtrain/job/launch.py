@@ -29,9 +29,9 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardtrain import device as devices
-from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
-from shardtrain.job.hydra_app import compose
+from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.job.schema import UserError
 from shardtrain.job.signals import INTERRUPTED, Stopped
 

@@ -29,9 +29,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
 from shardtrain.job import launch
-from shardtrain.job.config import Config, from_hydra
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo, meet
-from shardtrain.job.hydra_app import compose, program_configs, split, unreadable
+from shardtrain.job.hydra_app import compose, from_hydra, program_configs, split, unreadable
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 
