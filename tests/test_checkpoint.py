@@ -108,7 +108,7 @@ def test_other_units_and_memory_orders_load(tmp_path: Path, loading: str) -> Non
     its_optimizer = MAKERS["adamw"](other)
     checkpoint.load(tmp_path / "one", other, its_optimizer)
     if loading == "channels last":
-        assert engine_of(other).units[1].segments[0].strides[0] == (63, 1, 21, 7)
+        assert engine_of(other).units[1].segments[0].members[0].part.stride == (63, 1, 21, 7)
     assert_equal(whole_state(other, its_optimizer), expected)
 
 

@@ -422,11 +422,6 @@ CASES: dict[str, tuple[tuple[int, int], Inside, float, dict[str, Any]]] = {
 SLOW = ("replicas, whole, offload, compiled", "int8, compiled")  # others compile, too
 
 
-def on_the_cpu(link: comm.Transport, *_: object) -> comm.Transport:
-    """What ``offload=True`` makes of a transport where there is a device: the CPU stands in for it."""
-    return comm.Offloaded(link, torch.device("cpu"))
-
-
 def trains_like_ddp(name: str) -> None:
     """Over shared memory where the options allow it, else over messages."""
     (replicate, group), inside, rounding, options = CASES[name]
@@ -440,7 +435,8 @@ def trains_like_ddp(name: str) -> None:
     chosen["transport"] = "process_group" if by_messages else "shared_memory"
     if replicate > 1:
         chosen["mesh"] = mesh(replicate, group)
-    with mock.patch.object(api, "_offloaded", on_the_cpu):
+    # The CPU stands in for a device that computes while shards are in host memory.
+    with mock.patch.object(api, "_on_host", return_value="offload" not in options):
         model = shardtrain.shard(model, units=[Block], **chosen)
     with fresh_compiler():
         inside(model)

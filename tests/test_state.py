@@ -26,7 +26,8 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.pieces import LocalPiece, Part
+from shardtrain.engine.part import Part
+from shardtrain.engine.pieces import LocalPiece
 
 from pool import Ranks, each_rank
 from small import (

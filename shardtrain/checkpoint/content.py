@@ -28,7 +28,7 @@ from shardtrain.checkpoint.files import DTYPES
 from shardtrain.checkpoint.manifest import Manifest, ParameterEntry, Slice, dtype_name, file_name
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import Engine
-from shardtrain.engine.shard import flattened, shown
+from shardtrain.engine.part import Part
 from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
@@ -37,28 +37,26 @@ _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 
 
 class LocalShard(NamedTuple):
-    """One parameter as this rank holds it at rest: elements ``start:stop``, in the order of its stride.
+    """One parameter as this rank holds it at rest: ``part`` of it.
 
     ``entry`` says what each rank writes. An ignored parameter is whole on every rank, and rank 0 writes it.
     """
 
-    name: str
     param: nn.Parameter
     entry: ParameterEntry
-    start: int
-    stop: int
+    part: Part
+
+    @property
+    def name(self) -> str:
+        return self.part.name
 
     def written(self, tensor: torch.Tensor, file: str) -> torch.Tensor | None:
         """Return the part of ``tensor``, which lies as the parameter does, that goes into ``file``; 1-D."""
-        for part in self.entry.slices:
-            if part.file == file:
-                flat = flattened(tensor.detach(), self.entry.spec.shape, self.entry.stride)
-                return flat[part.start - self.start : part.stop - self.start]
+        for piece in self.entry.slices:
+            if piece.file == file:
+                flat = self.part.flattened(tensor.detach())
+                return flat[piece.start - self.part.start : piece.stop - self.part.start]
         return None
-
-    def shown(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return ``piece`` (1-D, this rank's elements) in the parameter's shape at rest."""
-        return shown(piece, self.param.shape, self.entry.spec.shape, self.entry.stride)
 
 
 def local_shards(engine: Engine) -> list[LocalShard]:
@@ -67,21 +65,21 @@ def local_shards(engine: Engine) -> list[LocalShard]:
     files = [file_name(rank) for rank in engine.transport.primary_ranks]
     for unit in engine.units:
         for segment in unit.segments:
-            pieces = list(zip(*(segment.layout.pieces(number) for number in range(len(files))), strict=True))
-            for index, info in enumerate(segment.infos):
-                param, own = segment.params[index], segment.pieces[index]
-                cut = zip(files, pieces[index], strict=True)
-                slices = tuple(Slice(file, p.start, p.stop) for file, p in cut if p.numel)
-                spec = Spec(param.dtype, tuple(segment.shapes[index]))
-                entry = ParameterEntry(spec, tuple(segment.strides[index]), unit.name, slices)
-                shards.append(LocalShard(info.name, param, entry, own.start, own.stop))
+            cuts = zip(*(segment.layout.pieces(number) for number in range(len(files))), strict=True)
+            for member, cut in zip(segment.members, cuts, strict=True):
+                slices = tuple(Slice(f, p.start, p.stop) for f, p in zip(files, cut, strict=True) if p.numel)
+                spec = Spec(member.param.dtype, member.part.shape)
+                entry = ParameterEntry(spec, member.part.stride, unit.name, slices)
+                shards.append(LocalShard(member.param, entry, member.part))
     sharded = {shard.param for shard in shards}
     for name, param in engine.module.named_parameters():
         if param not in sharded:
-            stride = torch.empty(param.shape, device="meta").stride()
-            slices = (Slice(file_name(0), 0, param.numel()),) if param.numel() else ()
+            stride, size = torch.empty(param.shape, device="meta").stride(), param.numel()
+            slices = (Slice(file_name(0), 0, size),) if size else ()
             entry = ParameterEntry(Spec.of(param), stride, "", slices)
-            shards.append(LocalShard(name, param, entry, 0, param.numel()))
+            shards.append(
+                LocalShard(param, entry, Part(name, tuple(param.shape), stride, 0, size, whole=True))
+            )
     return shards
 
 

@@ -28,7 +28,7 @@ from shardtrain.checkpoint.files import DTYPES, problem_with
 from shardtrain.checkpoint.manifest import DTYPE_NAMED, Damaged, Manifest, file_name, parse, read_manifest
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.shard import in_memory_order
+from shardtrain.engine.part import in_memory_order
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
 from shardtrain.engine.state_dict import persistent_buffers
@@ -304,7 +304,7 @@ class _Reader:
         """
         saved, key = self.manifest.parameters[shard.name], f"{kind}/{shard.name}"
         same = saved.stride == shard.entry.stride
-        start, stop = (shard.start, shard.stop) if same else (0, math.prod(saved.spec.shape))
+        start, stop = (shard.part.start, shard.part.stop) if same else (0, math.prod(saved.spec.shape))
         elements = torch.empty(stop - start, dtype=dtype or saved.spec.dtype)
         for part in saved.slices:
             low, high = max(start, part.start), min(stop, part.stop)
@@ -313,5 +313,7 @@ class _Reader:
                 elements[low - start : high - start] = source[low - part.start : high - part.start]
         if not same:
             ordered = in_memory_order(elements.as_strided(saved.spec.shape, saved.stride), shard.entry.stride)
-            elements = ordered[shard.start : shard.stop].clone()  # a view would keep the whole alive
-        return shard.shown(elements)
+            elements = ordered[
+                shard.part.start : shard.part.stop
+            ].clone()  # a view would keep the whole alive
+        return shard.part.shown(elements)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtrain.checkpoint.files import DTYPES, Record, read_text
-from shardtrain.engine.shard import is_dense
+from shardtrain.engine.part import is_dense
 from shardtrain.engine.state_dict import Spec
 
 FORMAT, VERSION = "shardtrain checkpoint", 1

@@ -7,7 +7,7 @@ Read in this order; imports point upwards:
 - ``arithmetic``, ``messages``, ``native``: sums; movements by messages, and by the backend's own collectives
 - ``guard``, ``reports``: who takes another path through the model, and who is lost
 - ``process_group``; ``signals``, ``shared_memory``: the two transports, and messages between hosts
-- ``replicated``, ``quantised``, ``offload``, ``simulated``: around these, and without other ranks
+- ``replicated``, ``quantised``, ``offload``: around these, and without other ranks
 - ``opening``: which of these it is to be
 - ``agreement``, ``public``: texts between ranks; collectives for everybody, under torch's names
 
@@ -57,8 +57,8 @@ from shardtrain.comm.public import (
     reduce_scatter_tensor,
 )
 from shardtrain.comm.quantised import Quantised
+from shardtrain.comm.replicated import Simulated, simulated
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
-from shardtrain.comm.simulated import Simulated, simulated
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 

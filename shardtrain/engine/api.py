@@ -18,9 +18,10 @@ from torch.nn.parameter import is_lazy
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.engine.deferred_init import InitialValues, become
-from shardtrain.engine.hooks import Engine, engine_of, is_entrance, is_sharded
+from shardtrain.engine.hooks import Engine, engine_of, is_entrance
+from shardtrain.engine.part import dense_stride, in_memory_order
 from shardtrain.engine.precision import Precision
-from shardtrain.engine.shard import ParamInfo, Segment, dense_stride, in_memory_order
+from shardtrain.engine.shard import ParamInfo, Segment
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import UnitChoice, check_forward, infos_by_unit, parameters_of, unit_modules
 from shardtrain.layout import Cut, Policy, cut_of
@@ -91,7 +92,8 @@ def shard(
     link = _open(kind, mesh) if isinstance(kind, str) else kind
     if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
-    link = _offloaded(link, homes) if offload else link
+    if offload and homes and not _on_host(homes[0]):
+        link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world)
     largest_first = sorted(
@@ -115,11 +117,6 @@ def _segments_of(
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(info)
     return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
-
-
-def _offloaded(link: Transport, homes: Sequence[torch.device]) -> Transport:
-    """Return ``link`` for shards in host memory, if that is not where the units compute."""
-    return comm.Offloaded(link, homes[0]) if homes and not _on_host(homes[0]) else link
 
 
 def _on_host(device: torch.device) -> bool:
@@ -197,7 +194,7 @@ def _check(
     if mesh is not None:
         _check_mesh(mesh)
     for name, child in module.named_modules():
-        if is_sharded(child) or is_entrance(child):
+        if is_entrance(child):
             raise ValueError(f"{name or type(child).__name__} is sharded already; shard the root once")
     check_forward("the root", module)
     lazy = [name for name, param in module.named_parameters() if is_lazy(param)]

@@ -41,19 +41,18 @@ class GradientHook(OwnHook):
     in turn would keep the whole model for ever.
     """
 
-    def __init__(self, schedule: Schedule, unit: Unit, segment: int, index: int) -> None:
-        self._schedule, self._unit = weakref.ref(schedule), weakref.ref(unit)
-        self._segment, self._index = segment, index
+    def __init__(self, schedule: Schedule, unit: int, segment: int, index: int) -> None:
+        self._schedule, self._place = weakref.ref(schedule), (unit, segment, index)
 
     def before(self, grad: torch.Tensor) -> None:
-        schedule, unit = self._schedule(), self._unit()
-        if schedule is not None and unit is not None:
-            schedule.gradient_arrives(unit, self._segment, self._index, grad)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.gradient_arrives(*self._place, grad)
 
     def __call__(self, param: torch.Tensor) -> None:
-        schedule, unit = self._schedule(), self._unit()
-        if schedule is not None and unit is not None:
-            schedule.gradient_arrived(unit, self._segment, self._index)
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.gradient_arrived(*self._place)
 
 
 class Engine:
@@ -71,6 +70,7 @@ class Engine:
         self.module = module
         self.units = units
         self.segments = [segment for unit in units for segment in unit.segments]
+        self.members = [member for unit in units for member in unit.members]
         self.transport = units[0].transport
         self.precision = precision
         self.schedule = Schedule(units, reshard_after_forward)
@@ -206,12 +206,12 @@ class Engine:
         self._unhooked = []
         for unit in self.units:
             for number, segment in enumerate(unit.segments):
-                for index, param in enumerate(segment.params):
+                for index, param in enumerate([member.param for member in segment.members]):
                     if not param.requires_grad:
                         self._unhooked.append(param)
                     elif param not in self._hooked:
                         self._hooked.add(param)
-                        hook = GradientHook(self.schedule, unit, number, index)
+                        hook = GradientHook(self.schedule, unit.index, number, index)
                         self._handles.append(param.register_hook(hook.before))
                         self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
@@ -235,8 +235,8 @@ class Engine:
             refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self.watch(optimizer)
             self._optimizers[optimizer] = len(groups)
-            for segment in self.segments:
-                segment.cut_state(optimizer)
+            for member in self.members:
+                member.cut_state(optimizer.state.get(member.param, {}))
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
@@ -246,7 +246,7 @@ class Engine:
         """Let torch.distributed.checkpoint find pieces in the state dict of ``optimizer``."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = 0  # groups that have been checked
-            pieces.watch(optimizer, self.segments)
+            pieces.watch(optimizer, self.members)
 
     # between steps
 
@@ -275,7 +275,7 @@ class Engine:
         if _have_changed(self._modules):
             self._refuse_attached()
             self._modules = _modules_below(self.module)
-        on_meta = [info.name for s in self.segments if s.local.is_meta for info in s.infos]
+        on_meta = [member.name for member in self.members if member.local_view.is_meta]
         if on_meta:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
@@ -283,7 +283,7 @@ class Engine:
             )
 
     def _refuse_attached(self) -> None:
-        known = self._ignored.union(param for segment in self.segments for param in segment.params)
+        known = self._ignored.union(member.param for member in self.members)
         new = [name for name, param in self.module.named_parameters() if param not in known]
         if new:
             raise ValueError(
@@ -300,11 +300,6 @@ def engine_of(module: nn.Module) -> Engine:
             f"{type(module).__name__} is not sharded: pass the module that shardtrain.shard() returned"
         )
     return engine
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether ``module`` is what `shard` returned."""
-    return _ENGINE in module.__dict__
 
 
 def is_entrance(module: nn.Module) -> bool:

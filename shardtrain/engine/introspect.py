@@ -49,7 +49,7 @@ class Introspection:
     def unit_of_parameter(self) -> dict[str, str]:
         """The title of the unit that holds each sharded parameter, by the parameter's name."""
         units = self._engine.units
-        return {info.name: unit.title for unit in units for s in unit.segments for info in s.infos}
+        return {member.name: unit.title for unit in units for member in unit.members}
 
     @property
     def bytes_by_rank(self) -> list[int]:

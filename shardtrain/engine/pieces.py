@@ -14,18 +14,18 @@ would store this rank's part and call it the parameter. It is refused.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine.shard import Segment
+from shardtrain.engine.part import Index, Part
+from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 
 if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
@@ -35,42 +35,6 @@ if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
 _WAY_OUT = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
 _DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _MEMORY = {Tensor.data_ptr, Tensor.storage, Tensor._typed_storage, Tensor.untyped_storage}
-
-Index = tuple[int, ...]  # a number for each dimension
-
-
-class Part(NamedTuple):
-    """Elements ``start:stop`` of the tensor ``name``, in the order of ``stride``."""
-
-    name: str
-    shape: Index
-    stride: Index
-    start: int
-    stop: int
-
-    def boxes(self, piece: Tensor) -> dict[Index, Tensor]:
-        """Cut ``piece``, which lies as a rank shows it at rest, into views of boxes, by their offsets.
-
-        They come in the order of memory. Each is as large as fits behind the last one.
-        """
-        if 0 in self.shape or (self.stop and piece.shape == self.shape):  # DCP must find empty tensors, too
-            return {(0,) * len(self.shape): piece.view(self.shape)}
-        long = [dim for dim, size in enumerate(self.shape) if size > 1]
-        flat, boxes, at = piece.reshape(-1), {}, self.start
-        while at < self.stop:
-            offsets, sizes = [0] * len(self.shape), list(self.shape)
-            for dim in sorted(long, key=lambda dim: -self.stride[dim]):
-                row, rest = divmod(at, self.stride[dim])
-                offsets[dim] = row % self.shape[dim]
-                fitting = (self.stop - at) // self.stride[dim]
-                if rest == 0 and fitting:  # a row begins here: take all that are whole
-                    sizes[dim] = min(fitting, self.shape[dim] - offsets[dim])
-                    break
-                sizes[dim] = 1
-            lies_at = flat.storage_offset() + at - self.start
-            boxes[tuple(offsets)] = flat.as_strided(sizes, self.stride, lies_at)
-            at += math.prod(sizes)
-        return boxes
 
 
 class LocalPiece(Tensor):
@@ -146,41 +110,35 @@ class LocalPiece(Tensor):
         return self.boxes[tuple(index.offset or ())]
 
 
-def _part_of(segment: Segment, index: int) -> Part:
-    name, shape, piece = segment.infos[index].name, segment.shapes[index], segment.pieces[index]
-    return Part(name, tuple(shape), segment.strides[index], piece.start, piece.stop)
-
-
 def attach(units: Iterable[Unit]) -> list[RemovableHandle]:
     """Let every module with sharded parameters give pieces in its ``state_dict()``, and take them back."""
     return [
         handle
         for unit in units
-        for segment in unit.segments
-        for index, info in enumerate(segment.infos)
-        for module, attribute in info.holders
-        for handle in _attach(module, attribute, unit, segment, index)
+        for member in unit.members
+        for module, attribute in member.info.holders
+        for handle in _attach(module, attribute, unit, member)
     ]
 
 
 def _attach(
-    module: nn.Module, attribute: str, unit: Unit, segment: Segment, index: int
+    module: nn.Module, attribute: str, unit: Unit, member: ShardedParam
 ) -> tuple[RemovableHandle, RemovableHandle]:
-    own = _part_of(segment, index)
+    own = member.part
 
     def give(called: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         value = state.get(prefix + attribute)
         if unit.pinned or value is None or isinstance(value, nn.Parameter):
             return  # whole inside `unsharded`; the parameter itself with keep_vars=True
-        if segment.shows_full and called is module:
-            value = segment.local_views[index]
-        if value.shape == torch.Size(segment.rest_shapes[index]):
+        if member.shows_full and called is module:
+            value = member.local_view
+        if value.shape == own.at_rest:
             _refuse_full("_get_model_state_dict")
             state[prefix + attribute] = LocalPiece.of(value, own)
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         value = state.get(prefix + attribute)
-        cut = own.shape != segment.rest_shapes[index] and not unit.pinned
+        cut = own.shape != own.at_rest and not unit.pinned
         if cut and value is not None and value.shape == own.shape:
             raise ValueError(
                 f"load_state_dict() was given the whole {own.name}, of which a rank has a piece; "
@@ -217,9 +175,9 @@ def _refuse_full(function: str) -> bool:
     return True
 
 
-def watch(optimizer: torch.optim.Optimizer, segments: Iterable[Segment]) -> None:
+def watch(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
     """Let torch's ``get_optimizer_state_dict`` find pieces in the optimizer's state, and take them back."""
-    held = WeakSet(segments)  # the optimizer keeps no model alive
+    held = WeakSet(members)  # the optimizer keeps no model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         asked = _refuse_full("_get_optim_state_dict")  # everyone else gets plain tensors
@@ -231,12 +189,12 @@ def watch(optimizer: torch.optim.Optimizer, segments: Iterable[Segment]) -> None
 
 def _changed(
     change: Callable[[Tensor, nn.Parameter, Part], Tensor],
-    segments: Iterable[Segment],
+    members: Iterable[ShardedParam],
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the state dict ``saved`` with a change of each tensor of a sharded parameter's state."""
-    parts = {param: _part_of(s, index) for s in segments for index, param in enumerate(s.params)}
+    parts = {member.param: member.part for member in members}
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = dict(saved["state"])

@@ -72,7 +72,7 @@ def compile_units(
     kinds: dict[object, Forward] = {}
     for unit in units:
         forward = _forward_of(unit)
-        shapes = tuple(shape for segment in unit.segments for shape in segment.shapes)
+        shapes = tuple(member.part.shape for member in unit.members)
         kind = (forward, shapes, repr(unit.module))  # settings too: each probability is compiled on its own
         if kind not in kinds:
             entry = _entry(forward, f"{type(unit.module).__name__}_{len(kinds)}")

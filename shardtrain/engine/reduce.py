@@ -32,7 +32,8 @@ from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import REDUCE
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.device import on_accelerator
-from shardtrain.engine.shard import Segment, in_memory_order
+from shardtrain.engine.part import in_memory_order
+from shardtrain.engine.shard import Segment
 from shardtrain.engine.unit import Unit
 
 
@@ -46,7 +47,7 @@ class FlatGradient:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self.segment = segment
+        self.segment, self.members = segment, segment.members
         self.arrived: set[int] = set()
         self.expected = 0
         self.filled: set[int] = set()
@@ -72,7 +73,7 @@ class FlatGradient:
     def begin_backward(self) -> None:
         """Expect a gradient of every trainable parameter; take in what users did to waiting ones."""
         self.arrived.clear()
-        self.expected = sum([param.requires_grad for param in self.segment.params])
+        self.expected = sum([member.param.requires_grad for member in self.members])
         while self._shown:
             self._check_waiting(*self._shown.popitem())
 
@@ -83,28 +84,30 @@ class FlatGradient:
         """
         self._lay_out()
         for index in self.filled:
-            own = self.segment.held_grad(index) is None
+            member = self.members[index]
+            own = member.held_grad is None
             if own and self._whole:
-                start, stop, _ = self.segment.pieces[index]
-                self._own[index] = self._parts[index][start:stop].to(self.segment.local.dtype)
+                part = self._parts[index][member.part.start : member.part.stop]
+                self._own[index] = part.to(self.segment.local.dtype)
             if own:
-                self.segment.give_grad(index, self._own[index])
-            grad = self.segment.held_grad(index)
+                member.give_grad(self._own[index])
+            grad = member.held_grad
             assert grad is not None
             self._shown[index] = grad, grad._version, own
 
     def _check_waiting(self, index: int, shown: tuple[torch.Tensor, int, bool]) -> None:
         """Clear a waiting gradient if a user cleared ``.grad``; refuse any other change of it."""
-        now, (grad, version, own) = self.segment.held_grad(index), shown
+        member, (grad, version, own) = self.members[index], shown
+        now = member.held_grad
         if now is grad and now._version == version:
             if own:
-                self.segment.set_grad(index, None)
+                member.set_grad(None)
         elif now is None or not now.any():
             self.filled.discard(index)
         else:
             self._shown[index] = shown
             raise ValueError(
-                f"the gradient of parameter {self.segment.infos[index].name} was changed while it waits "
+                f"the gradient of parameter {member.name} was changed while it waits "
                 "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
             )
 
@@ -113,23 +116,24 @@ class FlatGradient:
 
         Raises ValueError if the gradient is sparse.
         """
-        param = self.segment.params[index]
-        grad, param.grad = param.grad, None
+        member = self.members[index]
+        grad, member.param.grad = member.param.grad, None
         assert grad is not None
         if grad.layout is not torch.strided:
             raise ValueError(
-                f"parameter {self.segment.infos[index].name} has a sparse gradient, which cannot be sharded; "
+                f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
                 "use nn.Embedding(..., sparse=False)"
             )
         self.arrived.add(index)
-        self._keep(index, in_memory_order(grad, self.segment.strides[index]))
+        self._keep(index, in_memory_order(grad, member.part.stride))
         if self._late and len(self.arrived) == self.expected:
             self._lay_out()
         return len(self.arrived) == self.expected
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
         """Add or copy ``grad`` (1-D): others' parts into the full gradient, this rank's into ``_own``."""
-        start, stop, _ = self.segment.pieces[index]
+        member = self.members[index]
+        start, stop = member.part.start, member.part.stop
         again, wide = index in self.filled, self.segment.local.dtype
         if self._full is None:
             self._open()
@@ -145,7 +149,7 @@ class FlatGradient:
         if again:
             self._own[index].add_(grad[start:stop])
         elif start == stop:
-            self._own[index] = self.segment.no_grads[index]
+            self._own[index] = member.no_grad
         else:
             own = grad[start:stop]
             if own.dtype != wide or stop - start < grad.numel():  # a view of a part would keep all of it
@@ -178,7 +182,7 @@ class FlatGradient:
         """Return what has come together, -0.0 where nothing arrived on this rank, and start anew."""
         segment, transport = self.segment, self.segment.transport
         full = self._lay_out()
-        missing = [index for index in range(len(segment.params)) if index not in self.filled]
+        missing = [index for index in range(len(self.members)) if index not in self.filled]
         if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
@@ -186,12 +190,12 @@ class FlatGradient:
         if self._own and not self._whole and transport.all_ranks.world > transport.world:  # replicas get it
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
         for index in missing:
-            size = 0 if self._whole else segment.pieces[index].numel
+            size = 0 if self._whole else self.members[index].part.numel
             self._own[index] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
             for part in [index] if self._whole else [part for _, part in self._elsewhere[index]]:
                 self._parts[part].fill_(-0.0)
-        own = list(segment.no_grads) if self._whole else [self._own[i] for i in range(len(segment.pieces))]
-        unsure = [i for i in missing if segment.params[i].requires_grad and not transport.silent]
+        own = [m.no_grad if self._whole else self._own[i] for i, m in enumerate(self.members)]
+        unsure = [i for i in missing if self.members[i].param.requires_grad and not transport.silent]
         self._sent.append((sorted(self.filled), unsure, own))
         mean = segment.local.dtype if self._whole else None
         self._clear()
@@ -207,9 +211,10 @@ class FlatGradient:
         for filled, unsure, own in self._sent:
             nowhere = absent([own[index] for index in unsure])
             for index in [*filled, *(i for i, none in zip(unsure, nowhere, strict=True) if not none)]:
-                if index not in self.segment.owned_elsewhere:
-                    self.segment.give_grad(index, own[index])
-                    given.append(self.segment.params[index])
+                member = self.members[index]
+                if not member.part.elsewhere:
+                    member.give_grad(own[index])
+                    given.append(member.param)
         self._sent.clear()
         return given
 
@@ -218,8 +223,8 @@ class FlatGradient:
         self.arrived.clear()
         self._sent.clear()
         for index, (grad, _, own) in self._shown.items():
-            if own and self.segment.held_grad(index) is grad:
-                self.segment.set_grad(index, None)
+            if own and self.members[index].held_grad is grad:
+                self.members[index].set_grad(None)
         if self._full is not None:
             self.segment.transport.discard(self._full)
         self._clear()

@@ -176,8 +176,8 @@ class Schedule:
         if torch.is_grad_enabled() and not failed:
             if stays or unit is self.root:  # a loss may use the root's parameters: CLIP's temperature is one
                 self._awaited.add(unit)
-                for segment in unit.segments:
-                    segment.show_grads()
+                for member in unit.members:
+                    member.show_grad()
                 return
             stays = not self.reshard_after_forward
         unit.show_local()
@@ -246,7 +246,7 @@ class Schedule:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        postpone(param for unit in self.units for segment in unit.segments for param in segment.params)
+        postpone(member.param for unit in self.units for member in unit.members)
         for reduction in self._reductions.values():
             reduction.begin_backward()
         first: dict[Unit, int] = {}
@@ -259,29 +259,31 @@ class Schedule:
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         return backward
 
-    def gradient_arrives(self, unit: Unit, number: int, index: int, grad: torch.Tensor) -> None:
-        """Make way for the gradient that autograd is about to accumulate in one parameter."""
-        segment = unit.segments[number]
-        if grad.shape != segment.shapes[index] or not (segment.shows_full or unit in self._awaited):
-            name = segment.infos[index].name
+    def gradient_arrives(self, number: int, segment: int, index: int, grad: torch.Tensor) -> None:
+        """Make way for the gradient that autograd is about to accumulate in a parameter of a unit."""
+        unit = self.units[number]
+        member = unit.segments[segment].members[index]
+        if grad.shape != member.part.shape or not (member.shows_full or unit in self._awaited):
+            name = member.name
             raise ValueError(
                 f"the gradient of {name} comes from its piece, which code outside of the forward of "
                 f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
-        if not segment.shows_full:
+        if not member.shows_full:
             unit.open_full()  # which `show_pieces` has hidden since forward
         backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
-        backward.arriving[segment.params[index]] = segment.infos[index].name
-        segment.put_grad_away(index)
+        backward.arriving[member.param] = member.name
+        member.put_grad_away()
 
-    def gradient_arrived(self, unit: Unit, number: int, index: int) -> None:
+    def gradient_arrived(self, number: int, segment: int, index: int) -> None:
         """Take the gradient that autograd has accumulated in one parameter."""
-        backward, param = self._backward, unit.segments[number].params[index]
+        backward, unit = self._backward, self.units[number]
+        param = unit.segments[segment].members[index].param
         if backward is None or backward.arriving.pop(param, None) is None or param.grad is None:
             return  # a loss on the local piece, or a parameter frozen since forward
-        if self._reductions[unit].collect(number, index):
+        if self._reductions[unit].collect(segment, index):
             self._complete(backward, unit, backward.first[unit] - 1)
             self._launch_completed(backward)
 

@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.shard import Segment, in_memory_order
+from shardtrain.engine.shard import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
 
 
@@ -54,12 +54,12 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
             yield
         finally:
             if writeback:
-                for segment in engine.segments:
-                    _write_back(segment, grads)
+                for member in engine.members:
+                    _write_back(member, grads)
     finally:
-        for segment in engine.segments:
-            for param in segment.params if segment.shows_full else ():
-                param.grad = None  # the whole one
+        for member in engine.members:
+            if member.shows_full:
+                member.param.grad = None  # the whole one
         for unit in engine.units:
             unit.pinned = False
             unit.release()
@@ -71,19 +71,18 @@ def _open(unit: Unit, grads: bool) -> None:
     for segment in unit.segments:
         values = _whole(unit, segment, segment.local)
         gradients = _whole_grads(unit, segment) if grads else [None] * len(values)
-        segment.show_full()
-        for param, value, grad in zip(segment.params, values, gradients, strict=True):
-            param.data, param.grad = value, grad
+        for member, value, grad in zip(segment.members, values, gradients, strict=True):
+            member.show_full()
+            member.param.data, member.param.grad = value, grad
     unit.pinned = True
 
 
-def _write_back(segment: Segment, grads: bool) -> None:
+def _write_back(member: ShardedParam, grads: bool) -> None:
     """Keep this rank's part of the whole copies."""
-    for index, param in enumerate(segment.params):
-        segment.local_views[index].copy_(_piece_of(segment, index, param.data))
-        if grads:
-            grad = param.grad
-            segment.set_grad(index, None if grad is None else _piece_of(segment, index, grad).clone())
+    member.local_view.copy_(_piece_of(member, member.param.data))
+    if grads:
+        grad = member.param.grad
+        member.set_grad(None if grad is None else _piece_of(member, grad).clone())
 
 
 def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
@@ -98,26 +97,25 @@ def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
 def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     """Gather and shape every parameter's gradient; None where there is none."""
     # Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
-    present = segment.local.new_tensor([p.grad is not None and p.numel() > 0 for p in segment.params])
+    params = [member.param for member in segment.members]
+    present = segment.local.new_tensor([param.grad is not None and param.numel() > 0 for param in params])
     segment.transport.all_ranks.all_reduce(present, "max")
     local = torch.zeros_like(segment.local)
-    for index, param in enumerate(segment.params):
-        if param.grad is not None:
-            segment.part_of(local, index).copy_(segment.flattened(index, param.grad))
-    wholes = _whole(unit, segment, local) if present.any() else [None] * len(segment.params)
+    for member in segment.members:
+        if member.param.grad is not None:
+            member.piece_of(local).copy_(member.part.flattened(member.param.grad))
+    wholes = _whole(unit, segment, local) if present.any() else [None] * len(params)
     return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
 
 
-def _piece_of(segment: Segment, index: int, whole: Tensor) -> Tensor:
-    """Return this rank's part of ``whole``, which must have the shape of parameter ``index``, as at rest."""
-    if whole.shape != segment.shapes[index]:
+def _piece_of(member: ShardedParam, whole: Tensor) -> Tensor:
+    """Return this rank's part of ``whole``, which must have the parameter's shape, as at rest."""
+    if whole.shape != member.part.shape:
         raise ValueError(
-            f"parameter {segment.infos[index].name} or its gradient was given shape {tuple(whole.shape)} "
-            f"inside unsharded(), expected {tuple(segment.shapes[index])}"
+            f"parameter {member.name} or its gradient was given shape {tuple(whole.shape)} "
+            f"inside unsharded(), expected {member.part.shape}"
         )
-    piece = segment.pieces[index]
-    flat = in_memory_order(whole, segment.strides[index])
-    return segment.shown(index, flat[piece.start : piece.stop])
+    return member.part.shown(member.part.of(whole))
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -139,7 +137,8 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
         for segment in unit.segments:
             wholes = _whole(unit, segment, segment.local)
             if wanted:
-                values.update(zip(segment.params, map(to_host, wholes), strict=True))
+                copies = zip(segment.members, map(to_host, wholes), strict=True)
+                values.update((member.param, value) for member, value in copies)
     synchronize(engine.device)
     items = module.state_dict(keep_vars=True).items() if wanted else ()
     return {key: values[v] if v in values else v.detach().to("cpu", copy=True) for key, v in items}
@@ -166,10 +165,10 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     for unit in engine.units:
         unit.release()
         for segment in unit.segments:
-            own = segment.from_rank_0([given.get(info.name) for info in segment.infos], segment.local)
-            for index, info in enumerate(segment.infos):
-                if info.name not in missing:
-                    segment.part_of(segment.local, index).copy_(segment.part_of(own, index))
+            own = segment.from_rank_0([given.get(member.name) for member in segment.members], segment.local)
+            for member in segment.members:
+                if member.name not in missing:
+                    member.piece_of(segment.local).copy_(member.piece_of(own))
     for name, tensor in _uncut(engine):
         if name not in missing:
             if name in given:
@@ -196,11 +195,7 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
     """Return what does not fit between ``state`` and the module, and which names ``state`` lacks."""
-    expected = {
-        info.name: Spec(segment.local.dtype, tuple(shape))
-        for segment in engine.segments
-        for info, shape in zip(segment.infos, segment.shapes, strict=True)
-    }
+    expected = {member.name: Spec(member.local_view.dtype, member.part.shape) for member in engine.members}
     expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]
     further = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # names of what is tied
@@ -210,7 +205,7 @@ def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple
 
 def _uncut(engine: Engine) -> list[tuple[str, Tensor]]:
     """Return what every rank holds whole of the module's state, by name: ignored parameters and buffers."""
-    cut = {param for segment in engine.segments for param in segment.params}
+    cut = {member.param for member in engine.members}
     named = engine.module.named_parameters()
     ignored = [(name, param.data) for name, param in named if param not in cut]
     return [*ignored, *persistent_buffers(engine.module)]

@@ -34,21 +34,14 @@ class Gathered(NamedTuple):
 
 
 class Account:
-    """What is gathered now, and the most that was since `take_peak`."""
+    """What is gathered ``now``, and the most that was since `take_peak`."""
 
     def __init__(self) -> None:
-        self._units = self._bytes = 0
-        self._peak = Gathered(0, 0)
-
-    @property
-    def now(self) -> Gathered:
-        return Gathered(self._units, self._bytes)
+        self.now = self._peak = Gathered(0, 0)
 
     def add(self, units: int, size: int) -> None:
-        self._units += units
-        self._bytes += size
-        if self._units > self._peak.units or self._bytes > self._peak.bytes:
-            self._peak = Gathered(max(self._units, self._peak.units), max(self._bytes, self._peak.bytes))
+        self.now = Gathered(self.now.units + units, self.now.bytes + size)
+        self._peak = Gathered(*map(max, self._peak, self.now))
 
     def take_peak(self) -> Gathered:
         """Return the peak, and start the next one from what is gathered now."""
@@ -73,6 +66,7 @@ class Unit:
         self.index = index
         self.module = module
         self.segments = tuple(segments)
+        self.members = tuple(member for segment in segments for member in segment.members)
         self.transport = transport
         self.state = State.SHARDED
         self.moving = Pending()
@@ -95,12 +89,12 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        return sum([segment.full_bytes for segment in self.segments])
+        return sum([segment.full.nbytes for segment in self.segments])
 
     @property
     def holders(self) -> dict[nn.Module, Segment]:
         """The modules that hold the unit's parameters themselves, each with a segment of theirs."""
-        return {m: s for s in self.segments for info in s.infos for m, _ in info.holders}
+        return {m: s for s in self.segments for member in s.members for m, _ in member.info.holders}
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in the unit's full vectors."""
@@ -109,31 +103,31 @@ class Unit:
 
     def show_local(self) -> None:
         """Let the parameters show their local pieces; the full vector stays."""
-        for segment in self.segments:
-            if segment.shows_full:
-                segment.show_local()
+        for member in self.members:
+            if member.shows_full:
+                member.show_local()
 
     def take_over(self) -> bool:
         """Take in pieces that users have replaced; return whether there were any.
 
         Raises ValueError if one does not fit; nothing is changed then.
         """
-        held = [(s, s.held()) for s in self.segments if not s.shows_full and s.was_replaced()]
+        replaced = [s for s in self.segments if not s.shows_full and any(m.was_replaced() for m in s.members)]
+        held = [(segment, segment.held()) for segment in replaced]
         for segment, local in held:
             segment.take_over(local)
         return bool(held)
 
     def take_edits(self) -> bool:
         """Take in what users have changed of local pieces since `cast`; return whether there was anything."""
-        for segment in self.segments:
-            if not segment.shows_full and segment.changed():
-                self.take_over()
-                return True
-        return False
+        changed = any(member.changed() for member in self.members if not member.shows_full)
+        if changed:
+            self.take_over()
+        return changed
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed since it was shown in full: ranks would not agree."""
-        edited = [name for s in self.segments if s.shows_full for name in s.changed()]
+        edited = [member.name for member in self.members if member.shows_full and member.changed()]
         if edited:
             raise ValueError(
                 f"forward changed {', '.join(edited)} while {self.title} was whole, which would be lost or "
@@ -164,8 +158,8 @@ class Unit:
             self.launch()
         if self.state is State.GATHERING:
             self.finish()
-        for segment in self.segments:
-            segment.show_full()
+        for member in self.members:
+            member.show_full()
 
     def release(self) -> None:
         """Let the parameters show their local pieces and empty the full vector."""

@@ -127,7 +127,7 @@ def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
 
 def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
     """Add to ``error`` which parameter the code that raised it reads, though that shows a piece there."""
-    shown = [(info, unit) for unit in units for s in unit.segments if not s.shows_full for info in s.infos]
+    shown = [(m.info, unit) for unit in units for m in unit.members if not m.shows_full]
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names, module = frame.f_code.co_names, frame.f_locals.get("self")
         for info, unit in shown if isinstance(module, nn.Module) else ():

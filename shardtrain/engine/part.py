@@ -1,0 +1,117 @@
+"""Which elements of a tensor a rank holds, and the forms in which it holds them.
+
+A tensor of a parameter's shape has an order of memory of its own (channels_last has another than contiguous
+ones). So there are two forms of a part of it::
+
+    flattened   1-D, in the order of the parameter's memory: what moves between ranks and into files
+    shown       in the shape that the parameter has at rest: what an optimizer and its state have
+
+At rest a piece of n elements has as many dimensions as its parameter, (n, 1, 1, 1) for a filter, so that
+parameter groups chosen by ``p.ndim`` are the same before and after `shard`. A scalar's piece has one
+dimension, since it may be empty. The owner of a whole parameter shows it in its own shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, empty_like, empty_strided
+
+Index = tuple[int, ...]  # a number for each dimension
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``start:stop`` of the tensor ``name``, in the order of ``stride``, which is dense.
+
+    ``whole``: the tensor is never cut, so that its owner may show it in its own shape.
+    """
+
+    name: str
+    shape: Index
+    stride: Index
+    start: int
+    stop: int
+    whole: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def elsewhere(self) -> bool:
+        """Whether the tensor is whole on another rank, so that there is nothing to update on this one."""
+        return self.whole and self.numel < math.prod(self.shape)
+
+    @cached_property
+    def at_rest(self) -> Index:
+        """The shape in which the part is shown."""
+        if self.whole and self.shape and self.numel == math.prod(self.shape):
+            return self.shape
+        return self.numel, *(1 for _ in self.shape[1:])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this part of the whole ``tensor``; 1-D, a view if that lies in the order of ``stride``."""
+        return in_memory_order(tensor, self.stride)[self.start : self.stop]
+
+    def shown(self, piece: Tensor) -> Tensor:
+        """Return a view of ``piece`` (1-D) in the shape at rest."""
+        if self.at_rest == self.shape:
+            return piece.as_strided(self.shape, self.stride)
+        return piece.view(self.at_rest)
+
+    def flattened(self, piece: Tensor) -> Tensor:
+        """Undo `shown`: 1-D; a view if ``piece`` lies that way."""
+        return in_memory_order(piece, self.stride) if piece.shape == self.shape else piece.reshape(-1)
+
+    def boxes(self, piece: Tensor) -> dict[Index, Tensor]:
+        """Cut ``piece``, in its shape at rest, into views of boxes, by their offsets.
+
+        They come in the order of memory. Each is as large as fits behind the last one.
+        """
+        if 0 in self.shape or (self.stop and piece.shape == self.shape):  # DCP must find empty tensors, too
+            return {(0,) * len(self.shape): piece.view(self.shape)}
+        long = [dim for dim, size in enumerate(self.shape) if size > 1]
+        flat, boxes, at = piece.reshape(-1), {}, self.start
+        while at < self.stop:
+            offsets, sizes = [0] * len(self.shape), list(self.shape)
+            for dim in sorted(long, key=lambda dim: -self.stride[dim]):
+                row, rest = divmod(at, self.stride[dim])
+                offsets[dim] = row % self.shape[dim]
+                fitting = (self.stop - at) // self.stride[dim]
+                if rest == 0 and fitting:  # a row begins here: take all that are whole
+                    sizes[dim] = min(fitting, self.shape[dim] - offsets[dim])
+                    break
+                sizes[dim] = 1
+            lies_at = flat.storage_offset() + at - self.start
+            boxes[tuple(offsets)] = flat.as_strided(sizes, self.stride, lies_at)
+            at += math.prod(sizes)
+        return boxes
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether ``stride`` visits each element of ``shape`` once, without gaps (channels_last does)."""
+    if 0 in shape:
+        return len(stride) == len(shape)
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_stride(tensor: Tensor) -> Index:
+    """Return ``tensor``'s strides; if they leave gaps, dense ones in the same order."""
+    return empty_like(tensor, device="meta").stride()
+
+
+def in_memory_order(tensor: Tensor, stride: Index) -> Tensor:
+    """Return ``tensor`` as 1-D, in the order of ``stride``; a view when it already lies that way."""
+    if tensor.stride() != stride:
+        ordered = empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
+    return tensor if stride == (1,) else tensor.as_strided((tensor.numel(),), (1,))
