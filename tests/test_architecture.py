@@ -16,7 +16,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 198, "device": 162, "comm": 3_770, "engine": 3_337, "optim": 340, "checkpoint": 1_346}
+ENGINE = {"layout": 198, "device": 162, "comm": 3_767, "engine": 3_335, "optim": 340, "checkpoint": 1_346}
 PROGRAM = {
     "job": 2_844,
     "plan": 775,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 60, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_409, "files": 105, "rooms": 16, "engine and layout": 3_535, "tests": 13_274}
+LARGEST = {"lines": 16_401, "files": 105, "rooms": 16, "engine and layout": 3_533, "tests": 13_274}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -436,7 +436,7 @@ def trains_like_ddp(name: str) -> None:
     if replicate > 1:
         chosen["mesh"] = mesh(replicate, group)
     # The CPU stands in for a device that computes while shards are in host memory.
-    with mock.patch.object(api, "_on_host", return_value="offload" not in options):
+    with mock.patch.object(api, "is_accelerator", return_value="offload" in options):
         model = shardtrain.shard(model, units=[Block], **chosen)
     with fresh_compiler():
         inside(model)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
+from shardtrain.device import is_accelerator
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.part import dense_stride, in_memory_order
@@ -87,12 +88,12 @@ def shard(
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
     homes = [initial.device(param) for param in module.parameters()]
-    in_messages = precision.quantises or not all(_on_host(home) for home in homes)
+    in_messages = precision.quantises or any(is_accelerator(home) for home in homes)
     kind = "process_group" if transport == "auto" and in_messages else transport
     link = _open(kind, mesh) if isinstance(kind, str) else kind
     if precision.quantises and link.all_ranks.world > 1:
         link = comm.Quantised(link)
-    if offload and homes and not _on_host(homes[0]):
+    if offload and homes and is_accelerator(homes[0]):
         link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world)
@@ -109,18 +110,14 @@ def shard(
 def _segments_of(
     infos: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: InitialValues
 ) -> list[Segment]:
-    """Group parameters by dtypes, traffic, device and ``requires_grad``, keeping their order. Collective."""
+    """Group parameters by dtypes, int8, device and ``requires_grad``, keeping their order. Collective."""
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
     for info in infos:
         param, holder = info.parameter, info.holder
-        moves_as = precision.of_parameter(param, holder), precision.traffic(param, holder)
+        moves_as = precision.of_parameter(param, holder), precision.quantised(param, holder)
         kind = moves_as, param.dtype, initial.device(param), param.requires_grad
         groups.setdefault(kind, []).append(info)
     return [Segment(group, transport, precision, cut, initial) for group in groups.values()]
-
-
-def _on_host(device: torch.device) -> bool:
-    return device.type in ("cpu", "meta")
 
 
 @contextmanager

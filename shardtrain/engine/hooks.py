@@ -334,7 +334,4 @@ def _modules_below(root: nn.Module) -> Modules:
 
 
 def _have_changed(modules: Modules) -> bool:
-    for module, children, parameters in modules:
-        if len(module._parameters) != parameters or tuple(module._modules.values()) != children:
-            return True
-    return False
+    return any(len(m._parameters) != n or tuple(m._modules.values()) != c for m, c, n in modules)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +24,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
 NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
-class Traffic(NamedTuple):
-    """Which movements of a parameter go as int8: its gathers, and the reductions of its gradient."""
-
-    gather: bool
-    reduce: bool
 
 
 @dataclass(frozen=True)
@@ -88,10 +81,10 @@ class Precision:
         """Whether anything is to move as int8."""
         return torch.int8 in (self.gather, self.reduce)
 
-    def traffic(self, param: torch.Tensor, holder: nn.Module) -> Traffic:
-        """Return what of ``param`` moves as int8: matrices and filters, unless ``holder`` is in ``keep``."""
-        may = param.is_floating_point() and param.ndim > 1 and not isinstance(holder, self.keep)
-        return Traffic(may and self.gather is torch.int8, may and self.reduce is torch.int8)
+    def quantised(self, param: torch.Tensor, holder: nn.Module) -> bool:
+        """Return whether ``param`` moves as int8: matrices and filters, unless ``holder`` is in ``keep``."""
+        wide = param.ndim < 2 or isinstance(holder, self.keep) or not param.is_floating_point()
+        return self.quantises and not wide
 
     def wants_wide_inputs(self, module: nn.Module) -> bool:
         """Return whether ``module``'s inputs are cast to its parameters' dtype, and its outputs back."""

@@ -199,7 +199,7 @@ class FlatGradient:
         self._sent.append((sorted(self.filled), unsure, own))
         mean = segment.local.dtype if self._whole else None
         self._clear()
-        return Gradient(full, own, segment.layout, segment.pieces, segment.traffic.reduce, mean)
+        return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
 
     def give(self) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if any rank has a gradient; return those that got one.

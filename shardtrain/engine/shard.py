@@ -70,11 +70,6 @@ class ShardedParam:
     gradient that others own whole; one each, since users may see and change it.
     """
 
-    local_view: torch.Tensor
-    full_view: torch.Tensor
-    no_grad: torch.Tensor
-    owners: Owners | None
-
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
         self.info, self.name = info, info.name
         self.param = info.parameter
@@ -84,9 +79,10 @@ class ShardedParam:
         self._version = 0  # of the parameter at the last cast, or when last shown in full
         self._address = 0
 
-    def see(self, local: torch.Tensor, full_view: torch.Tensor) -> None:
+    def see(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
         """Take what is to be shown: of this rank's interval ``local`` at rest, and in full."""
         self.local_view, self.full_view = self.part.shown(self.piece_of(local)), full_view
+        self.owners = owners
         self.no_grad = full_view.new_empty(0, dtype=local.dtype)
         self._address = _address(self.local_view)
 
@@ -199,8 +195,8 @@ class Segment:
 
     Making one is collective: all ranks get rank 0's values.
 
-    ``like_gradient``: empty, of the dtype in which gradients are summed up. ``traffic``: which movements go
-    as int8.
+    ``like_gradient``: empty, of the dtype in which gradients are summed up. ``reduces_int8``: whether they
+    move as int8.
     """
 
     def __init__(
@@ -213,7 +209,9 @@ class Segment:
     ) -> None:
         params = [info.parameter for info in infos]
         kind = params[0], infos[0].holder
-        self._precision, self.traffic = precision, precision.traffic(*kind)
+        self._precision, quantised = precision, precision.quantised(*kind)
+        self._gathers_int8 = quantised and precision.gather is torch.int8
+        self.reduces_int8 = quantised and precision.reduce is torch.int8
         narrowest = min(params[0].element_size(), precision.of_parameter(*kind).itemsize)
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in params], align)
@@ -265,15 +263,14 @@ class Segment:
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
         differs = self.full.dtype != local.dtype or self.full.device != self.local.device  # forgotten anyway
         self._other = None if differs else self.local.new_empty(0, dtype=other)
-        self.flat = Flat(self.full, self.wire, self.layout, self.traffic.gather)
+        self.flat = Flat(self.full, self.wire, self.layout, self._gathers_int8)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
         self._releases = not (self.transport.in_place or self.full.is_meta)
-        owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
         alone = self.transport.all_ranks.world == 1 or self.transport.silent
+        owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
         for member, view in zip(self.members, self.views_of(self.full), strict=True):
-            member.owners = None if alone else owners
-            member.see(self.local, view)
+            member.see(self.local, view, None if alone else owners)
         self.empty_full()
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
