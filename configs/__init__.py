@@ -20,6 +20,7 @@ def registered() -> Iterator[None]:
     assert isinstance(shared, dict)
     for name in models.list_models(module=models):
         _store(name, "classifier", shared, name=name, stem="auto", zero_init_residual=False)
+    _store("own", "classifier", {**shared, "_target_": "???"})
     _store("vit_cifar", "vit", shared, patch=4, layers=7, heads=12, width=384, mlp_width=384)
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from difflib import get_close_matches
 
 import torchvision
@@ -20,16 +19,13 @@ def classifier(
     image_size: int,
     stem: str = "auto",
     zero_init_residual: bool = False,
-    freeze: Sequence[str] = (),
 ) -> nn.Module:
     """Torchvision's model `name`, untrained, for images float32 [batch, in_channels, image_size, image_size].
 
     stem: `standard` is torchvision's own, which leaves a ResNet 1/4 of the side to work on; `small` is a 3×3
     convolution of stride 1 and no pooling; `auto` chooses by image size. Only ResNets have the choice.
     zero_init_residual: a ResNet's blocks start as the identity.
-    freeze: see `freeze_parts`.
     """
-    _require_positive(num_classes, in_channels)
     if stem not in ("auto", "small", "standard"):
         raise ValueError(f"stem={stem} (valid: auto, small, standard)")
     model = _build(name, num_classes, image_size)
@@ -41,7 +37,7 @@ def classifier(
         _fit_small_images(model)
     if in_channels != 3:
         _set_input_channels(model, in_channels)
-    return freeze_parts(model, freeze)
+    return model
 
 
 def vit(
@@ -53,10 +49,8 @@ def vit(
     heads: int,
     width: int,
     mlp_width: int,
-    freeze: Sequence[str] = (),
 ) -> nn.Module:
     """Torchvision's vision transformer in a size of its own; `patch`: pixels of a patch's side."""
-    _require_positive(num_classes, in_channels)
     if image_size % patch or width % heads:
         raise ValueError(
             f"patch={patch}, heads={heads}: expected divisors of image_size={image_size} and width={width}"
@@ -64,33 +58,7 @@ def vit(
     model = VisionTransformer(image_size, patch, layers, heads, width, mlp_width, num_classes=num_classes)
     if in_channels != 3:
         _set_input_channels(model, in_channels)
-    return freeze_parts(model, freeze)
-
-
-def freeze_parts(model: nn.Module, parts: Sequence[str]) -> nn.Module:
-    """Exclude from training the parameters of `parts`, which are the beginnings of their names.
-
-    `body` is all of them but those of the head, the last linear layer or convolution.
-    """
-    if isinstance(parts, str):
-        raise ValueError(f"freeze={parts}: expected a list, as in freeze=[{parts}]")
-    *_, head = (name for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d)))
-    names = [name for name, _ in model.named_parameters()]
-    for part in parts:
-        inside = [name for name in names if f"{name}.".startswith(f"{part}.")]
-        chosen = [name for name in names if not name.startswith(f"{head}.")] if part == "body" else inside
-        if not chosen:
-            valid = ["body", *dict.fromkeys(name.partition(".")[0] for name in names)]
-            near = "".join(f"; did you mean {word}?" for word in get_close_matches(part, valid, n=1))
-            raise ValueError(f"freeze=[{part}]: no parameter is in {part}{near} (valid: {', '.join(valid)})")
-        for name in chosen:
-            model.get_parameter(name).requires_grad_(False)
     return model
-
-
-def _require_positive(num_classes: int, in_channels: int) -> None:
-    if num_classes < 1 or in_channels < 1:
-        raise ValueError(f"num_classes={num_classes}, in_channels={in_channels}: expected at least 1")
 
 
 def _build(name: str, num_classes: int, image_size: int) -> nn.Module:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from programs import ended, signalled
-from tiny import VIT
+from tiny import VIT, result_of
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ["-m", "shardtrain.train"]
@@ -111,6 +111,51 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert f"continuing after step {step} of 1: nothing is left to do" in done.output
 
 
+# A model and an optimizer of the user's own, in the working directory.
+MINE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width: int, num_classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+class Slow(torch.optim.SGD):
+    pass
+"""
+OWN = ("model._target_=mine.Net", "model.width=7", "optim._target_=mine.Slow", "optim.momentum=0.5")
+
+
+def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) -> None:
+    """To train, to resume and to export: neither a file nor a checkpoint allows anything."""
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/sly.yaml").write_text("# @package _global_\nallow: [mine]\n")
+    sizes = [each for each in TINY if not each.startswith("model")]
+    train = [*PROGRAM, *sizes, *OWN, "data.workers=0", "checkpoint.keep=1", "run.name=own"]
+    done = ended(2, *train, "allow=[mine]", "train.max_steps=2", "model.freeze=[body]", folder=tmp_path)
+    assert (done.codes, done.errors) == ([0, 0], "")
+    assert result_of(tmp_path / "outputs/own")["parameters"] == 7 * 9 + 7 + 7 * 10 + 10
+    for refused, arguments in (
+        ("error: model._target_=mine.Net: only builders in shardtrain.recipes and torchv", train),
+        ("error: allow=['mine']: the command line alone says", [*PROGRAM, "--config-dir=.", "+recipe=sly"]),
+    ):
+        done = ended(1, *arguments, folder=tmp_path)
+        assert (done.codes, refused in done.errors) == ([2], True), done.errors
+    done = ended(1, *train, "allow=[mine]", "train.max_steps=3", folder=tmp_path)
+    assert done.codes == [0], done.errors
+    assert "continuing after step 2 of 3" in done.output
+    export = ["-m", "shardtrain.export", "run=outputs/own", "out=own.pth"]
+    assert ended(1, *export, folder=tmp_path).codes == [2]
+    done = ended(1, *export, "allow=[mine]", folder=tmp_path)
+    assert (done.codes, "checked: the plain model answers" in done.output) == ([0], True), done.errors
+
+
 BUILD_WHEEL = """
 import sys
 from setuptools import build_meta
@@ -149,10 +194,11 @@ def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path)
     path = {"PYTHONPATH": str(installed)}
     assert Path(_run([sys.executable, "-c", where], tmp_path, **path).strip()).is_relative_to(installed)
     program = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet", "debug=fdr", "data.limit=12"]
-    options = ["model=squeezenet1_1", "data=fake", "train.batch_size=12", "run.name=here"]
-    said = _run([*program, *options], tmp_path, **path)
+    options = ["data=fake", "data.channels=1", "train.batch_size=12", "run.name=here", "allow=[mine]"]
+    (tmp_path / "mine.py").write_text(MINE)
+    said = _run([*program, *OWN, *options], tmp_path, PYTHONDONTWRITEBYTECODE="1", **path)
     assert "finished  step 2" in said
-    assert {entry.name for entry in tmp_path.iterdir()} == {"outputs"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"outputs", "mine.py"}
     for name in ("recipe/resnet.yaml", "data/webdataset.yaml", "images.yaml", "slurm/train.sbatch"):
         theirs, ours = installed / "shardtrain/configs" / name, ROOT / "configs" / name
         assert theirs.read_bytes() == ours.read_bytes()

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 import shardtrain
 from shardtrain.job import hydra_app
-from shardtrain.job.build import require_equal_parts
+from shardtrain.job.build import build, require_equal_parts
 from shardtrain.job.config import AdamWConfig, Config, Digits, Images, SgdConfig
 from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.job.launch import Context
@@ -75,7 +75,7 @@ def test_mistakes_are_named(part: int) -> None:
         for line in MISTAKES[part::6]:
             arguments, _, expected = line.partition(" | ")
             with pytest.raises(UserError) as caught:
-                from_hydra(compose(arguments.split(" "), folder=folder))  # type: ignore[arg-type]
+                build(from_hydra(compose(arguments.split(" "), folder=folder)), 0, 1, CPU)  # type: ignore[arg-type]
             assert expected in str(caught.value)
             assert "\n" not in str(caught.value)
 

@@ -106,7 +106,7 @@ def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None
     assert tuned["classifier.3.weight"].shape == fresh.shape
     assert not torch.equal(tuned["classifier.3.weight"], fresh)
     ending = run(tmp_path / "other", "model.freeze=[features,clasifier]")
-    assert "model: freeze=[clasifier]: no parameter is in clasifier; did you mean classifier?" in ending
+    assert "model.freeze=[clasifier]: no parameter is in clasifier; did you mean classifier?" in ending
 
 
 def told(folder: Path, *arguments: str) -> str:

@@ -34,7 +34,6 @@ from shardtrain.job.data.mixing import Draws, Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.hydra_app import config_folder
-from shardtrain.job.schema import UserError
 from shardtrain.monitor.tables import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes import digits
@@ -49,7 +48,6 @@ from small import train as steps_of
 from tiny import composed, context, global_batches, result_of
 
 MODELS = "shardtrain.recipes.models"
-SQUEEZENET = {"name": "squeezenet1_1"}
 
 
 def test_standard_stem_is_torchvisions_own_model() -> None:
@@ -83,53 +81,15 @@ def test_channels_image_size_and_no_auxiliary_heads(name: str, channels: int, si
         assert model(torch.empty(2, channels, size, size)).shape == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "resnet19"}, r"name=resnet19 is no torchvision model; did you mean resnet18\?"),
-        ({"stem": "tiny"}, r"stem=tiny \(valid: auto, small, standard\)"),
-        ({**SQUEEZENET, "stem": "small"}, r"stem=small is for ResNets, not for squeezenet1_1; use stem=auto"),
-        ({**SQUEEZENET, "zero_init_residual": True}, r"zero_init_residual=true is for ResNets, not for sque"),
-        ({"num_classes": 0}, r"num_classes=0, in_channels=3: expected at least 1"),
-        ({"name": "vit_b_16", "image_size": 20}, r"vit_b_16 cannot be built for images of 20 pixels"),
-        ({"stme": "small"}, r"unknown key model.stme; did you mean stem\? \(valid: name, num_classes"),
-        ({"_target_": "os.system"}, r"only callables of shardtrain.recipes"),
-        ({"_target_": f"{MODELS}.clasifier"}, r"has no builder clasifier; did you mean classifier\?"),
-        ({"_target_": f"{MODELS}.nn.Linear"}, r"there is no module shardtrain.recipes.models.nn"),
-        ({"_target_": f"{MODELS}.ResNet"}, r"shardtrain.recipes.models has no builder ResNet"),
-        ({"_target_": "shardtrain.recipes.walk.main"}, "walk has no builder main"),
-        ({"_target_": "shardtrain.recipes.digits.main"}, "digits has no builder main"),
-        ({"freeze": "layer1"}, r"freeze=layer1: expected a list, as in freeze=\[layer1\]"),
-        ({"_target_": "shardtrain.recipes.none.f"}, r"there is no module shardtrain.recipes.none"),
-        ({"_target_": None}, r"model._target_=None: only callables of shardtrain.recipes"),
-        ({"num_classes": "many"}, r"model.num_classes=many: expected a whole number"),
-        ({"image_size": None}, r"model.image_size=null: expected a whole number"),
-        ({"zero_init_residual": 2}, r"model.zero_init_residual=2: expected true or false"),
-    ],
-)
-def test_models_that_cannot_be_built(arguments: dict[str, object], message: str) -> None:
-    node = {"_target_": f"{MODELS}.classifier", "name": "resnet18", "stem": "auto"}
-    sizes = {"num_classes": 10, "in_channels": 3, "image_size": 32}
-    with pytest.raises(UserError, match=message):
-        model.build(node | sizes | arguments, "model")
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("Photo", {"pad": "abc"}, r"augment.pad=abc: expected a whole number"),
-        ("Photo", {"pad": 1.5}, r"augment.pad=1.5: expected a whole number"),
-        ("Photo", {"pad": 0, "policy": []}, r"augment.policy=\[\]: expected a text"),
-        ("Affine", {"rotate": 10, "zoom": 0, "shift": "far"}, r"augment.shift=far: expected a number"),
-        ("Affine", {"rotate": 200, "zoom": 0, "shift": 0}, r"augment: rotate=200.0, zoom=0.0, shift=0.0"),
-        ("Affine", {"zoom": 0, "shift": 0}, r"augment: .*missing.*rotate"),
-        ("Photo", {"pad": -1}, r"augment: pad=-1, magnitude=9"),
-        ("Photo", {"pad": 0, "policy": "trivia"}, r"policy=trivia \(valid: none, trivial, rand, cifar10\)"),
-    ],
-)
-def test_augmentations_that_cannot_be_built(name: str, arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        model.build({"_target_": f"shardtrain.recipes.augment.{name}", **arguments}, "augment")
+def test_an_optimizer_by_name_takes_its_keywords() -> None:
+    given = ("optim.lr=0.5", "optim.betas=[0.8,0.9]", "optim.weight_decay=0.25")
+    config = composed("+recipe=resnet", "optim._target_=torch.optim.RAdam", *given)
+    optimizer = model.shard_with_optimizer(OddNet(), config)
+    assert isinstance(optimizer, torch.optim.RAdam)
+    assert [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.5, [0.8, 0.9], decay) for decay in (0.25, 0.0)
+    ]
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

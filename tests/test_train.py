@@ -59,34 +59,6 @@ def test_compiling_without_a_compiler_is_a_mistake() -> None:
         build(configure("parallel.compile=true"), 0, 1, CPU)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("train.batch_size=60", "train.batch_size=60 is more than the 48 training images of fake"),
-        ("model.num_classes=3", "model.num_classes=3: fake has 10 classes"),
-        ("model.num_classes=many", "model.num_classes=many: expected a whole number"),
-        ("model.weights=[]", r"model.weights=\[\]: expected a text"),
-        ("model.in_channels=3", "model.in_channels=3, but the images of fake have 1"),
-        ("model.image_size=9", "model.image_size=9, but the images of fake have 8"),
-        ("model=squeezenet1_1", "the model does not take images of shape 12×1×8×8: .*data.image_size"),
-        (
-            "train.batch_size=2 train.accumulate=2 model.stem=standard",
-            "does not take images of shape 1×1×8×8",
-        ),
-        (
-            "model=vit_b_16 data.image_size=16 data.eval_size=32",
-            "does not take images of shape 12×1×32×32: Wrong image height",
-        ),
-        ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true needs a GPU, found cpu"),
-        ("parallel.offload=true", "parallel.offload=true needs a GPU, found cpu"),
-        ("augment._target_=print", "augment._target_=print: only callables of"),
-    ],
-)
-def test_what_does_not_fit_together_is_named(overrides: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        build(configure(*overrides.split()), 0, 1, CPU)
-
-
 def test_model_outputs_that_are_no_logits_are_refused() -> None:
     with pytest.raises(UserError, match=r"the model returns \(2, 3\), expected logits for at least 4"):
         forward_flops(nn.Linear(5, 3), (2, 5), 4)

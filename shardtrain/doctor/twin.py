@@ -104,7 +104,7 @@ class Twins:
         units = [unit.name.removeprefix("(root)") for unit in inside.units]
         self.sharded = Recorded(job.model, job.optimizer, units)
         if PRECISIONS[config.parallel.precision] is None:
-            optimizer = config.optim.make(parameter_groups(whole, config.optim))
+            optimizer = config.optim.make(parameter_groups(whole, config.optim), config.allow)
             self.twin, self._engines = Recorded(whole, optimizer, units), [job.model]
         else:
             optimizer = shard_with_optimizer(whole, config, comm.Alone())

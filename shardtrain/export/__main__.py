@@ -37,6 +37,7 @@ IMAGES = 32  # of the comparison
 
 @dataclass(frozen=True)
 class ExportSettings:
+    allow: tuple[str, ...]
     run: str
     out: str
     device: str = one_of("auto", "cpu", ACCELERATOR)
@@ -59,7 +60,8 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
         raise UserError("export is one process: start it with python -m shardtrain.export")
     opened = _find_checkpoint(Path(settings.run).expanduser())
     keys = opened.manifest.facts["config"]["model"]
-    model, plain = shardtrain.shard(plain_model(keys).to(device)), plain_model(keys)
+    model, plain = (plain_model(keys, settings.allow) for _ in range(2))
+    shardtrain.shard(model.to(device))
     out = Path(settings.out).expanduser()
     with _loaded(opened, model, settings):
         state = shardtrain.full_state_dict(model)

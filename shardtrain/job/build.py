@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardtrain.job import data, model
+from shardtrain.job import data
 from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.mixing import Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
-from shardtrain.job.schema import UserError, typed
+from shardtrain.job.schema import UserError, instantiate, typed
 from shardtrain.optim import Ema, GradScaler
 
 # Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
@@ -156,7 +156,7 @@ def _feeds(
 ) -> tuple[data.TrainFeed, data.EvalFeed]:
     keys, mixup, cutmix, mix, augment = config.data, config.train.mixup, config.train.cutmix, None, None
     if config.augment.get("_target_") is not None:
-        augment = model.build(config.augment, "augment")
+        augment = instantiate(config.augment, "augment", object, config.allow)
     if mixup or cutmix:
         classes = config.model.get("num_classes", images.classes)
         mix = Mix(mixup, cutmix, classes, share, config.seed)

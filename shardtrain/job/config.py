@@ -7,8 +7,8 @@ with their defaults and what each means.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ import torch
 from shardtrain import optim
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import UserError, above, at_least, fraction, one_of
+from shardtrain.job.schema import UserError, above, at_least, fraction, instantiate, one_of
 from shardtrain.layout import Policy
 
 
@@ -158,7 +158,7 @@ class Optimizer:
     weight_decay: float = at_least(0)
     decay_all: bool
 
-    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], allow: Sequence[str] = ()) -> torch.optim.Optimizer:
         """Build the optimizer: its keywords are the keys, and each group has its own weight decay."""
         other = ("name", "weight_decay", "decay_all")
         keywords = {key: value for key, value in vars(self).items() if key not in other}
@@ -192,7 +192,27 @@ class MuonConfig(Optimizer):
     eps: float = above(0)
 
 
-Optim = SgdConfig | AdamWConfig | MuonConfig
+@dataclass(frozen=True, kw_only=True)
+class OwnOptimizer(Optimizer):
+    """Any other optimizer, of `torch.optim` or of a package that the command line allows."""
+
+    name: str = one_of("own")
+    _target_: str
+    keywords: dict[str, Any] = field(metadata={"others": True})
+
+    def make(self, groups: list[dict[str, Any]], allow: Sequence[str] = ()) -> torch.optim.Optimizer:
+        node = {"_target_": self._target_, "lr": self.lr, **self.keywords}
+        if self.weight_decay:
+            node["weight_decay"] = self.weight_decay  # refused where it has none; the groups decide
+        optimizer: torch.optim.Optimizer = instantiate(node, "optim", torch.optim.Optimizer, allow, groups)
+        try:
+            optimizer.step()  # without gradients it changes nothing; what cannot work on pieces is refused
+        except (ValueError, TypeError) as error:
+            raise UserError(f"optim._target_={self._target_}: {error}") from None
+        return optimizer
+
+
+Optim = SgdConfig | AdamWConfig | MuonConfig | OwnOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +302,7 @@ class Config:
     # Groups whose files set keys of other sections and have none of their own.
     KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
+    allow: tuple[str, ...]
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", ACCELERATOR)
     threads: int | None = at_least(1)
@@ -300,3 +321,7 @@ class Config:
     parallel: Parallel
     checkpoint: Checkpoint
     monitor: MonitorConfig
+
+    @property
+    def model_name(self) -> str:
+        return str(self.model.get("name", self.model["_target_"]))

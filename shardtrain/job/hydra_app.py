@@ -94,11 +94,17 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     }
     helping, printing = not set(HELP).isdisjoint(flags), not {*HELP, *CFG}.isdisjoint(flags)
     section = overrides.pop(0) if helping and overrides and "=" not in overrides[0] else ""
-    texts = [_as_hydra_takes_it(text, groups) for text in overrides]
+    keys = [text.partition("=")[0].lstrip("+") for text in overrides]
+    allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
+    texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
+    texts += [f"{name}=own" for name in ("model", "optim") if f"{name}._target_" in keys and name not in keys]
     texts.append(f"hydra.searchpath=[{','.join(f'file://{path}' for path in own_folders)}]")
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             config = hydra.compose("config", texts, return_hydra_config=helping)
+            if config.get("allow"):
+                raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
+            config.merge_with_dotlist([text.lstrip("+") for text in allow])
             text = described(config, folders, section) if helping else OmegaConf.to_yaml(config)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explain(error) from None
@@ -157,7 +163,7 @@ def from_hydra(raw: DictConfig) -> Config:
         advice = hint(key, raw)
         raise UserError(f"unknown key {key}; {advice}" if advice else str(error)) from None
     of = config.reference and (config.reference.model, config.reference.data)
-    ours = of == (config.model.get("name", ""), config.data.name)
+    ours = of == (config.model_name, config.data.name)
     return config if ours else dataclasses.replace(config, reference=None)
 
 

@@ -138,7 +138,7 @@ def run_dir(config: Config, rank_info: RankInfo) -> Path:
     if config.run.dir is not None:
         return Path(config.run.dir).expanduser()
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    default = f"{config.data.name}-{config.model.get('name', 'model')}-{started}"
+    default = f"{config.data.name}-{config.model_name.rpartition('.')[2]}-{started}"
     return Path("outputs") / rank_info.agree("run_name", config.run.name or default)
 
 

@@ -1,20 +1,17 @@
 """The model that a configuration asks for, unsharded and sharded, with its optimizer and its moving average.
 
-A ``_target_`` is code that a file chooses. So only callables that a recipe module itself defines are called:
-not what such a module imports, and nothing outside `shardtrain.recipes`. Plain weights are read without
-running code that they bring along: safetensors has none, and `torch.load` unpickles tensors only.
+Plain weights are read without running code that they bring along: safetensors has none, and `torch.load`
+unpickles tensors only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import inspect
 import os
 import pickle
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Config, MuonConfig, Optim
 from shardtrain.job.format import first_of
-from shardtrain.job.schema import UserError, not_valid, typed
+from shardtrain.job.schema import UserError, instantiate, not_valid, typed
 from shardtrain.optim import Ema
 from shardtrain.optim.muon import hidden_matrices
 
@@ -42,8 +39,6 @@ PRECISIONS = {
     "bf16": Precision(param=torch.bfloat16, output=torch.float32),
     "fp16": Precision(param=torch.float16, output=torch.float32),
 }
-
-ALLOWED = "shardtrain.recipes."  # where a ``_target_`` may lie
 
 SUFFIXES = (".safetensors", ".pth", ".pt")
 
@@ -57,58 +52,47 @@ def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
     reset_head = typed(bool, config.model.get("reset_head", False), "model.reset_head")
     torch.manual_seed(config.seed)
     if weights is None and deferred:
-        return shardtrain.deferred(plain_model, config.model)
-    model = plain_model(config.model)
+        return shardtrain.deferred(plain_model, config.model, config.allow)
+    model = plain_model(config.model, config.allow)
     if weights is not None:
         load_weights(model, Path(weights).expanduser(), reset_head)
     return model
 
 
-def plain_model(model: Mapping[str, Any]) -> nn.Module:
+def plain_model(model: Mapping[str, Any], allow: Sequence[str] = ()) -> nn.Module:
     """Build the unsharded model that the config group names, with values of its own initialisation."""
-    own = ("weights", "reset_head")
-    built = build({key: value for key, value in model.items() if key not in own}, "model")
-    assert isinstance(built, nn.Module)
+    own = ("weights", "reset_head", "freeze")
+    node = {key: value for key, value in model.items() if key not in own}
+    built: nn.Module = instantiate(node, "model", nn.Module, allow)
+    freeze_parts(built, typed(tuple[str, ...], model.get("freeze", []), "model.freeze"))
     return built
 
 
-def build(node: Mapping[str, Any], section: str) -> Any:
-    """Call ``node["_target_"]`` with the other keys; ``section`` names the config group in messages.
+def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
+    """Exclude from training the parameters of ``parts``, which are the beginnings of their names.
 
-    Annotations with bool, int, float or str are checked; other arguments the callable has to check itself.
+    `body` is all of them but those of the head.
     """
-    target = _find_target(str(node.get("_target_")), section)
-    valid = inspect.signature(target, eval_str=True).parameters
-    arguments = {key: value for key, value in node.items() if key != "_target_"}
-    for key, value in arguments.items():
-        if key not in valid:
-            raise not_valid(f"unknown key {section}.{key}", key, valid)
-        if valid[key].annotation in (bool, int, float, str):
-            arguments[key] = typed(valid[key].annotation, value, f"{section}.{key}")
-    try:
-        return target(**arguments)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{section}: {error}") from error
+    names = [name for name, _ in model.named_parameters()]
+    for part in parts:
+        chosen = [name for name in names if f"{name}.".startswith(f"{part}.")]
+        if part == "body":
+            chosen = [name for name in names if not name.startswith(f"{head_of(model)}.")]
+        if not chosen:
+            valid = ["body", *dict.fromkeys(name.partition(".")[0] for name in names)]
+            raise not_valid(f"model.freeze=[{part}]: no parameter is in {part}", part, valid)
+        for name in chosen:
+            model.get_parameter(name).requires_grad_(False)
 
 
-def _find_target(path: str, section: str) -> Callable[..., Any]:
-    module_name, _, name = path.rpartition(".")
-    if not path.startswith(ALLOWED):
-        raise UserError(f"{section}._target_={path}: only callables of {ALLOWED}* are built")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError:
-        raise UserError(f"{section}._target_={path}: there is no module {module_name}") from None
-    own = [
-        key
-        for key, value in vars(module).items()
-        if getattr(value, "__module__", "") == module_name and not key.startswith("_")
-        if inspect.isclass(value)
-        or str(getattr(value, "__annotations__", {}).get("return")).endswith("Module")
+def head_of(model: nn.Module) -> str:
+    """Return the name of the head: the last linear layer or convolution."""
+    layers: list[str] = [
+        name for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))
     ]
-    if name not in own:  # a class, or a function that says that it returns a Module
-        raise not_valid(f"{section}._target_={path}: {module_name} has no builder {name}", name, own)
-    return getattr(module, name)  # type: ignore[no-any-return]
+    if not layers:
+        raise UserError("the model has no linear layer or convolution, so it is not known what its head is")
+    return layers[-1]
 
 
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -159,7 +143,7 @@ def shard_with_optimizer(
             shardtrain.checkpoint_activations(model)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return config.optim.make(groups)
+    return config.optim.make(groups, config.allow)
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
@@ -240,7 +224,7 @@ def load_weights(model: nn.Module, path: Path, reset_head: bool = False) -> None
     """
     state = read_weights(path)
     if reset_head:
-        *_, head = (name for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d)))
+        head = head_of(model)
         state |= {key: value for key, value in model.state_dict().items() if key.startswith(f"{head}.")}
     expected = {name: Spec.of(value) for name, value in model.state_dict().items()}
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})

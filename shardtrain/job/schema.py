@@ -4,16 +4,22 @@ A field says its range (`at_least`, `above`, `fraction`, `one_of`). A field whos
 dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions between
 fields are checked in ``__post_init__``. Each message names the key as the user would write it on the command
 line.
+
+The keys of a group with a ``_target_`` are those of its callable (`instantiate`). It is code that a file
+chooses, so it has to lie in one of a few packages. The command line alone can add to them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import math
 import operator
+import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +31,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 Frozen = TypeVar("Frozen")
 
+# Where a ``_target_`` may lie, besides what `allow` names.
+RECIPES = "shardtrain.recipes"
+PACKAGES = {"model": (RECIPES, "torchvision.models"), "augment": (RECIPES,), "optim": ("torch.optim",)}
+
 # What a field's metadata may demand of its value.
 BOUNDS = {
     "at_least": (operator.ge, "at least"),
@@ -33,6 +43,7 @@ BOUNDS = {
     "below": (operator.lt, "less than"),
 }
 MOST_SHOWN = 30  # valid words in a message: a section's keys all, of a hundred models the first
+ANNOTATIONS = {kind.__name__: kind for kind in (bool, int, float, str)}
 DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -91,6 +102,75 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
     return config
 
 
+def instantiate(
+    node: Mapping[str, Any], section: str, kind: type, allow: Sequence[str] = (), *arguments: Any
+) -> Any:
+    """Return the ``kind`` that ``node["_target_"]`` makes of ``arguments`` and the node's other keys.
+
+    Annotations with bool, int, float or str are checked; other values the callable has to check itself.
+    ``section`` names the config group in messages; ``allow`` has packages that the command line allows.
+    """
+    path = str(node.get("_target_"))
+    target = _find_target(path, section, kind, allow)
+    valid = dict([*inspect.signature(target).parameters.items()][len(arguments) :])
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in valid.values())
+    # What the data set decides is given to those that take it.
+    left_out = ["_target_", "in_channels", "image_size", *([] if takes_any else ["num_classes"])]
+    keywords = {key: value for key, value in node.items() if key in valid or key not in left_out}
+    for key, value in keywords.items():
+        if key not in valid and not takes_any:
+            raise not_valid(f"unknown key {section}.{key}", key, valid)
+        annotation = valid[key].annotation if key in valid else None
+        name = getattr(annotation, "__name__", str(annotation))  # a text where a module postpones them
+        if name in ANNOTATIONS:
+            keywords[key] = typed(ANNOTATIONS[name], value, f"{section}.{key}")
+    try:
+        made = target(*arguments, **keywords)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"{section}: {error}".partition("\n")[0]) from error
+    if not isinstance(made, kind):
+        found = f"{section}._target_={path}: it returned a {type(made).__name__}"
+        raise UserError(f"{found}, expected a {kind.__name__}")
+    return made
+
+
+def _find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
+    """Return the class or function ``path``, which an allowed package has to define."""
+    found, (module_name, _, name) = f"{section}._target_={path}", path.rpartition(".")
+    if path == "???":
+        raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
+    package = next((each for each in (*PACKAGES[section], *allow) if _inside(each, module_name)), None)
+    if package is None:
+        known, other = " and ".join(PACKAGES[section]), path.partition(".")[0]
+        raise UserError(
+            f"{found}: only builders in {known} are called, unless the command has allow=[{other}]"
+        )
+    if package in (*sys.stdlib_module_names, "torch", "numpy"):  # torch.load runs what a file holds
+        raise UserError(f"allow=[{package}]: too much of it runs anything; allow a part, such as torch.nn")
+    try:
+        module = importlib.import_module(module_name)
+        target: Any = getattr(module, name, None)
+    except ImportError as error:
+        raise UserError(f"{found}: {error}") from None
+
+    def builds(value: Any) -> bool:
+        if inspect.isclass(value):
+            right = issubclass(value, kind)
+        else:  # some functions of recipes start programs; those that build say that they return a module
+            returns = str(getattr(value, "__annotations__", {}).get("return"))
+            right = inspect.isfunction(value) and (package != RECIPES or returns.endswith("Module"))
+        return right and _inside(package, value.__module__)
+
+    if name.startswith("_") or not builds(target):
+        valid = [key for key, value in vars(module).items() if key[0] != "_" and builds(value)]
+        raise not_valid(f"{found}: {module_name} has no builder {name}", name, valid)
+    return target  # type: ignore[no-any-return]
+
+
+def _inside(package: str, module: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
 def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return ``value`` as the type ``hint``, or raise a UserError that names ``key``.
 
@@ -128,8 +208,12 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
 def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     """Make one dataclass from one mapping. ``path`` is `""` for the whole configuration."""
     prefix, entries = path and f"{path}.", {entry.name: entry for entry in fields(cls)}
+    rest = next((name for name, entry in entries.items() if "others" in entry.metadata), None)
+    if rest is not None:
+        unknown = {key: raw[key] for key in raw if key not in entries}
+        raw = {**raw, rest: {**raw.get(rest, {}), **unknown}}
     for key in raw:
-        if key not in entries:
+        if key not in entries and rest is None:
             known = [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]
             raise not_valid(f"unknown key {prefix}{key}", key, known, prefix) from KeyError(prefix + key)
     hints, values = typing.get_type_hints(cls), {}

@@ -163,7 +163,7 @@ def _open(
     """Return rank 0's monitor, and what result.json holds, as it changes."""
     facts = {
         "run_dir": str(context.run_dir),
-        "model": str(config.model.get("name", config.model["_target_"])),
+        "model": config.model_name,
         "data": config.data.name,
         "seed": config.seed,
         "reference": None if config.reference is None else dataclasses.asdict(config.reference),

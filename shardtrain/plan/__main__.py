@@ -101,7 +101,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         )
     keys, config, question = settings.keys, settings.config, settings.question
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"{config.model.get('name', 'model')}-{question.world_size}ranks-{started}"
+    name = f"{config.model_name}-{question.world_size}ranks-{started}"
     folder = Path(keys.out or Path("outputs") / "plan" / name).expanduser()
     with writing("out", folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -35,13 +35,12 @@ def headline(config: Config, plan: Plan) -> str:
     link = "shared memory" if question.in_place else "messages"
     link += "".join(text for text, chosen in options.items() if chosen)
     parameters = sum(unit.parameters for unit in plan.units)
-    name = config.model.get("name", config.model["_target_"])
     replicas = f" in {counted(question.replicate, 'replica')}" if question.replicate > 1 else ""
     why = f", of which {parts:,} cannot have equal parts" if asked % parts else ""
     other = f"\ninstead of train.batch_size={asked:,}{why}" if images != asked else ""
     return (
-        f"{name}, {parameters:,} parameters in {counted(len(plan.units), 'unit')}; {config.optim.name}, "
-        f"{parallel.precision}, device={config.device}, {link}\n"
+        f"{config.model_name}, {parameters:,} parameters in {counted(len(plan.units), 'unit')}; "
+        f"{config.optim.name}, {parallel.precision}, device={config.device}, {link}\n"
         f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
         f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
         f"{images:,} images a step{other}"

@@ -163,7 +163,7 @@ def _unsharded(config: Config) -> nn.Module:
     """Return the model that the configuration names, made of tensors without memory."""
     # On the meta device initialisation costs nothing; torch 2.11 refuses meta inside `FakeTensorMode`.
     with _disable_current_modes(), torch.device("meta"):
-        model = plain_model(config.model)
+        model = plain_model(config.model, config.allow)
         if config.train.channels_last:
             model.to(memory_format=torch.channels_last)
     made: dict[Tensor, Tensor] = {}  # so that tied parameters stay tied
