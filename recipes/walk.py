@@ -73,7 +73,7 @@ def walk() -> None:
     assert isinstance(model, nn.Sequential)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = look_inside(model)
-    tell("At rest every parameter shows the piece that this rank owns: 1-D, perhaps empty.", *held(model))
+    tell("At rest every parameter shows the piece that this rank owns, perhaps an empty one.", *held(model))
 
     images = torch.full((1, 3), float(comm.rank() + 1))
     with comm.meter() as meter:

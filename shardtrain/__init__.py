@@ -1,38 +1,17 @@
 """Fully sharded data parallel training on PyTorch. docs/engine.md says in which order to read the files."""
 
-from shardtrain import checkpoint, comm
-from shardtrain.engine.api import forward_method, no_sync, shard
-from shardtrain.engine.deferred_init import deferred
-from shardtrain.engine.introspect import Introspection, UnitInfo, introspect
-from shardtrain.engine.precision import Precision
-from shardtrain.engine.recompute import checkpoint_activations, compile_units
-from shardtrain.engine.state_dict import (
-    average_buffers,
-    full_state_dict,
-    load_full_state_dict,
-    optimizer_state_dict,
-    unsharded,
-)
-from shardtrain.optim import GradScaler, clip_grad_norm_
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "GradScaler",
-    "Introspection",
-    "Precision",
-    "UnitInfo",
-    "average_buffers",
-    "checkpoint",
-    "checkpoint_activations",
-    "clip_grad_norm_",
-    "comm",
-    "compile_units",
-    "deferred",
-    "forward_method",
-    "full_state_dict",
-    "introspect",
-    "load_full_state_dict",
-    "no_sync",
-    "optimizer_state_dict",
-    "shard",
-    "unsharded",
-]
+if TYPE_CHECKING:
+    from shardtrain.public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `public.py` or a room. The first use imports torch, which `--help` does without."""
+    public = import_module("shardtrain.public")
+    return globals()[name] if name in globals() else getattr(public, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *vars(import_module("shardtrain.public"))]

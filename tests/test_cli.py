@@ -57,6 +57,24 @@ def test_one_run_from_another_directory(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
 
 
+def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
+    program = "import runpy, sys; runpy.run_module('shardtrain.train', run_name='__main__')"
+    program += "; sys.exit('torch' in sys.modules)"
+    for flags in (["--help", "train"], ["-sc", "query=bash"], ["-sc", "install=bash"]):
+        done = in_a_shell([sys.executable, "-c", program, *flags], tmp_path, COMP_LINE="shardtrain see")
+        assert (done.returncode, done.stderr) == (0, "")
+    offered = {
+        "python -m shardtrain.train +rec": "+recipe=",
+        "torchrun -m shardtrain.train +recipe=resnet train.ev": "train.eval_every= train.eval_flip=",
+        "python -m shardtrain.train data=digits model=resnet5": "resnet50",
+        "python -m other train.ev": "",
+    }
+    words = "COMP_LINE='{0}' COMP_POINT=99 COMPREPLY=(); _shardtrain {1}; echo ${{COMPREPLY[*]}}"
+    asked = [words.format(line, sys.executable) for line in offered]
+    said = in_a_shell(["bash", "-c", "\n".join(["compopt() { :; }", done.stdout, *asked])], tmp_path)
+    assert (said.stdout.splitlines(), said.stderr) == ([*offered.values()], "")
+
+
 def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
     done = in_a_shell(torchrun(2, "+recipe=resnet", "train.batch_size=99"), tmp_path)
     message = (

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torchvision import models
+from torchvision.models import list_models
 
 import shardtrain
 from shardtrain.job import hydra_app
@@ -45,6 +47,8 @@ def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     assert isinstance(config.optim, AdamWConfig)
     assert (repr(config.optim.lr), config.optim.betas) == ("1.0", (0.9, 0.999))
     assert config.model["name"] == "vgg11"
+    with hydra_app.program_configs():
+        assert hydra_app._configs().torchvision_models() == list_models(module=models)
 
 
 def test_augmentation_follows_the_data_set_unless_chosen() -> None:
@@ -120,7 +124,6 @@ def test_composing_leaves_the_folder_as_it_was(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shardtrain, "__path__", list(shardtrain.__path__))
-    monkeypatch.setattr(hydra_app.importlib.util, "find_spec", lambda name: None)
     assert composed("+recipe=resnet").seed == 0
     assert str(Path(hydra_app.__file__).parents[1]) in shardtrain.__path__
 

@@ -1,4 +1,4 @@
-"""The documents' commands, examples and links: every one is tried, or its test is named here."""
+"""What the documents show: every command and example is run, printed output is compared, no link is dead."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import torchvision
+from PIL import Image
 
-from shardtrain.bench import settings as bench_settings
+from shardtrain.bench import settings as bench
 from shardtrain.doctor import __main__ as doctor
-from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.plan import __main__ as plan
 from shardtrain.train import sweep
 
@@ -22,115 +25,117 @@ from programs import ended
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
-# Commands that are tried elsewhere: what tries them.
-ELSEWHERE = {
-    "python3 -m venv .venv && . .venv/bin/activate": ".ci/run",
-    'pip install -e ".[dev]"': ".ci/run",
-    "bash .ci/check": ".ci/run",
-    "python -m pytest": ".ci/run",
-    "python -m pytest --long": ".ci/run",
-    "python -m pytest tests/test_layout.py": ".ci/run",
-    "tensorboard --logdir outputs": "tests/test_monitor.py",
-    "sbatch --nodes 4 configs/slurm/train.sbatch +recipe=resnet50_imagenet_v1 data.root=/data/imagenet": (
-        "tests/test_cli.py"
-    ),
-    "python -m shardtrain.export run=outputs/digits out=digits.safetensors": "tests/test_export.py",
-    "python -m shardtrain.export run=outputs/head out=head.pth": "tests/test_export.py",
+ELSEWHERE = {  # what is not run here, by a part of it, and why
+    "-m venv|pip install|.ci/check|-m pytest": ".ci/run does",
+    "tests/behaviours.py": "tests/test_behaviours.py runs its parts",
+    "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
+    "data.download=true": "takes a network",
+    "@dataclass": "tests/test_config.py runs it",
+    "transformers.Trainer": "tests/wild runs it",
 }
-
-
-def blocks(language: str) -> list[tuple[Path, str]]:
-    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    return [(file, found) for file in DOCUMENTS for found in pattern.findall(file.read_text())]
-
-
-COMMANDS = sorted({line for _, block in blocks("bash") for line in block.splitlines() if line})
-
-
-def module_of(words: list[str]) -> tuple[str, list[str]]:
-    """The module or file that a command starts, and its arguments; without torchrun's options."""
-    at = words.index("-m") + 1 if "-m" in words else next(i for i, w in enumerate(words) if w.endswith(".py"))
-    return words[at], words[at + 1 :]
-
-
-def read(module: str, arguments: list[str]) -> object:
-    """What ``module`` makes of its arguments; a mistake in them raises `UserError`."""
-    if module == "shardtrain.train" and "-m" in arguments:
-        return sweep.read(arguments, speak=False)
-    if module == "shardtrain.train":
-        raw = compose(arguments, speak=False)
-        return raw and from_hydra(raw)
-    return READERS[module](arguments, False)
-
-
+SHORT = {  # what makes a program short
+    "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=32",
+    "shardtrain.plan": "curve=false",
+    "shardtrain.bench": "rounds=1 warmup=0 image_size=32 batch_size=2 collectives.largest_kib=64",
+    "tensorboard.main": "--inspect",
+}
 READERS: dict[str, Callable[[list[str], bool], object]] = {
+    "shardtrain.train": sweep.read,
     "shardtrain.plan": plan.read,
-    "shardtrain.bench": lambda words, speak: bench_settings.read([w for w in words if "=" in w], speak),
     "shardtrain.doctor": doctor.read,
+    "shardtrain.bench": lambda words, speak: bench.read([word for word in words if "=" in word], speak),
 }
-# Their parts are tests of their own.
-PROGRAMS = ["tests/behaviours.py"]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "shardtrain." in c and c not in ELSEWHERE])
-def test_a_command_of_the_documents_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+def blocks(language: str, *files: Path) -> list[str]:
+    """The blocks of a language; of none, what commands print."""
+    fences = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    return [code for file in files for _, name, code in fences.findall(file.read_text()) if name == language]
+
+
+def elsewhere(text: str) -> bool:
+    return any(part in text for parts in ELSEWHERE for part in parts.split("|"))
+
+
+def commands(*files: Path) -> list[str]:
+    lines = [line for block in blocks("bash", *files) for line in block.splitlines()]
+    return [line for line in lines if line and not elsewhere(line)]
+
+
+def started(command: str) -> tuple[int, str, list[str]]:
+    """How many ranks a command starts, of which module, and with which arguments."""
+    words = shlex.split(os.path.expandvars(command))
+    if words[0] == "tensorboard":
+        return 1, "tensorboard.main", words[1:]
+    ranks = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
+    at = words.index("-m") + 1
+    return ranks, words[at], words[at + 1 :]
+
+
+def run(ranks: int, *command: str, folder: Path) -> str:
+    done = ended(ranks, *command, folder=folder, timeout=500)
+    assert set(done.codes) == {0}, (command, done.output, done.errors)
+    return done.output
+
+
+def test_what_is_not_run_is_there() -> None:
+    text = "".join(file.read_text() for file in DOCUMENTS)
+    assert [part for parts in ELSEWHERE for part in parts.split("|") if part not in text] == []
+
+
+@pytest.mark.parametrize("command", sorted({c for c in commands(*DOCUMENTS) if started(c)[1] in READERS}))
+def test_a_command_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    module, arguments = module_of(shlex.split(os.path.expandvars(command)))
-    if module in ("shardtrain.recipes.walk", "shardtrain.recipes.digits"):
-        pytest.skip("run below, or in tests/test_recipes.py")
-    assert read(module, arguments)
+    _, module, arguments = started(command)
+    assert READERS[module](arguments, False)
 
 
-def test_every_command_is_tried_somewhere() -> None:
-    known = [c for c in COMMANDS if "shardtrain." in c or c in ELSEWHERE]
-    rest = [c for c in COMMANDS if c not in known and module_of(shlex.split(c))[0] not in PROGRAMS]
-    assert rest == []
-    assert set(ELSEWHERE) <= set(COMMANDS)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=() if file.name == "engine.md" else pytest.mark.long, id=file.name)
+        for file in DOCUMENTS
+        if commands(file)
+    ],
+)
+def test_the_commands_of_a_document_run_and_print_what_it_shows(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other in one folder, with the photographs and the weights that they start from."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "images").symlink_to(tmp_path / "photos")
+    for number in range(16):
+        folder = tmp_path / "photos" / ("train", "val")[number % 2] / ("cat", "dog")[number // 8]
+        folder.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(256, size=(40, 40, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / f"{number}.jpg")
+    if "resnet50.pth" in file.read_text():
+        torch.save(torchvision.models.resnet50().state_dict(), tmp_path / "resnet50.pth")
+    said = ""
+    for command in commands(file):
+        ranks, module, arguments = started(command)
+        said += run(ranks, "-m", module, *arguments, *SHORT.get(module, "").split(), folder=tmp_path)
+    lines = [line for block in blocks("", file) for line in block.splitlines()]
+    assert [line for line in lines if line not in said] == [], said
 
 
-def on_two_ranks(*command: str, folder: Path) -> str:
-    program = ended(2, *command, folder=folder)
-    assert program.codes == [0, 0], program.errors
-    return program.output
+EXAMPLES = [text for text in blocks("python", *DOCUMENTS) if not elsewhere(text)]
 
 
-@pytest.mark.parametrize("document", ["README.md", "from-fsdp2.md"])
-def test_the_example_of_a_document_trains(document: str, tmp_path: Path) -> None:
-    (example,) = [text for file, text in blocks("python") if file.name == document and "import " in text]
-    shorter = example.replace("range(10)", "range(2)").replace("(16, 3", "(4, 3").replace("(16,)", "(4,)")
-    (tmp_path / "mine.py").write_text(shorter)
-    said = on_two_ranks("mine.py", folder=tmp_path)
-    assert document != "README.md" or len(re.findall(r"step [01]: loss \d\.\d{3}", said)) == 4
-
-
-@pytest.mark.parametrize("package", ["accelerate", "lightning_fabric"])
-def test_a_sharded_model_trains_in_another_loop(package: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    (example,) = [text for _, text in blocks("python") if f"import {package}" in text]
-    (tmp_path / "theirs.py").write_text(example)
-    on_two_ranks("theirs.py", folder=tmp_path)
-
-
-def test_the_walk_tells_what_the_document_says(tmp_path: Path) -> None:
-    said = on_two_ranks("-m", "shardtrain.recipes.walk", folder=tmp_path)
-    for line in (
-        "rank 0  1.weight [[1] [1]]",
-        "rank 1  1.weight []",
-        "rank 0  inside 1: 0.weight [[1] [1] [1] [1]], 1.weight [[1 1]]",
-        "rank 1  inside 1: 0.weight [[1] [1]], 1.weight [[1 1]]",
-        "rank 0  0.weight [[1] [1] [1] [1]]  gradient [[30] [30] [30] [30]]",  # means of 12 and 48
-        "rank 1  1.weight []  gradient []",
-        "rank 1  0.weight [[-2 -2 -2] [-2 -2 -2]]",
-    ):
-        assert line in said, said
-    sent = "sent {'all_gather': 64, 'reduce_scatter': 32} bytes in {'all_gather': 4, 'reduce_scatter': 2}"
-    assert said.count(sent) == 2, said
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.partition("\n")[0])
+def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
+    for package in re.findall("accelerate|lightning_fabric", example)[:1]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    (tmp_path / "mine.py").write_text(example)
+    said = run(2, "mine.py", folder=tmp_path)
+    assert said.count("loss") == (20 if "print(" in example else 0)
 
 
 def test_the_recipe_shown_is_the_one_that_is_tried() -> None:
-    (shown,) = [text for file, text in blocks("yaml") if file.name == "extending.md"]
+    shown, _ = blocks("yaml", ROOT / "docs/extending.md")
     assert (ROOT / "docs/example/recipe/mine.yaml").read_text() == shown
 
 

@@ -301,9 +301,6 @@ def test_rows_are_what_fsdp2_holds() -> None:
                 fully_shard(module)
         fully_shard(model)
         assert sum(param.to_local().nbytes for param in model.parameters()) == by_rows  # type: ignore[attr-defined]
-
-
-def test_rows_of_odd_parameters() -> None:
     odd = [torch.zeros(4, 3), torch.tensor(1.0), torch.zeros(0, 3)]
     assert held_by_rows(odd, 3) == (2 * 3 + 1) * 4
     assert held_by_rows(odd, 1) == 13 * 4

@@ -33,7 +33,6 @@ from shardtrain.job.data.batches import Arrays
 from shardtrain.job.data.mixing import Draws, Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
-from shardtrain.job.hydra_app import config_folder
 from shardtrain.monitor.tables import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes import digits
@@ -177,7 +176,8 @@ def test_global_batches_do_not_depend_on_ranks_and_micro_batches(options: dict[s
     assert torch.equal(state, torch.get_rng_state())
 
 
-NAMES = sorted(path.stem for path in (config_folder() / "recipe").glob("*.yaml"))
+RECIPES = Path(__file__).parents[1] / "configs/recipe"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 # What recipes do not say themselves: settings that they take from the defaults.
 FROM_DEFAULTS = {
@@ -198,7 +198,7 @@ FROM_DEFAULTS = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_says_what_it_is(name: str) -> None:
-    text = (config_folder() / "recipe" / f"{name}.yaml").read_text()
+    text = (RECIPES / f"{name}.yaml").read_text()
     assert re.match(r"# @package _global_\n# [A-Z][^\n]*\.\n#\n# data ", text), "title, then the card"
     for row in ("model", "training"):
         assert f"\n# {row} " in text

@@ -26,7 +26,7 @@ from shardtrain.device import ACCELERATOR
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB
-from shardtrain.job.hydra_app import compose, config_folder
+from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.model import load_weights, plain_model, write_weights
 from shardtrain.job.schema import UserError, at_least, checked, one_of
 from shardtrain.optim import Ema
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
-    config_folder()  # a checkout that is not installed finds its recipes by this
+    program_configs()  # a checkout that is not installed finds its recipes by this
     raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
     return None if raw is None else checked(raw, ExportSettings)
 

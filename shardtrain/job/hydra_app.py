@@ -9,24 +9,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import hydra
+from hydra._internal.core_plugins.bash_completion import BashCompletion
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
-from shardtrain.job.config import Config
 from shardtrain.job.schema import Frozen, UserError, checked, not_valid
 
-HELP, CFG, FOLDER = ("--help", "-h"), ("--cfg", "-c"), ("--config-dir", "-cd")
-FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *FOLDER), 1)  # with the number of their values
+if TYPE_CHECKING:
+    from shardtrain.job.config import Config
+
+HELP, CFG = ("--help", "-h"), ("--cfg", "-c")
+COMPLETION, FOLDER = ("--shell-completion", "-sc"), ("--config-dir", "-cd")
+PRINTING = {*HELP, *CFG, *COMPLETION}
+FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *COMPLETION, *FOLDER), 1)  # how many values follow
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # in a line of YAML: indentation, key, comment
 
 # What Hydra says of an override, by its first words, and what that means here.
@@ -73,6 +81,14 @@ MEANT = {
 }
 
 
+def printed(arguments: Sequence[str]) -> bool:
+    """Print what a flag asks for, without torch; return whether one did. Mistakes are `compose`'s to name."""
+    if not PRINTING.isdisjoint(arguments):
+        with contextlib.suppress(UserError):
+            return compose(arguments, speak=os.environ.get("RANK", "0") == "0") is None
+    return False
+
+
 def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
     """Return the configuration that ``arguments`` (without the program's name) ask for.
 
@@ -92,7 +108,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         *ConfigStore.instance().repo,
         *(path.parent.name for each in folders for path in each.glob("*/*.yaml")),
     }
-    helping, printing = not set(HELP).isdisjoint(flags), not {*HELP, *CFG}.isdisjoint(flags)
+    helping, printing = not set(HELP).isdisjoint(flags), not PRINTING.isdisjoint(flags)
     section = overrides.pop(0) if helping and overrides and "=" not in overrides[0] else ""
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
@@ -106,10 +122,13 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
                 raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
             config.merge_with_dotlist([text.lstrip("+") for text in allow])
             text = described(config, folders, section) if helping else OmegaConf.to_yaml(config)
+            if "query=bash" in flags:
+                BashCompletion(GlobalHydra.instance().config_loader()).query("config")
+                return None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explain(error) from None
     if printing and speak:
-        print(text)
+        print((folder / "completion.bash").read_text() if "install=bash" in flags else text)
     return None if printing else config
 
 
@@ -118,9 +137,7 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
     key = override.partition("=")[0].lstrip("+~")
     if key.partition(".")[0].partition("/")[0] == "hydra":
         raise UserError(f"{override}: Hydra only composes here; run.name and run.dir say where a run writes")
-    if override.startswith(
-        "+recipe="
-    ):  # the defaults list has a place for it, so that debug=… comes after it
+    if override.startswith("+recipe="):  # its place in the defaults list is before that of debug=…
         return override[1:]
     as_it_is = key in groups or override[:1] in ("+", "~") or "/" in key or "@" in key
     return override if as_it_is else f"++{override}"
@@ -154,6 +171,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def from_hydra(raw: DictConfig) -> Config:
     """Return the frozen configuration; refuse names, types, ranges, and what does not go together."""
+    from shardtrain.job.config import Config  # which loads torch
+
     try:
         config = checked(raw, Config)
     except UserError as error:
@@ -190,19 +209,9 @@ def read_beside(
     return None if keys is None or config is None else (checked(keys, cls), from_hydra(config))
 
 
-@contextlib.contextmanager
-def program_configs() -> Iterator[Path]:
+def program_configs() -> AbstractContextManager[Path]:
     """Give the training program's folder, and let Hydra know the models that it leaves out."""
-    folder = config_folder()
-    with _configs().registered():
-        yield folder
-
-
-def config_folder() -> Path:
-    """Return the folder of the config groups: beside the package in a checkout, else in the package."""
-    found = _configs().__file__
-    assert found is not None
-    return Path(found).resolve().parent
+    return cast("AbstractContextManager[Path]", _configs().registered())
 
 
 def _configs() -> Any:

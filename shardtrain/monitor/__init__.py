@@ -4,8 +4,8 @@ The loop reports events to a `Monitor`, which passes each on to its writers. Ran
 without writers, so the loop never asks which rank it is on.
 
 Read in this order: ``metrics`` (what is measured between two reports), ``tables`` (what is said of it),
-``writers`` (where events go), ``summary_figure`` (the first page), ``monitor`` (all of these together),
-``timeline`` (steps in detail, on request).
+``writers`` (where events go, and the first page), ``monitor`` (all of these together), ``timeline`` (steps in
+detail, on request).
 """
 
 from shardtrain.monitor.metrics import StepMetrics

@@ -26,9 +26,8 @@ from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
 from shardtrain.job.schema import writing
 from shardtrain.monitor.metrics import StepMetrics
-from shardtrain.monitor.summary_figure import SummaryFigure
 from shardtrain.monitor.tables import end_table, judge
-from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
+from shardtrain.monitor.writers import Console, LogFile, ResultFile, SummaryFigure, TensorBoard, Writer
 
 
 class Monitor:

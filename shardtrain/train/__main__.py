@@ -1,7 +1,11 @@
 """``python -m shardtrain.train``: one job, or several with `--multirun`."""
 
-from shardtrain.train import sweep
-from shardtrain.train.loop import train
+import sys
 
-if __name__ == "__main__":
+from shardtrain.job.hydra_app import printed
+
+if __name__ == "__main__" and not printed(sys.argv[1:]):
+    from shardtrain.train import sweep  # both load torch
+    from shardtrain.train.loop import train
+
     sweep.run(train)

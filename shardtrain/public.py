@@ -1,0 +1,16 @@
+"""The names of ``import shardtrain``. Its own file, which `__init__` loads at the first use of one."""
+
+from shardtrain import checkpoint, comm
+from shardtrain.engine.api import forward_method, no_sync, shard
+from shardtrain.engine.deferred_init import deferred
+from shardtrain.engine.introspect import Introspection, UnitInfo, introspect
+from shardtrain.engine.precision import Precision
+from shardtrain.engine.recompute import checkpoint_activations, compile_units
+from shardtrain.engine.state_dict import (
+    average_buffers,
+    full_state_dict,
+    load_full_state_dict,
+    optimizer_state_dict,
+    unsharded,
+)
+from shardtrain.optim import GradScaler, clip_grad_norm_
