@@ -470,6 +470,10 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
             sum([*penalty, *loss]).backward()  # type: ignore[union-attr]
         del penalty, loss
     like_a_replica(Net, squares, units=is_unit)
+    sgd(model).zero_grad()
+    model(batch(0)).sum().backward(inputs=[model.blocks[0].norm.weight])
+    with pytest.warns(UserWarning, match=r"no gradient has come since forward: backward\(inputs=...\) finds"):
+        sgd(model).step()
     table = shard(nn.Sequential(nn.Embedding(10, 3, sparse=True)))
     with refused(r"parameter 0\.weight has a sparse gradient"):
         table(torch.tensor([1, 2])).sum().backward()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 import weakref
 from typing import Any, NoReturn
 
@@ -239,6 +240,12 @@ class Engine:
                 member.cut_state(optimizer.state.get(member.param, {}))
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
+        if self.schedule.unanswered and all(member.held_grad is None for member in self.members):
+            warnings.warn(
+                "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
+                "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
+                stacklevel=3,
+            )
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         self.schedule.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
 
@@ -272,7 +279,9 @@ class Engine:
                 self._hook_parameters()
         if any(param.requires_grad for param in self._unhooked):
             self._hook_parameters()
-        if _have_changed(self._modules):
+        if any(
+            len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
+        ):
             self._refuse_attached()
             self._modules = _modules_below(self.module)
         on_meta = [member.name for member in self.members if member.local_view.is_meta]
@@ -325,13 +334,6 @@ def _refuse_pickling(protocol: int) -> NoReturn:
     )
 
 
-# Every module with its children and its number of parameters: none can join without a change of one of them.
-Modules = list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]
-
-
-def _modules_below(root: nn.Module) -> Modules:
+def _modules_below(root: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
+    """Return all modules with their children and numbers of parameters: none joins without a change."""
     return [(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]
-
-
-def _have_changed(modules: Modules) -> bool:
-    return any(len(m._parameters) != n or tuple(m._modules.values()) != c for m, c, n in modules)

@@ -42,11 +42,6 @@ class Part:
         return self.stop - self.start
 
     @cached_property
-    def elsewhere(self) -> bool:
-        """Whether the tensor is whole on another rank, so that there is nothing to update on this one."""
-        return self.whole and self.numel < math.prod(self.shape)
-
-    @cached_property
     def at_rest(self) -> Index:
         """The shape in which the part is shown."""
         if self.whole and self.shape and self.numel == math.prod(self.shape):

@@ -212,7 +212,7 @@ class FlatGradient:
             nowhere = absent([own[index] for index in unsure])
             for index in [*filled, *(i for i, none in zip(unsure, nowhere, strict=True) if not none)]:
                 member = self.members[index]
-                if not member.part.elsewhere:
+                if member.part.numel or not member.part.whole:
                     member.give_grad(own[index])
                     given.append(member.param)
         self._sent.clear()

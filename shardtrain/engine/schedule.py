@@ -76,6 +76,11 @@ class Schedule:
             return "forward", next((unit for unit in reversed(self.units) if unit in self._calls), None)
         return "rest", None
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last forward was followed by no backward, and prepared for one."""
+        return any(call.hooked for call in self._record)
+
     def _fence(self, what: Movement) -> None:
         if what is ENTER and self.stepped:
             self.root.transport.fence(STEP)

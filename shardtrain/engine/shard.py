@@ -216,10 +216,9 @@ class Segment:
         align = max(1, ALIGN_BYTES // narrowest)
         self.layout: Layout = cut([param.numel() for param in params], align)
         self.pieces = self.layout.pieces(transport.rank)
-        whole = self.layout.whole
         self.members: list[ShardedParam] = []
         for info, param, (start, stop, offset) in zip(infos, params, self.pieces, strict=True):
-            part = Part(info.name, tuple(param.shape), dense_stride(param), start, stop, whole)
+            part = Part(info.name, tuple(param.shape), dense_stride(param), start, stop, self.layout.whole)
             self.members.append(ShardedParam(info, part, offset))
         self.transport = transport
         like = torch.empty(0, dtype=params[0].dtype, device=initial.device(params[0]))

@@ -120,8 +120,7 @@ class Unit:
 
     def take_edits(self) -> bool:
         """Take in what users have changed of local pieces since `cast`; return whether there was anything."""
-        changed = any(member.changed() for member in self.members if not member.shows_full)
-        if changed:
+        if changed := any(member.changed() for member in self.members if not member.shows_full):
             self.take_over()
         return changed
 
