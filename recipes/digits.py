@@ -35,10 +35,8 @@ def split() -> Split:
     """The fixed split that the training program uses."""
     packed = importlib.resources.files("shardtrain.job.data").joinpath("digits.npz").read_bytes()
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        images, labels = arrays["images"], arrays["labels"]
-        held_out = arrays["held_out"].astype(bool)
-    rows = images.reshape(len(images), -1).astype(np.float64)
-    return Split((rows[~held_out], labels[~held_out]), (rows[held_out], labels[held_out]))
+        parts = [(arrays[f"{part}_images"], arrays[f"{part}_labels"]) for part in ("train", "val")]
+    return Split(*((images.reshape(len(images), -1).astype(np.float64), labels) for images, labels in parts))
 
 
 def svm_accuracy() -> float | None:

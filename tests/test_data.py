@@ -21,7 +21,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
-from shardtrain.job.config import Cifar, Digits, Fake, HuggingFace, ImageFolder, WebDataset
+from shardtrain.job.build import completed
+from shardtrain.job.config import Cifar, Digits, Fake, HuggingFace, ImageFolder, Npz, WebDataset
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.data.sampler import (
     EvalSampler,
@@ -33,7 +34,7 @@ from shardtrain.job.data.sampler import (
 )
 from shardtrain.job.schema import UserError
 
-from tiny import CPU, train_feed
+from tiny import CPU, composed, train_feed
 
 PLAIN: dict[str, Any] = {"eval_size": None, "grow": (), "repeats": 1, "limit": None, "workers": 0}
 PHOTOS = {**PLAIN, "image_size": 8, "resize": 10, "crop_area": 0.5}
@@ -133,6 +134,82 @@ def test_images_in_folders(tmp_path: Path) -> None:
     for options, key in (({"resize": 7}, "image_size=8"), ({"eval_size": 20}, "eval_size=20")):
         with pytest.raises(UserError, match=rf"data.resize=\d+: expected at least data.{key}"):
             folder(tmp_path, **options)
+
+
+def npz(root: Path) -> Npz:
+    return Npz(name="arrays", root=str(root), image_size=0, **PLAIN)
+
+
+PIXELS = np.arange(7 * 4 * 4 * 3).reshape(7, 4, 4, 3).astype(np.uint8)
+CLASSES = np.array([0, 1, 2, 1, 0, 2, 1])
+MEDMNIST = {
+    "train_images": PIXELS,
+    "train_labels": CLASSES[:, None],
+    "test_images": PIXELS[:2],
+    "test_labels": CLASSES[:2, None],
+}
+
+
+def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
+    first, none = PIXELS.transpose(0, 3, 1, 2), PIXELS[..., 0]
+    for name, train in (("last", PIXELS), ("first", first), ("none", none)):
+        held_out = {"val_images": train[2:5], "val_labels": CLASSES[2:5].astype(np.uint8)}
+        np.savez(tmp_path / f"{name}.npz", **{**MEDMNIST, "train_images": train, **held_out})
+        found = data.load(npz(tmp_path / f"{name}.npz"))
+        assert (len(found.train), len(found.val), found.classes) == (7, 3, 3)  # val goes before test
+        images, labels = found.train[[6, 0]]
+        assert labels.tolist() == [1, 0]
+        assert np.array_equal(images.numpy(), first[[6, 0]] if found.channels == 3 else none[[6, 0]][:, None])
+        assert found.mean == pytest.approx(first[:, : found.channels].mean((0, 2, 3)), abs=0.01)
+        assert found.std == pytest.approx(first[:, : found.channels].std((0, 2, 3)), abs=0.01)
+    config = completed(composed("data=arrays", f"data.root={tmp_path}/last.npz"), found._replace(channels=3))
+    assert (config.data.image_size, config.model["image_size"], config.model["in_channels"]) == (4, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"test_labels": None},
+            "no test_labels among train_images, train_labels, test_images; expected an .npz",
+        ),
+        ({"train_images": PIXELS / 255}, r"train_images are float64 \[7, 4, 4, 3\], not uint8"),
+        ({"train_images": PIXELS.reshape(7, -1)}, r"uint8 \[7, 48\], not \[n, height, width\] with channels"),
+        (
+            {"train_images": np.zeros((7, 4, 4, 4), np.uint8)},
+            r"\[7, 4, 4, 4\], not \[n, height, width\] with",
+        ),
+        ({"test_images": PIXELS[:2, :, :, 0]}, r"have other sizes, \(3, 4, 4\) and \(1, 4, 4\)"),
+        ({"train_labels": CLASSES[:6]}, r"train_labels are int64 \[6\], not the class of each image"),
+        (
+            {"train_labels": np.eye(7, 3, dtype=int)},
+            r"train_labels are int64 \[7, 3\], not the class of each",
+        ),
+        ({"train_labels": CLASSES / 2}, r"train_labels are float64 \[7\], not the class of each image"),
+        ({"train_labels": CLASSES - 1}, "train_labels are from -1 to 1, classes from 0 to 6 at most"),
+        ({"train_labels": CLASSES * 1000}, "train_labels are from 0 to 2000, classes from 0 to 6 at most"),
+        ({"test_labels": CLASSES[:2] + 2}, "test_labels are from 2 to 3, classes from 0 to 2 at most"),
+        ({"train_labels": np.array([{}] * 7)}, "Object arrays cannot be loaded when allow_pickle=False"),
+        ({"train_images": PIXELS[:0], "train_labels": CLASSES[:0]}, r"train_labels are int64 \[0\], not the"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    arrays = {key: value for key, value in (MEDMNIST | changed).items() if value is not None}
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(UserError, match=f"^data.root={tmp_path}/a.npz: .*{message}"):
+        data.load(npz(tmp_path / "a.npz"))
+
+
+def test_files_that_are_no_arrays_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "whole.npz", **MEDMNIST)
+    whole = (tmp_path / "whole.npz").read_bytes()
+    np.save(tmp_path / "single.npy", PIXELS)
+    single = (tmp_path / "single.npy").read_bytes()
+    for content in (b"", b"no zip file", whole[:-40], whole[:300] + b"x" + whole[301:], single):
+        (tmp_path / "a.npz").write_bytes(content)
+        with pytest.raises(UserError, match=r"a.npz: .*expected an .npz with train_images") as caught:
+            data.load(npz(tmp_path / "a.npz"))
+        assert "\n" not in str(caught.value)
 
 
 def index_lists(images: int, share: Share, seed: int, steps: int, repeats: int = 1) -> list[list[int]]:

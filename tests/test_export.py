@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torchvision.models import mobilenet_v3_small
 
 from shardtrain import comm
-from shardtrain.export.__main__ import main
-from shardtrain.job.model import load_weights, read_weights, write_weights
+from shardtrain.export.__main__ import main, write_weights
+from shardtrain.job.model import load_weights, read_weights
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 

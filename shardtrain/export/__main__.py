@@ -11,6 +11,8 @@ would.
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +23,20 @@ from torch import Tensor, nn
 
 import shardtrain
 from shardtrain.checkpoint import Damaged
+from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.loading import Opened, load_into
 from shardtrain.device import ACCELERATOR
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose, program_configs
-from shardtrain.job.model import load_weights, plain_model, write_weights
+from shardtrain.job.model import load_weights, plain_model
 from shardtrain.job.schema import UserError, at_least, checked, one_of
 from shardtrain.optim import Ema
 from shardtrain.train.resume import open_named
 
 IMAGES = 32  # of the comparison
+SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,30 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
     mib = sum(value.nbytes for value in state.values()) / MIB
     print(f"{out}: {len(state)} tensors, {mib:.1f} MiB, from {opened.path}")
     print(f"checked: the plain model answers as the checkpoint does to {IMAGES} random images")
+
+
+def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a new file, completely or not at all.
+
+    Raises:
+        UserError: it exists, or cannot be written.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
+    if path.exists():
+        raise UserError(f"{path} exists already; choose another name or remove it")
+    temporary = path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            write_tensors(temporary, state, {"format": "pt"})
+        else:
+            torch.save(dict(state), temporary)
+        os.rename(temporary, path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None
 
 
 def _images(facts: Mapping[str, Any]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ def build(
     require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = together(lambda: data.load(config.data))  # which may be missing on one host only
-    config = dataclasses.replace(config, model=completed(config, images))
+    config = completed(config, images)
     steps_per_epoch = len(images.train) // config.train.batch_size
     if steps_per_epoch == 0:
         raise UserError(
@@ -132,8 +132,13 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
     return float(counter.get_total_flops())
 
 
-def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
-    """Return the model's keys, those left open taken from the data set."""
+def completed(config: Config, images: data.DataSet) -> Config:
+    """Return the configuration with what it leaves open taken from the data set."""
+    if config.data.image_size == 0:
+        height, width = images.train[[0]][0].shape[2:]
+        if height != width:
+            raise UserError(f"{images.name}: {height}×{width} pixels; data.image_size=N makes them squares")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=width))
     decided = {
         "num_classes": images.classes,
         "in_channels": images.channels,
@@ -148,7 +153,7 @@ def completed(config: Config, images: data.DataSet) -> dict[str, Any]:
             raise UserError(f"model.num_classes={given}: {images.name} has {found} classes")
         if key != "num_classes" and given != found:
             raise UserError(f"model.{key}={given}, but the images of {images.name} have {found}")
-    return model
+    return dataclasses.replace(config, model=model)
 
 
 def _feeds(

@@ -95,6 +95,13 @@ class Digits(Images):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Npz(Images):
+    name: str = one_of("arrays")
+    root: str
+    image_size: int = at_least(0)  # 0: as they are, until `completed` has read them
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cifar(Images):
     name: str = one_of("cifar10", "cifar100")
     root: str
@@ -145,7 +152,7 @@ class Fake(Images):
     channels: int = at_least(1)
 
 
-Data = Digits | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
+Data = Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,42 +44,6 @@ REWORDED = {
     "Could not append": "the key is there already: leave out the +",
 }
 
-# What other programs call a key, by its last part: what is meant here, or a sentence. Keys that another
-# section has need no entry.
-MEANT = {
-    "the launcher decides: torchrun --nproc-per-node N [--nnodes M]": (
-        "world world_size nproc gpus n_gpus num_gpus devices ranks nodes num_nodes nnodes local_rank "
-        "master_addr master_port"
-    ),
-    "parallel.precision=bf16": "amp use_amp fp16 bf16 half mixed_precision autocast",
-    "resume=PATH": "checkpoint_path ckpt ckpt_path resume_from load_from",
-    "optim.lr": "learning_rate base_lr max_lr",
-    "optim.weight_decay": "wd l2",
-    "optim.betas": "momentum_decay beta1 beta2 adam_beta1",
-    "optim=sgd": "optimizer opt",
-    "train.batch_size": "bs batch batchsize global_batch_size",
-    "train.epochs": "n_epochs num_epochs max_epochs",
-    "train.max_steps": "steps num_steps max_iters iterations",
-    "train.accumulate": "grad_accum gradient_accumulation_steps",
-    "train.clip_grad_norm": "grad_clip clip max_grad_norm clip_norm",
-    "sched.warmup_epochs": "warmup warmup_steps num_warmup_steps",
-    "sched=cosine": "scheduler lr_scheduler",
-    "data=digits": "dataset dataset_name",
-    "data.workers": "num_workers n_workers",
-    "data.root": "data_dir data_path dataset_path datadir path",
-    "sets of files have data.root: data=imagefolder, cifar10, …": "root",
-    "model=resnet18": "arch architecture model_name backbone",
-    "model.weights=FILE": "pretrained init_from",
-    "run.dir": "output_dir out_dir save_dir log_dir logdir",
-    "run.name": "name exp_name experiment",
-    "checkpoint.every_steps": "save_every save_freq checkpoint_every",
-    "every model is sharded over all ranks; see --help parallel": "fsdp sharding strategy",
-    "parallel.offload": "cpu_offload offload_params",
-    "parallel.activation_checkpoint": "gradient_checkpointing grad_checkpoint",
-    "parallel.compile": "torch_compile compile_model",
-    "TensorBoard alone is written; see monitor.tensorboard": "wandb use_wandb logger",
-}
-
 
 def printed(arguments: Sequence[str]) -> bool:
     """Print what a flag asks for, without torch; return whether one did. Mistakes are `compose`'s to name."""
@@ -191,7 +155,9 @@ def hint(key: str, config: DictConfig) -> str:
     last = key.rpartition(".")[2]
     sections = {str(name): section for name, section in config.items() if isinstance(section, DictConfig)}
     elsewhere = [f"{name}.{last}" for name, section in sections.items() if last in section]
-    meanings = [meaning for meaning, words in MEANT.items() if last in words.split()] + elsewhere
+    words_of = OmegaConf.to_container(OmegaConf.load(Path(_configs().__file__).with_name("hints.yaml")))
+    assert isinstance(words_of, dict)
+    meanings = [str(meaning) for meaning, words in words_of.items() if last in words.split()] + elsewhere
     return next((text if " " in text else f"did you mean {text}?" for text in meanings if text != key), "")
 
 

@@ -6,11 +6,8 @@ unpickles tensors only.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import pickle
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardtrain
 from shardtrain import Precision, comm
-from shardtrain.checkpoint.files import write_tensors
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
@@ -39,8 +35,6 @@ PRECISIONS = {
     "bf16": Precision(param=torch.bfloat16, output=torch.float32),
     "fp16": Precision(param=torch.float16, output=torch.float32),
 }
-
-SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
 def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
@@ -190,30 +184,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{path}: expected a state dict, names with tensors, found {type(state).__name__}")
     return state
-
-
-def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a new file, completely or not at all.
-
-    Raises:
-        UserError: it exists, or cannot be written.
-    """
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
-    if path.exists():
-        raise UserError(f"{path} exists already; choose another name or remove it")
-    temporary = path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            write_tensors(temporary, state, {"format": "pt"})
-        else:
-            torch.save(dict(state), temporary)
-        os.rename(temporary, path)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise UserError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None
 
 
 def load_weights(model: nn.Module, path: Path, reset_head: bool = False) -> None:

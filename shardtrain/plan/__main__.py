@@ -62,7 +62,7 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     images = _data_set(config.data, config.model.get("num_classes"))
     if config.device == "auto":  # a device that this machine has not can be planned for all the same
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")
-    config = replace(config, model=completed(config, images))
+    config = completed(config, images)
     return PlanSettings(keys, config, _question(keys, config, images.channels), config.threads)
 
 
@@ -71,7 +71,7 @@ def _data_set(config: Data, classes: int | None) -> data.DataSet:
     try:
         return data.load(config)
     except UserError as error:
-        if classes is None:
+        if classes is None or config.image_size == 0:
             raise UserError(f"{error}; or plan without the data set: model.num_classes=N") from None
     nothing = Arrays(torch.empty(0, 3, 1, 1, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
     return data.DataSet(nothing, nothing, config.name, classes, 3, (0.0,) * 3, (1.0,) * 3)

@@ -10,13 +10,4 @@ from shardtrain.job.data.feed import Augment, Batch, EvalFeed, Prepare, TrainFee
 from shardtrain.job.data.sampler import Share
 from shardtrain.job.data.sets import load
 
-__all__ = [
-    "Augment",
-    "Batch",
-    "DataSet",
-    "EvalFeed",
-    "Prepare",
-    "Share",
-    "TrainFeed",
-    "load",
-]
+__all__ = ["Augment", "Batch", "DataSet", "EvalFeed", "Prepare", "Share", "TrainFeed", "load"]

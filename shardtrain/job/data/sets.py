@@ -1,16 +1,20 @@
-"""The data sets by name: digits, cifar10, cifar100 and fake here, photographs in `photos` and `tars`."""
+"""The data sets by name: arrays, digits, CIFAR and fake ones here, photographs in `photos` and `tars`."""
 
 from __future__ import annotations
 
 import importlib.resources
 import io
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from numpy.lib.npyio import NpzFile
 
-from shardtrain.job.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, WebDataset
+from shardtrain.job.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Npz, WebDataset
 from shardtrain.job.data.batches import Arrays, DataSet, OfLength
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
@@ -30,6 +34,8 @@ def _read(config: Data) -> DataSet:
     match config:
         case Digits():
             return _digits()
+        case Npz():
+            return _npz(config)
         case Cifar():
             return _cifar(config)
         case Fake():
@@ -46,22 +52,73 @@ def _read(config: Data) -> DataSet:
             return photos.hugging_face(config)
 
 
+def _npz(config: Npz) -> DataSet:
+    try:
+        with Path(config.root).expanduser().open("rb") as file:
+            return _arrays(file, f"arrays {config.root}")
+    except (OSError, ValueError, EOFError, MemoryError, BadZipFile, zlib.error) as error:
+        expected = "expected an .npz with train_images, train_labels and val_… or test_…"
+        raise UserError(f"data.root={config.root}: {error}; {expected}") from None
+
+
+def _arrays(file: IO[bytes], name: str) -> DataSet:
+    """Read an `.npz` that has MedMNIST's keys, or raise ValueError with what is wrong in it."""
+    found = np.load(file, allow_pickle=False)
+    if not isinstance(found, NpzFile):
+        raise ValueError("it holds a single array")
+    held_out = "val" if "val_images" in found else "test"
+    with found:
+        train, val = _part(found, "train"), _part(found, held_out)
+    classes = 1 + int(train.labels.max())
+    for part, labels, bound in (("train", train.labels, len(train)), (held_out, val.labels, classes)):
+        if labels.min() < 0 or labels.max() >= bound:
+            are = f"{part}_labels are from {labels.min()} to {labels.max()}"
+            raise ValueError(f"{are}, classes from 0 to {bound - 1} at most")
+    if train.images.shape[1:] != val.images.shape[1:]:
+        sizes = (tuple(each.images.shape[1:]) for each in (train, val))
+        raise ValueError("the images of both parts have other sizes, {} and {}".format(*sizes))
+    sums = torch.zeros(2, train.images.shape[1], dtype=torch.float64)
+    for pixels in train.images.split(64):
+        sums += torch.stack([pixels.double().pow(power).sum((0, 2, 3)) for power in (1, 2)])
+    mean, square = sums / train.images[:, 0].numel()
+    std = (square - mean.square()).sqrt()
+    return DataSet(
+        train=train,
+        val=val,
+        name=name,
+        classes=classes,
+        channels=len(mean),
+        mean=tuple(round(value, 2) for value in mean.tolist()),
+        std=tuple(round(value, 2) or 1.0 for value in std.tolist()),
+    )
+
+
+def _part(found: NpzFile, part: str) -> Arrays:
+    """Return the images, uint8 with channels last, first or none, and labels [n] or [n, 1] of one part."""
+    images, labels = (found.get(f"{part}_{kind}") for kind in ("images", "labels"))
+    if images is None or labels is None:
+        raise ValueError(f"no {part}_{'labels' if labels is None else 'images'} among {', '.join(found)}")
+    found_images = f"{part}_images are {images.dtype} {list(images.shape)}"
+    if images.ndim == 3:
+        images = images[:, None]
+    elif images.ndim == 4 and images.shape[3] < min(images.shape[1:3]):
+        images = np.moveaxis(images, 3, 1)
+    elif images.ndim != 4 or images.shape[1] >= min(images.shape[2:]):
+        raise ValueError(f"{found_images}, not [n, height, width] with channels last, first or none")
+    if images.dtype != np.uint8:
+        raise ValueError(f"{found_images}, not uint8")
+    if labels.size != len(labels) or labels.dtype.kind not in "iu" or not len(labels) == len(images) > 0:
+        raise ValueError(
+            f"{part}_labels are {labels.dtype} {list(labels.shape)}, not the class of each image"
+        )
+    numbers = torch.from_numpy(labels.reshape(-1).astype(np.int64))
+    return Arrays(torch.from_numpy(np.ascontiguousarray(images)), numbers)
+
+
 def _digits() -> DataSet:
     """Return the embedded handwritten digits; `digits.md` has their source and licence."""
     packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
-    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        images = torch.from_numpy(arrays["images"])[:, None]
-        labels = torch.from_numpy(arrays["labels"]).long()
-        held_out = torch.from_numpy(arrays["held_out"])
-    return DataSet(
-        train=Arrays(images[~held_out], labels[~held_out]),
-        val=Arrays(images[held_out], labels[held_out]),
-        name="digits",
-        classes=10,
-        channels=1,
-        mean=(4.89,),
-        std=(6.02,),
-    )
+    return _arrays(io.BytesIO(packed), "digits")
 
 
 def _cifar(config: Cifar) -> DataSet:
