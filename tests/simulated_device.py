@@ -31,15 +31,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardtrain import device as devices
-
 DEVICE, HOST, PINNED = torch.device("cuda", 0), "host", "pinned"
 
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_"}
 NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "is_pinned", "record_stream"}
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "is_nonzero"}
-ANSWERS = {"is_available": True, "device_count": 1, "get_device_name": "a simulated device"}
-ANSWERS |= {"set_device": None, "reset_peak_memory_stats": None, "max_memory_allocated": 0}
+ANSWERS = {"is_available": True, "device_count": 1, "get_memory_info": (1 << 30, 1 << 30)}
+ANSWERS |= {"set_device_index": None, "reset_peak_memory_stats": None, "empty_cache": None}
+ANSWERS |= {"max_memory_allocated": 0, "max_memory_reserved": 0, "memory_allocated": 0, "memory_reserved": 0}
+ACCELERATOR = (*ANSWERS, "current_stream", "set_stream", "synchronize")  # of `torch.accelerator`
 STAGED = 1 << 16  # bytes from pageable memory that the driver takes without waiting
 
 
@@ -77,10 +77,11 @@ class Memory:
 
 class Stream(Line):
     device = DEVICE
+    sim: SimulatedDevice  # of the subclass that it makes
 
-    def __init__(self, sim: SimulatedDevice, name: str) -> None:
-        super().__init__(name)
-        self.sim = sim
+    def __init__(self, device: object = None, priority: int | None = 0) -> None:
+        named = f"a stream of priority {priority}"
+        super().__init__("the compute stream" if priority is None else named)
         self.given_back: list[tuple[Access, str]] = []
 
     def reuse(self) -> None:
@@ -92,7 +93,7 @@ class Stream(Line):
         self.given_back = []
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.sim)
+        event = event or self.sim.Event()
         event.record(self)
         return event
 
@@ -102,14 +103,21 @@ class Stream(Line):
     def synchronize(self) -> None:
         self.sim.wait("stream.synchronize()", self.clock)
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class Event:
-    def __init__(self, sim: SimulatedDevice) -> None:
-        self.sim, self.clock, self.step = sim, Counter[Line](), sim.step
+    sim: SimulatedDevice
 
-    def record(self, stream: Stream) -> None:
+    def __init__(self, device: object = None, enable_timing: bool = False) -> None:
+        self.clock, self.step = Counter[Line](), self.sim.step
+
+    def record(self, stream: Stream | None = None) -> Event:
+        stream = stream or self.sim.current
         stream.reuse()
         self.clock, self.step = stream.clock.copy(), self.sim.step
+        return self
 
     def synchronize(self) -> None:
         self.sim.wait("event.synchronize()", self.clock, stops=self.step == self.sim.step)
@@ -119,13 +127,14 @@ class Event:
 
 
 class SimulatedDevice:
-    """What stands for ``torch.cuda`` inside ``with``; ``next_step()`` starts to count anew.
+    """What stands for ``torch.accelerator`` inside ``with``; ``next_step()`` starts to count anew.
 
     ``findings``: races and reuse, each once. ``waits``, ``launches``: of this step.
     """
 
     def __init__(self) -> None:
-        self.host, self.current = Line("the host"), Stream(self, "the compute stream")
+        self.Stream, self.Event = (type(each.__name__, (each,), {"sim": self}) for each in (Stream, Event))
+        self.host, self.current = Line("the host"), self.Stream(priority=None)
         self.findings: dict[str, None] = {}
         self.known: dict[int, Memory] = {}
         self.placing: Any = None  # where the factory or copy under way puts its result
@@ -140,7 +149,7 @@ class SimulatedDevice:
 
     @contextmanager
     def __call__(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-        module, backward = devices._module, torch.autograd._engine_run_backward
+        backward = torch.autograd._engine_run_backward
         resize, group = torch.UntypedStorage.resize_, torch._C._group_tensors_by_device_and_dtype
 
         def in_hooks(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +162,12 @@ class SimulatedDevice:
             return {(device, dtype): rows for (_, dtype), rows in group(lists, *more).items()}
 
         with monkeypatch.context() as patch, Functions(self) as functions, Operations(self):
-            patch.setattr(devices, "_module", lambda d: self if torch.device(d).type == "cuda" else module(d))
+            for name in ACCELERATOR:
+                patch.setattr(torch.accelerator, name, getattr(self, name))
+            patch.setattr(torch, "Stream", self.Stream)
+            patch.setattr(torch, "Event", self.Event)
+            patch.setattr(torch.cuda, "get_device_name", lambda _: "a simulated device")
+            patch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())
             patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
             patch.setattr(torch.UntypedStorage, "resize_", lambda s, n: self._resize(resize, s, n))
             patch.setattr(torch.autograd, "_engine_run_backward", in_hooks)
@@ -161,29 +175,18 @@ class SimulatedDevice:
             yield self
         self.known.clear()
 
-    # torch.cuda's names
+    # torch.accelerator's names
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: ANSWERS[name]
 
-    def Stream(self, device: object, priority: int = 0) -> Stream:
-        return Stream(self, f"a stream of priority {priority}")
-
-    def Event(self, enable_timing: bool = False) -> Event:
-        return Event(self)
-
-    def current_stream(self, device: object) -> Stream:
+    def current_stream(self, device: object = None) -> Stream:
         return self.current
 
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
 
-    def synchronize(self, device: object) -> None:
+    def synchronize(self, device: object = None) -> None:
         self.wait("synchronize()", self.current.clock)
 
     # order
@@ -272,6 +275,7 @@ class Functions(TorchFunctionMode):
             t.is_cuda.__get__: lambda x: there(x) or None,
             t.is_cpu.__get__: lambda x: False if there(x) else None,
             t.is_pinned: lambda x: sim.place(x) is PINNED,
+            t.pin_memory: lambda x, *_: self._at(PINNED, torch.clone, x),
             t.tolist: lambda x: self._to(x, torch.device("cpu")).tolist() if there(x) else None,
             t.cpu: lambda x: self._to(x, torch.device("cpu")),
             t.cuda: lambda x: self._to(x, DEVICE),

@@ -149,7 +149,7 @@ def test_the_engine_knows_no_configuration() -> None:
 
 
 def test_only_device_names_devices() -> None:
-    assert places_of(r"torch\.cuda\b|[\"']cuda[\"']") <= {"device"}
+    assert places_of(r"torch\.(cuda|xpu|mps)\b|[\"'](cuda|xpu|mps)[\"']|\.is_(cuda|xpu|mps)\b") == {"device"}
 
 
 def test_only_comm_calls_collectives() -> None:

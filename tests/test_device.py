@@ -140,7 +140,6 @@ def test_units_that_compute_otherwise_have_no_races(device: SimulatedDevice, how
     assert list(device.findings) == []
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory'")
 def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One rank's loop with its data, metrics, signals and the check of the norm, between two reports."""
     waits: list[list[str]] = []

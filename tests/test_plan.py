@@ -203,7 +203,7 @@ def test_a_batch_that_the_model_refuses() -> None:
 
 
 def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     small = (*VIT, "world_size=2", "parallel.compile=true", AGAIN)
     here, cpu, gpus = (settings(*small, f"device={device}") for device in ("auto", "cpu", "cuda"))
     assert here.question == cpu.question

@@ -84,20 +84,21 @@ class RankInfo:
 
 
 def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
-    """Return this rank's device: ``wanted`` is auto, cpu or cuda; every rank of a host has its own GPU."""
-    count = devices.count()
+    """Return this rank's device. ``wanted``: auto, cpu or an accelerator's type."""
+    count, ranks = devices.count(), rank_info.local_world_size
     if wanted == "cpu" or (wanted == "auto" and not count):
         return torch.device("cpu")
     if not count:
+        raise UserError(f"device={wanted}, but torch finds none here; device=cpu or device=auto would run")
+    if rank_info.local_rank >= count and not devices.shareable():
         raise UserError(
-            "device=cuda, but torch finds no CUDA device here; device=cpu or device=auto would run"
+            f"{ranks} ranks on this host, but torch finds {count} GPUs; start {count} ranks per host, or use "
+            "device=cpu (NCCL 2.30 and newer let ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
-    if rank_info.local_rank >= count:
-        raise UserError(
-            f"{rank_info.local_world_size} ranks on this host, but torch finds {count} GPUs; "
-            f"start {count} ranks per host, or use device=cpu"
-        )
-    return devices.use(rank_info.local_rank)
+    device = devices.use(rank_info.local_rank % count)
+    if rank_info.world_size > 1 and devices.backend_for(device) == "gloo":
+        raise UserError(f"torch has no collectives for {device.type}: start a single rank, or use device=cpu")
+    return device
 
 
 def cpu_threads(rank_info: RankInfo, environ: Mapping[str, str]) -> int:
@@ -166,9 +167,8 @@ def together(action: Callable[[], Result]) -> Result:
         result = action()
     except UserError as error:
         problem = str(error)
-    for found in comm.gather_texts(problem, comm.plain_transport()):
-        if found:
-            raise UserError(found)
+    for found in filter(None, comm.gather_texts(problem, comm.plain_transport())):
+        raise UserError(found)
     return result
 
 
