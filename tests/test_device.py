@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -112,10 +112,10 @@ def play(device: SimulatedDevice, scene: str, precision: Precision, net: nn.Modu
 def test_streams_are_in_order_and_the_host_never_waits(
     device: SimulatedDevice, scene: str, precision: str
 ) -> None:
-    """With shards on the host it does: for each forward and backward, for the norm there and back."""
+    """With shards on the host it does by nature: for gradients, and for the norm that scales them."""
     waits = play(device, scene, PRECISIONS[precision], OddNet())
     assert list(device.findings) == []
-    assert len(waits) <= (6 if "offload" in scene else 0), waits
+    assert len(waits) <= (2 if "offload" in scene else 0), waits
 
 
 def test_an_unused_parameter_costs_one_wait(device: SimulatedDevice) -> None:
@@ -174,6 +174,16 @@ def hold_nothing(self: Backend, *args: Any, run: Callable[..., Pending] = Backen
     return pending
 
 
+def one_buffer() -> Patch:
+    """Every upload and download of one size goes through the same pinned memory."""
+    buffers: dict[Any, Tensor] = {}
+
+    def pinned(self: Offloaded, like: Tensor, pinned: Callable[..., Tensor] = Offloaded._pinned) -> Tensor:
+        return buffers.setdefault((like.shape, like.dtype), pinned(self, like))
+
+    return Offloaded, "_pinned", pinned
+
+
 def wait_on_the_host(unit: Unit, release: Callable[..., None] = Unit.release) -> None:
     devices.synchronize(DEVICE)
     release(unit)
@@ -198,8 +208,8 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
             lambda self, values, _, average=Backend.average: average(self, values, Pending()),
         ),
     ),
-    "the host writes during an upload": ("offload", (Offloaded, "fence", NOTHING)),
-    "downloads are not waited for": ("offload", (Event, "synchronize", NOTHING)),
+    "the host writes during an upload": ("offload", one_buffer()),
+    "downloads are not waited for": ("offload", (Offloaded, "fence", NOTHING)),
     "a save reads before its copies are done": ("even", (Stream, "synchronize", NOTHING)),
     "the host waits": ("even", (Unit, "release", wait_on_the_host)),
 }

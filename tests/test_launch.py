@@ -86,49 +86,41 @@ def test_places() -> None:
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = torch.accelerator
-    monkeypatch.setattr(there, "is_available", lambda: False)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     assert choose_device("auto", ALONE) == choose_device("cpu", ALONE) == torch.device("cpu")
     with pytest.raises(UserError, match="device=cuda, but torch finds none here; device=cpu"):
         choose_device("cuda", ALONE)
-    chosen: list[int] = []
-    monkeypatch.setattr(there, "is_available", lambda: True)
-    monkeypatch.setattr(there, "device_count", lambda: 2)
-    monkeypatch.setattr(there, "set_device_index", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert choose_device("auto", RankInfo(1, 2, 1, 2)) == torch.device("cuda", 1)
-    few = "4 ranks on this host, but torch finds 2 GPUs; start 2 ranks per host"
-    for shared, nccl in (("0", (2, 30, 7)), ("1", (2, 29, 3))):
+    for shared, nccl in (("0", (2, 30, 7)), ("1", (2, 29, 3)), ("1", (2, 30, 7))):
+        with pytest.raises(
+            UserError, match="4 ranks on this host, but torch finds 2 GPUs; start 2 ranks per"
+        ):
+            choose_device("cuda", RankInfo(2, 4, 2, 4))
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda nccl=nccl: nccl)
-        with pytest.raises(UserError, match=few):
-            choose_device("cuda", RankInfo(2, 4, 2, 4))
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     assert choose_device("cuda", RankInfo(3, 4, 3, 4)) == torch.device("cuda", 1)
     assert chosen == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("built_for", "kind", "backend"),
-    [("cuda", "cuda", "nccl"), ("xpu", "xpu", "xccl"), ("mps", "mps", "gloo"), ("hpu", "cuda", "nccl"),
-     (None, "cuda", "nccl")],
-)  # fmt: skip
-def test_the_accelerator_is_torch_s(
-    monkeypatch: pytest.MonkeyPatch, built_for: str | None, kind: str, backend: str
-) -> None:
-    device = None if built_for is None else torch.device(built_for)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
-    found = runpy.run_path(devices.__file__)
-    assert (found["ACCELERATOR"], found["backend_for"](torch.device(kind))) == (kind, backend)
-
-
-def test_mps_has_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"is_available": True, "device_count": 1, "set_device_index": None}
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.accelerator, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(devices, "ACCELERATOR", "mps")
     assert choose_device("mps", ALONE) == torch.device("mps", 0)
     with pytest.raises(UserError, match="torch has no collectives for mps: start a single rank"):
         choose_device("auto", RankInfo(0, 2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("built_for", "found"),
+    [("xpu", ("xpu", "xccl")), ("mps", ("mps", "gloo")), ("hpu", ("cuda", "nccl")), ("", ("cuda", "nccl"))],
+)
+def test_the_accelerator_is_torch_s(
+    monkeypatch: pytest.MonkeyPatch, built_for: str, found: tuple[str, str]
+) -> None:
+    device = torch.device(built_for) if built_for else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    read = runpy.run_path(devices.__file__)
+    assert (read["ACCELERATOR"], read["backend_for"](torch.device(found[0]))) == found
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

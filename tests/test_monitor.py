@@ -314,7 +314,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     spans = taken.spans()
     assert all(span.start <= span.end for span in spans)
     units = ["blocks.0", "blocks.1", "the root"]
-    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in trace.KINDS}
+    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.TRACKS}
     assert found["forward"] == found["backward"] == found["reduce"] == units
     assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1", "the root"]
     assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= set(
@@ -324,7 +324,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     assert starts["forward", "blocks.0"] < starts["forward", "blocks.1"]
     assert starts["backward", "blocks.1"] < starts["backward", "blocks.0"]
     assert starts["backward", "blocks.1"] < starts["reduce", "blocks.1"]
-    assert not trace.is_open()
+    assert not trace.opened
     with trace.record(CPU) as taken:
         trace.begin("gather", "a")
         trace.end("gather", "b")

@@ -2,8 +2,8 @@
 
 Read in this order; imports point upwards:
 
-- ``movement``, ``transport``: which movements there are, and what the engine asks of a transport
-- ``trace``, ``meter``: when things happen; what moves, and what is waited for
+- ``trace``, ``meter``: which movements there are, and when; what moves, and what is waited for
+- ``transport``: what the engine asks of a transport
 - ``arithmetic``, ``messages``, ``native``: sums; movements by messages, and by the backend's own collectives
 - ``guard``, ``reports``: who takes another path through the model, and who is lost
 - ``process_group``; ``signals``, ``shared_memory``: the two transports, and messages between hosts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -84,18 +84,20 @@ def count(movement: Movement, sent: Iterable[int]) -> None:
         current.bytes[movement.counted] += total
 
 
-def waiting(movement: Movement, unit: str, device: torch.device) -> AbstractContextManager[None]:
-    """Count the block as waiting on ``device`` for a movement of ``unit``, unless it ends in an error."""
-    return _timed(movement, unit, device) if _open or trace.is_open() else nullcontext()
-
-
 @contextmanager
-def _timed(movement: Movement, unit: str, device: torch.device) -> Iterator[None]:
+def waiting(movement: Movement, unit: str, device: torch.device, ended: Any = None) -> Iterator[None]:
+    """Count the block as waiting on ``device`` for a movement of ``unit``, unless it ends in an error.
+
+    ``ended``: the moment at which the movement itself ends, if it is another: see `Pending`.
+    """
+    if not (_open or trace.opened):
+        yield
+        return
     start = devices.moment(device)
     yield
     end = devices.moment(device)
-    for current in _open:
-        current.add_wait(movement, unit, start, end)
-    trace.note("wait", f"{movement.counted} of {unit}", start, end)
-    if movement.traced:
-        trace.end(movement.traced, unit)
+    for meter in _open:
+        meter.add_wait(movement, unit, start, end)
+    for current in trace.opened:
+        current.noted.append(("wait", f"{movement.counted} of {unit}", start, end))
+    trace.end(movement.traced, unit, ended)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
+from shardtrain.comm import trace
 from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Shipment, intervals
 
 # Renamed in torch 2.13.
@@ -97,7 +98,15 @@ class Backend:
         return living(self._group)
 
     def gather(self, flats: Sequence[Flat]) -> Pending:
-        return self._run(flats[0].full.device, partial(self._gather, flats))
+        def run() -> None:
+            with self._together([flat.full for flat in flats if flat.layout.equal]):
+                for full, local, layout, *_ in flats:
+                    if layout.equal:
+                        all_gather(full, local, self.group)
+                    elif moves_bytes(self.group):  # the fake one would copy the input to every output
+                        dist.all_gather(intervals(full, layout), local, group=self.group)
+
+        return self._run(flats[0].full.device, run)
 
     def reduce(self, gradients: Sequence[Gradient]) -> Pending:
         """Allocate the memory of means now, in the compute stream's order; ``own`` becomes views of it."""
@@ -114,7 +123,13 @@ class Backend:
         return self._run(moved[0].device, after.wait, partial(self._average, values, moved))
 
     def exchange(self, shipments: Sequence[Shipment]) -> Pending:
-        return self._run(shipments[0].full.device, *(partial(self._exchange, each) for each in shipments))
+        def run() -> None:
+            for full, layout, incoming in shipments:
+                sizes = [layout.length(rank) for rank in range(layout.world)]
+                equal = [incoming.shape[1]] * layout.world
+                dist.all_to_all_single(incoming.view(-1), full, equal, sizes, group=self.group)
+
+        return self._run(shipments[0].full.device, run)
 
     def _run(self, device: torch.device, *movements: Callable[[], None]) -> Pending:
         """Run ``movements`` in turn, on an accelerator on the communication stream of ``device``.
@@ -130,11 +145,12 @@ class Backend:
             for movement in movements:
                 movement()
             done = devices.current_stream(device).record_event()
+            ended = devices.moment(device) if trace.opened and devices.is_accelerator(device) else None
 
         def finish(held: object = movements) -> None:
             devices.current_stream(device).wait_event(done)
 
-        return Pending(finish)
+        return Pending(finish, ended=ended)
 
     def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Inside, collectives of one kind for ``tensors`` are one launch, on an accelerator."""
@@ -151,14 +167,6 @@ class Backend:
         world, dtypes = self._size, {tensor.dtype for tensor in tensors}
         inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
         return _SUM if world == 1 or inexact or not devices.on_accelerator(tensors[0]) else _AVG
-
-    def _gather(self, flats: Sequence[Flat]) -> None:
-        with self._together([flat.full for flat in flats if flat.layout.equal]):
-            for full, local, layout, *_ in flats:
-                if layout.equal:
-                    all_gather(full, local, self.group)
-                elif moves_bytes(self.group):  # the fake one would copy the input to every output
-                    dist.all_gather(intervals(full, layout), local, group=self.group)
 
     def _reduce(self, gradients: Sequence[Gradient], means: Sequence[Tensor]) -> None:
         """Fill ``means``. What moves in a narrower dtype lands in ``full`` first, which the caller holds."""
@@ -180,12 +188,6 @@ class Backend:
                 mean.copy_(out)
             if op is _SUM and self._size > 1:
                 mean.div_(self._world)
-
-    def _exchange(self, shipment: Shipment) -> None:
-        full, layout, incoming = shipment
-        sizes = [layout.length(rank) for rank in range(layout.world)]
-        equal = [incoming.shape[1]] * layout.world
-        dist.all_to_all_single(incoming.view(-1), full, equal, sizes, group=self.group)
 
     def _average(self, values: Sequence[Interval], moved: Sequence[Tensor]) -> None:
         op = self._op(moved)

@@ -8,17 +8,16 @@ At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks
     reduce            A A                       reduce                B B
     download          A A       to the host     download              B B   to the host
 
-On an accelerator host memory is pinned, and copies run on a stream of their own, so that both ways are hidden
-behind the units that compute meanwhile. The host waits at fences only: at the end of a backward until its
-gradients have come, and at the end of a forward, when the last unit still computes, until nothing reads the
-shards any more. Whatever follows may change them: no backward need come.
+On an accelerator copies run on a stream of their own, so that both ways are hidden behind the units that
+compute meanwhile. An upload reads pinned memory into which the host has copied, and cast, the shard as the
+gather began. So users may change shards at any time, and only what is on its way is pinned; torch hands that
+memory out again once the copies that use it are done. The host waits once per backward that reduces, at its
+end, until gradients have come: whatever follows may read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from shardtrain import device as devices
 from shardtrain.comm.trace import LEAVE, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, Transport, TransportWrapper
+from shardtrain.device import current_stream
 from shardtrain.layout import Layout
 
 
@@ -39,78 +39,65 @@ class Offloaded(TransportWrapper):
     def __init__(self, inner: Transport, device: torch.device) -> None:
         assert not inner.in_place or inner.world == 1
         super().__init__(inner)
-        self.device, self.in_place = device, False
+        self.device, self.in_place, self.uploads = device, False, True
         self._stream = devices.new_stream(device)
-        self._last: Any = None  # event of the newest copy, with which all before it are done
+        self._downloaded: Any = None  # event of the newest gradient that is on its way to the host
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the full vector on the device, and the interval in host memory."""
         if like.is_meta:
             return self.inner.allocate(layout, like, reduced)
         full, _ = self.inner.allocate(layout, like.to(self.device), reduced)
-        return full, self._host(layout.length(self.rank), like.dtype)
+        return full, like.new_empty(layout.length(self.rank), device="cpu")
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         return self.inner.gradient(layout, like.to(self.device))
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        with self._aside(self._now()):
-            moved = []
+        called, moved = current_stream(self.device).record_event(), []
+        with devices.inside(self._stream):
+            current_stream(self.device).wait_event(called)
             for flat in flats:
                 own = flat.full[flat.layout.interval(self.rank)]
-                own.copy_(flat.local, non_blocking=True)
+                own.copy_(self._pinned(own).copy_(flat.local), non_blocking=True)
                 moved.append(flat._replace(local=own))
             pending = self.inner.gather(tag, moved)
-        return Pending(pending.wait, partial(self._join, self._last))
+            uploaded = current_stream(self.device).record_event()
+
+        def join() -> None:
+            """Let both streams wait for each other: int8 packets, read by now, are given back to this one."""
+            current_stream(self.device).wait_event(uploaded)
+            read = current_stream(self.device).record_event()
+            with devices.inside(self._stream):
+                current_stream(self.device).wait_event(read)
+
+        return pending.then(join)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Start reducing. Once waited for, the means are on their way to the host; see `fence`."""
-        pending, launched = self.inner.reduce(tag, gradients), self._now()
+        pending, launched = self.inner.reduce(tag, gradients), current_stream(self.device).record_event()
 
         def finish() -> None:
-            with self._aside(launched):
+            with devices.inside(self._stream):
+                current_stream(self.device).wait_event(launched)
                 pending.wait()
                 for gradient in gradients:
                     mean = gradient.pack_own(self.rank)
-                    host = self._host(mean.numel(), mean.dtype).copy_(mean, non_blocking=True)
+                    host = self._pinned(mean).copy_(mean, non_blocking=True)
                     gradient.own[:] = [host[offset : offset + b - a] for a, b, offset in gradient.pieces]
+                self._downloaded = current_stream(self.device).record_event()
             # Memory of means is given back in the order of the stream that computes, so it waits: for copies
             # of the unit before, since this is called when the next one's gradients are complete.
-            self._wait_for(self._last)
+            current_stream(self.device).wait_event(self._downloaded)
 
-        return Pending(finish)
+        return Pending(finish, ended=pending.ended)
 
     def fence(self, what: Movement) -> None:
-        """At ``LEAVE`` return when gradients have come to the host, and no upload reads it any more."""
+        """At ``LEAVE`` return when gradients have come to the host."""
         super().fence(what)
-        if what is LEAVE and self._last is not None:
-            self._last.synchronize()
-            self._last = None
+        if what is LEAVE and self._downloaded is not None:
+            self._downloaded.synchronize()
+            self._downloaded = None
 
-    def _host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
-
-    def _now(self) -> Any:
-        """Return an event for this moment of the current stream; ``None`` on the CPU."""
-        return devices.current_stream(self.device).record_event()
-
-    @contextmanager
-    def _aside(self, after: Any) -> Iterator[None]:
-        """Let the device work on the stream for copies inside, once ``after`` has passed."""
-        with devices.inside(self._stream):
-            self._wait_for(after)
-            try:
-                yield
-            finally:
-                self._last = self._now()
-
-    def _join(self, uploaded: Any) -> None:
-        """Let both streams wait for each other: int8 packets, read by now, are given back to the copies'."""
-        self._wait_for(uploaded)
-        computed = self._now()
-        with devices.inside(self._stream):
-            self._wait_for(computed)
-
-    def _wait_for(self, event: Any) -> None:
-        """Let the current stream wait for ``event``."""
-        devices.current_stream(self.device).wait_event(event)
+    def _pinned(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._stream is not None)

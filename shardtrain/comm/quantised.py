@@ -127,7 +127,7 @@ class Quantised(TransportWrapper):
                 for interval, packet in _rows(flat.full, flat.layout, packets.full):
                     decode(packet, interval)
 
-        return Pending(moving.wait, finish)
+        return moving.then(finish)
 
     def _packed(self, flat: Flat) -> Flat:
         """Return room for the packets of all ranks, of which this one fills its own."""
@@ -152,7 +152,7 @@ class Quantised(TransportWrapper):
                 parts = [mean if rank == self.rank else value for rank, value in enumerate(values)]
                 merge(parts, mean, ReduceOp.AVG)
 
-        return Pending(moving.wait, finish)
+        return moving.then(finish)
 
     def _shipment(self, gradient: Gradient) -> Shipment:
         """Return what all ranks send this one, to be filled, and what it sends them."""

@@ -39,17 +39,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import (
-    ELSEWHERE,
-    ENDED,
-    MESSAGE,
-    SILENT,
-    Diverged,
-    Paths,
-    PeerLost,
-    named,
-    unpack,
-)
+from shardtrain.comm.guard import ELSEWHERE, ENDED, MESSAGE, SILENT, Diverged, Paths, PeerLost, named, unpack
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_of
 from shardtrain.comm.trace import Movement
@@ -92,11 +82,6 @@ class Wait:
 # The long ones. Process-wide, as open meters are: backward runs in other threads, and the rank that one model
 # waits for may wait for this one with another model.
 _waits: set[Wait] = set()
-
-
-def _last_at_work() -> float:
-    """Return when this process, or one that it waits for, was last known to be at work."""
-    return min((wait.at_work for wait in [*_waits]), default=time.monotonic())
 
 
 class Links:
@@ -155,8 +140,10 @@ class Links:
 
     def send(self, why: int, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None) -> None:
         """Send this rank's latest collectives ``to`` some peers, or to all that have not ended."""
-        group, age_s, own = self._group(), time.monotonic() - _last_at_work(), self._paths.own
-        head = HEAD.pack(why, lost, state, age_s, len(own))
+        group, now, own = self._group(), time.monotonic(), self._paths.own
+        # When this process, or one that it waits for, was last known to be at work.
+        at_work = min((wait.at_work for wait in [*_waits]), default=now)
+        head = HEAD.pack(why, lost, state, now - at_work, len(own))
         body = b"".join(entry.packed(position) for position, entry in own.items())
         data = torch.frombuffer(bytearray((head + body).ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
         for peer in self.peers if to is None else to:

@@ -25,7 +25,7 @@ from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
 from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement
-from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, TransportWrapper, is_in_place
+from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, TransportWrapper
 from shardtrain.layout import Layout
 
 _ALIGN = 64  # bytes; a cache line, so that no two ranks write to the same one
@@ -117,7 +117,7 @@ class SharedMemoryTransport(TransportWrapper):
         self._open_arena().give_back(self._open_arena().offset_of(gradient))
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        if not is_in_place(flats):
+        if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, *_ in flats):
             return self.inner.gather(tag, flats)
         count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
         return self._gather_in_place(tag, flats)

@@ -2,7 +2,8 @@
 
 A rank computes units, starts movements and waits for them; each says so here by `begin` and `end`. With no
 trace open that is a look at an empty list. Times are those of ``time.perf_counter``. On an accelerator a
-moment is an event in the compute stream, so a span lasts from when the device came there, and not the host.
+moment is an event in the compute stream, so a span lasts from when the device came there, and not the host. A
+collective ends at an event in its own stream.
 """
 
 from __future__ import annotations
@@ -47,13 +48,12 @@ MOVEMENTS = tuple(Movement)
 GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE = Movement
 
 
-# forward, backward: a unit computes. gather, reduce: from starting a movement to having its result.
-# wait: nothing else is done meanwhile. phase: what the program says it is doing.
-KINDS = ("step", "phase", "forward", "backward", GATHER.traced, REDUCE.traced, "wait")
-
-
 class Span(NamedTuple):
-    """``kind``: of ``KINDS``. ``start``, ``end``: seconds of ``time.perf_counter`` on this rank."""
+    """``start``, ``end``: seconds of ``time.perf_counter`` on this rank. ``kind``: what happens between them.
+
+    ``forward``, ``backward``: a unit computes. ``gather``, ``reduce``: a movement is under way, until its
+    result is there. ``wait``: nothing else is done meanwhile. ``step``, ``phase``: as the program says.
+    """
 
     kind: str
     name: str
@@ -62,7 +62,7 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The spans that began and ended while the trace was open; see `begin`, `end` and `note`."""
+    """The spans that began and ended while the trace was open; see `begin` and `end`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,40 +81,29 @@ class Trace:
 
 
 # Process-wide for the reason that open meters are: backward runs in other threads.
-_open: list[Trace] = []
+opened: list[Trace] = []
 
 
 @contextmanager
 def record(device: torch.device) -> Iterator[Trace]:
     """Note what happens on ``device`` inside the ``with`` block."""
     current = Trace(device)
-    _open.append(current)
+    opened.append(current)
     try:
         yield current
     finally:
-        _open.remove(current)
+        opened.remove(current)
 
 
 def begin(kind: str, name: str) -> None:
     """Begin a span now, and forget one of the same kind and name that has not ended."""
-    for current in _open:
+    for current in opened:
         current.begun[kind, name] = devices.moment(current.device)
 
 
-def end(kind: str, name: str) -> None:
-    """End the span now, if it began since the trace was opened."""
-    for current in _open:
+def end(kind: str, name: str, ended: Any = None) -> None:
+    """End the span now, or at the moment ``ended``, if it began since the trace was opened."""
+    for current in opened:
         start = current.begun.pop((kind, name), None)
         if start is not None:
-            current.noted.append((kind, name, start, devices.moment(current.device)))
-
-
-def note(kind: str, name: str, start: Any, end: Any) -> None:
-    """Add a span between two moments of `device.moment`."""
-    for current in _open:
-        current.noted.append((kind, name, start, end))
-
-
-def is_open() -> bool:
-    """Return whether any trace is open."""
-    return bool(_open)
+            current.noted.append((kind, name, start, ended or devices.moment(current.device)))

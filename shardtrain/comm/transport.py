@@ -13,7 +13,7 @@ apart from ranks that read them where ranks share memory. Elsewhere it costs not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ class Flat(NamedTuple):
     """One flat vector to be gathered, with this rank's interval of it.
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, same
-    dtype and device. A gather reads ``local`` and fills ``full``. ``quantised``: it may travel as int8.
+    dtype and device, unless the transport ``uploads``. A gather reads ``local`` and fills ``full``.
+    ``quantised``: it may travel as int8.
     """
 
     full: Tensor
@@ -117,16 +118,18 @@ class Interval(NamedTuple):
     wire: torch.dtype
 
 
-def is_in_place(flats: Sequence[Flat]) -> bool:
-    """Return whether every ``local`` lies in its ``full``, rather than in memory of its own."""
-    return all(full.untyped_storage()._cdata == local.untyped_storage()._cdata for full, local, *_ in flats)
-
-
 class Pending:
-    """A movement under way. ``wait()`` takes the ``steps`` that are left; then its results may be read."""
+    """A movement under way. ``wait()`` takes the ``steps`` that are left; then its results may be read.
 
-    def __init__(self, *steps: Callable[[], None]) -> None:
-        self._steps = steps
+    ``ended``: if a trace is open, the moment at which it ends in a stream of its own.
+    """
+
+    def __init__(self, *steps: Callable[[], None], ended: Any = None) -> None:
+        self._steps, self.ended = steps, ended
+
+    def then(self, step: Callable[[], None]) -> Pending:
+        """Return this movement with a further ``step``, which makes its results what they are to be."""
+        return Pending(self.wait, step, ended=self.ended)
 
     def wait(self) -> None:
         steps, self._steps = self._steps, ()
@@ -138,13 +141,13 @@ class Transport:
     """Moves bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
-    nothing and a release gives nothing back. ``silent``: there are no other ranks to hear from.
+    nothing and a release gives nothing back. ``uploads``: shards lie in host memory, and a gather casts them.
+    ``silent``: there are no other ranks to hear from.
     """
 
     rank: int
     world: int
-    in_place = False
-    silent = False
+    in_place = uploads = silent = False
 
     @property
     def reserved(self) -> int:

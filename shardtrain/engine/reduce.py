@@ -273,7 +273,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for the reduction."""
-        with waiting(REDUCE, self.unit.title, self.unit.device):
+        with waiting(REDUCE, self.unit.title, self.unit.device, self._moving.ended):
             self._moving.wait()
         self._under_way = []
 

@@ -7,7 +7,7 @@ enter a reduction. A segment has two or three storages:
 ``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
 ``full``   the full flat vector in that dtype; a gather fills it from ``wire``, a release empties it
 
-With offload, ``local`` and ``wire`` lie in host memory and ``full`` on the device that computes.
+With offload, ``local`` lies in host memory, of which each gather casts a copy, and ``full`` on the device.
 
 At rest each parameter shows its piece of ``local`` with that piece's gradient (`shown`). While its unit
 computes it shows its shaped view of ``full``, and has no gradient but the one that autograd just hands over.
@@ -252,11 +252,10 @@ class Segment:
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
         reduced = self._precision.of_gradient(compute)
-        self.full, self.wire = self.transport.allocate(
-            self.layout, local.new_empty(0, dtype=compute), reduced
-        )
-        same = compute == local.dtype
-        self.local = self.wire if same else torch.empty_like(local, device=self.wire.device)
+        like = local.new_empty(0, dtype=compute)
+        self.full, wire = self.transport.allocate(self.layout, like, reduced)
+        self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
+        self.wire = self.local if self.transport.uploads else wire  # each gather casts it then
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16

@@ -147,7 +147,7 @@ class Unit:
     def finish(self) -> None:
         """Return once the unit's full vector is valid."""
         assert self.state is State.GATHERING, f"{self.name}: {self.state}"
-        with waiting(GATHER, self.title, self.device):
+        with waiting(GATHER, self.title, self.device, self.moving.ended):
             self.moving.wait()
         self.state = State.GATHERED
 
