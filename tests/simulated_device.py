@@ -114,7 +114,7 @@ class Event:
         self.clock, self.step = Counter[Line](), self.sim.step
 
     def record(self, stream: Stream | None = None) -> Event:
-        stream = stream or self.sim.current
+        self.stream = stream = stream or self.sim.current
         stream.reuse()
         self.clock, self.step = stream.clock.copy(), self.sim.step
         return self

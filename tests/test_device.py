@@ -23,6 +23,7 @@ import shardtrain
 from shardtrain import Precision, comm
 from shardtrain import device as devices
 from shardtrain.checkpoint.store import Snapshot
+from shardtrain.comm import trace
 from shardtrain.comm.native import Backend
 from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.transport import Pending, Transport
@@ -125,6 +126,16 @@ def test_an_unused_parameter_costs_one_wait(device: SimulatedDevice) -> None:
     waits = play(device, "even", LOW, net)
     assert not device.findings
     assert len(waits) == 1, waits
+
+
+def test_a_trace_ends_movements_in_their_stream(device: SimulatedDevice) -> None:
+    with trace.record(DEVICE) as taken:
+        play(device, "even", LOW, OddNet())
+    ends = {
+        (kind, end.stream.name) for kind, _, _, end in taken.noted if kind in ("forward", "gather", "reduce")
+    }
+    moving = "a stream of priority -1"
+    assert ends == {("forward", "the compute stream"), ("gather", moving), ("reduce", moving)}
 
 
 @pytest.mark.parametrize("how", ["checkpointed", "compiled"])

@@ -310,6 +310,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     steps_of(model, optimizer, steps=2)
     with trace.record(CPU) as taken:
         steps_of(model, optimizer, steps=1, start=2)
+    assert not trace.opened
     steps_of(model, optimizer, steps=1, start=3)
     spans = taken.spans()
     assert all(span.start <= span.end for span in spans)
