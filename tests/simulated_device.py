@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,7 +39,7 @@ NO_KERNEL |= {"_unsafe_view", "detach", "detach_", "resize_", "is_same_size", "i
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "bincount", "is_nonzero"}
 ANSWERS = {"is_available": True, "device_count": 1, "get_memory_info": (1 << 30, 1 << 30)}
 ANSWERS |= {"set_device_index": None, "reset_peak_memory_stats": None, "empty_cache": None}
-ANSWERS |= {"max_memory_allocated": 0, "max_memory_reserved": 0, "memory_allocated": 0, "memory_reserved": 0}
+ANSWERS |= {"memory_allocated": 1, "memory_reserved": 2, "max_memory_allocated": 4, "max_memory_reserved": 8}
 ACCELERATOR = (*ANSWERS, "current_stream", "set_stream", "synchronize")  # of `torch.accelerator`
 STAGED = 1 << 16  # bytes from pageable memory that the driver takes without waiting
 
@@ -76,7 +77,7 @@ class Memory:
 
 
 class Stream(Line):
-    device = DEVICE
+    device, stream_id, device_index, device_type = DEVICE, 0, 0, 1
     sim: SimulatedDevice  # of the subclass that it makes
 
     def __init__(self, device: object = None, priority: int | None = 0) -> None:
@@ -99,6 +100,9 @@ class Stream(Line):
 
     def wait_event(self, event: Event) -> None:
         self.clock |= event.clock
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.clock |= stream.clock
 
     def synchronize(self) -> None:
         self.sim.wait("stream.synchronize()", self.clock)
@@ -166,8 +170,12 @@ class SimulatedDevice:
                 patch.setattr(torch.accelerator, name, getattr(self, name))
             patch.setattr(torch, "Stream", self.Stream)
             patch.setattr(torch, "Event", self.Event)
-            patch.setattr(torch.cuda, "get_device_name", lambda _: "a simulated device")
-            patch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())
+            there = {"get_device_name": "a simulated device", "current_device": 0, "is_initialized": True}
+            for name, answer in {**there, "get_rng_state": torch.get_rng_state()}.items():
+                patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+            for name in ("Stream", "Event", "current_stream", "stream"):  # FSDP2 asks there
+                patch.setattr(torch.cuda, name, getattr(self, name))
+            patch.setattr(torch.profiler, "profile", self.profile)
             patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
             patch.setattr(torch.UntypedStorage, "resize_", lambda s, n: self._resize(resize, s, n))
             patch.setattr(torch.autograd, "_engine_run_backward", in_hooks)
@@ -185,6 +193,18 @@ class SimulatedDevice:
 
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextmanager
+    def profile(self) -> Iterator[SimpleNamespace]:
+        """Do as torch's: give each launch as an event on the device."""
+        before, launch = self.launches.total(), SimpleNamespace(device_type=1, is_user_annotation=False)
+        yield SimpleNamespace(events=lambda: [launch] * (self.launches.total() - before))
 
     def synchronize(self, device: object = None) -> None:
         self.wait("synchronize()", self.current.clock)
@@ -360,6 +380,8 @@ class Operations(TorchDispatchMode):
             return self._copy(func, name, args, kwargs, outs, reads)
         on_device = [t for t in (*reads, *outs) if sim.on_device(t)]
         placing = sim.placing
+        if kwargs.get("device") == DEVICE:  # asked for in C++
+            kwargs, placing = {**kwargs, "device": torch.device("cpu")}, DEVICE
         result = func(*args, **kwargs)
         place = placing if placing is not None else DEVICE if on_device else HOST
         if place is PINNED and on_device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -17,20 +16,22 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from shardtrain import comm
+from shardtrain import device as devices
 from shardtrain.bench import host, memory, settings
 from shardtrain.bench.__main__ import bench
 from shardtrain.bench.contenders import CASES, TITLES, default_is_process_group
 from shardtrain.bench.interleave import Comparison, Samples, Spread, interleave, losses_agree, ratios
 from shardtrain.bench.steps import step_table, suite_means
-from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError
 
 from pool import each_rank, forkserver
 from programs import ended, signalled
+from simulated_device import SimulatedDevice
 from tiny import CPU
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ONE_THREAD, ALONE = {"OMP_NUM_THREADS": "1"}, RankInfo(0, 1, 0, 1)
 
 
 def run(world: int, *arguments: str) -> str:
@@ -80,7 +81,7 @@ def test_only_right_answers_are_ranked() -> None:
     assert comparison.verdict("no_communication").loss_difference == pytest.approx(0.2 / 1.5)
     assert list(comparison.ratios_to("ddp")) == ["no_communication", "shardtrain", "ddp", "fsdp2"]
     assert comparison.ratios_to("shardtrain_process_group") == {}
-    *ranked, failed, wrong, _ = step_table(CASES["tiny"], comparison)
+    *ranked, failed, wrong, _ = step_table(CASES["tiny"], comparison, {})
     order = ["no communication", "shardtrain", "DDP", "FSDP2"]
     assert [line.split("  ")[0] for line in ranked[2:]] == order
     assert failed == "FSDP1: failed, not ranked: RuntimeError: not on this device"
@@ -89,7 +90,7 @@ def test_only_right_answers_are_ranked() -> None:
 
 def test_a_reference_that_fails_leaves_the_times() -> None:
     comparison = measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0]))
-    text = "\n".join(step_table(CASES["tiny"], comparison))
+    text = "\n".join(step_table(CASES["tiny"], comparison, {}))
     for words in ("No ratios: FSDP2 has no right answers", "Losses were not compared", "1000.0"):
         assert words in text
 
@@ -140,6 +141,7 @@ def test_a_failure_on_one_rank_takes_the_contender_out_on_all() -> None:
         ("collectives.largest_kib=1", "collectives.smallest_kib=64 is more than collectives.largest_kib=1"),
         ("host.world_sizes=[8,1]", "host.world_sizes=1: expected at least 2"),
         ("host.world_sizes=[]", r"host.world_sizes=\[\]: expected at least one"),
+        ("model=vit image_size=30", "image_size=30: the ViT's patches of 4 pixels do not divide it"),
         ("everything", "cannot read 'everything': expected key=value"),
     ],
 )
@@ -190,6 +192,25 @@ def test_steps_of_every_contender(tmp_path: Path, precision: str, rounding: floa
     assert found["versions"]["torch"] == torch.__version__.split("+")[0]
     assert not found["interrupted"]
     assert (tmp_path / "bench.txt").read_text().rstrip() in said
+
+
+def test_one_command_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Dry. DDP is not among them: its reducer does not run over torch's fake process group."""
+    listed = "contenders=[shardtrain,no_communication,fsdp2]", f"out={tmp_path}"
+    found = settings.read(["device=cuda", "model=tiny", "rounds=1", "warmup=0", *listed], speak=False)
+    assert found is not None
+    monkeypatch.setitem(devices.BACKENDS, "cuda", "fake")
+    with SimulatedDevice()(monkeypatch):
+        bench(found, "steps", ALONE, choose_device(found.device, ALONE))
+    case, table = result(tmp_path)["cases"]["tiny"], (tmp_path / "bench.txt").read_text()
+    assert {contender["status"] for contender in case["contenders"].values()} == {"ok"}, table
+    for contender in case["contenders"].values():
+        assert (contender["peak"], contender["reserved"], len(contender["host_seconds"])) == (3, 6, 1)
+    plain, ours = (case["contenders"][name]["launches"] for name in ("no_communication", "shardtrain"))
+    assert ours > plain > 100
+    for words in ("in bf16", "of no communication", "host ms", "peak MiB", "reserved MiB", "launches"):
+        assert words in table
+    assert case["channels_last"]
 
 
 def test_collectives(tmp_path: Path) -> None:
@@ -254,20 +275,14 @@ def test_memory_of_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture
     forkserver()
     fork = functools.partial(start_processes, start_method="forkserver")
     with patch.object(memory, "spawn", fork):
-        bench(found, "steps", RankInfo(0, 1, 0, 1), CPU)
-        assert memory.watch_ranks(found, "ddp", 2).host > 0
+        bench(found, "steps", ALONE, CPU)
+        assert memory.watch_ranks(found, "ddp", 2).bytes > 0
     contender = result(tmp_path)["contenders"]["ddp"]
     assert contender["reason"] is None
-    assert contender["host_bytes"] > 0
+    assert contender["bytes"] > 0
     assert len(contender["losses"]) == 5
     assert contender["ratio"] == 1.0
     assert TITLES["ddp"] in capsys.readouterr().out
-
-
-def test_an_image_size_that_patches_do_not_divide() -> None:
-    case = dataclasses.replace(CASES["vit"], image_size=30)
-    with pytest.raises(UserError, match="image_size=30: the ViT's patches of 4 pixels do not divide it"):
-        case.build_model(0, CPU)
 
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -110,17 +111,11 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("auto", RankInfo(0, 2, 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("built_for", "found"),
-    [("xpu", ("xpu", "xccl")), ("mps", ("mps", "gloo")), ("hpu", ("cuda", "nccl")), ("", ("cuda", "nccl"))],
-)
-def test_the_accelerator_is_torch_s(
-    monkeypatch: pytest.MonkeyPatch, built_for: str, found: tuple[str, str]
-) -> None:
-    device = torch.device(built_for) if built_for else None
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
-    read = runpy.run_path(devices.__file__)
-    assert (read["ACCELERATOR"], read["backend_for"](torch.device(found[0]))) == found
+def test_the_accelerator_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    for built_for, kind, backend in (("xpu", "xpu", "xccl"), ("mps", "mps", "gloo"), ("hpu", "cuda", "nccl")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", partial(torch.device, built_for))
+        read = runpy.run_path(devices.__file__)
+        assert (read["ACCELERATOR"], read["backend_for"](torch.device(kind))) == (kind, backend)
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

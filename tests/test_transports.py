@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -179,37 +178,23 @@ def both(**options: Any) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16, torch.float32, torch.float32)])
 @each_rank(1, 3, transport="auto")
-def test_it_changes_no_bit(precision: Precision | None) -> None:
-    """Micro-batches of which all or only the last are reduced, and clipping."""
+def test_it_changes_no_bit(tmp_path: Path, precision: Precision | None) -> None:
+    """Micro-batches of which all or only the last are reduced, and clipping; averages, and a checkpoint."""
     model, resident = both(precision=precision)
     assert train_in_micro_batches(model) == train_in_micro_batches(resident)
     assert_at_rest(model)
+    shardtrain.checkpoint.save(tmp_path / "saved", model)
+    torch._foreach_zero_([param.data for param in resident.parameters()])
+    shardtrain.checkpoint.load(tmp_path / "saved", resident)
     states = [shardtrain.full_state_dict(each) for each in (model, resident)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
+    with Ema(model, 0.5).swapped():
+        model(images(0)[0])
     for each in (model, resident):
         for number in range(2):
             classify(each, number).backward()
     for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-
-
-@each_rank(3, transport="auto")
-def test_averages_and_checkpoints(tmp_path: Path) -> None:
-    model, resident = both()
-    adamw = partial(torch.optim.AdamW, lr=0.01, fused=True)
-    optimizer, other = adamw(model.parameters()), adamw(resident.parameters())
-    train(model, optimizer, 2)
-    train(resident, other, 2)
-    ema = Ema(model, 0.5)
-    train(model, optimizer, 1, start=2)
-    ema.update(1)
-    shardtrain.checkpoint.save(tmp_path / "saved", model, optimizer)
-    shardtrain.checkpoint.load(tmp_path / "saved", resident, other)
-    with ema.swapped():
-        model(images(0)[0])
-    assert train(model, optimizer, 2, start=3) == train(resident, other, 2, start=3)
-    ends = [shardtrain.full_state_dict(each) for each in (model, resident)]
-    assert all(torch.equal(*(end[name] for end in ends)) for name, _ in model.named_parameters())
 
 
 def test_a_run_adds_up_where_units_compute() -> None:

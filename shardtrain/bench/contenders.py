@@ -106,6 +106,7 @@ def _shardtrain(model: nn.Module, dtype: Dtype, device: torch.device, transport:
 
 
 def _fsdp2(model: nn.Module, dtype: Dtype, device: torch.device, reshard: bool = True) -> Contender:
+    model.to(memory_format=torch.contiguous_format)  # it refuses parameters that are not
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype),
@@ -174,15 +175,24 @@ VITS = {"vit": (6, 6, 384), "tiny": (2, 2, 32)}  # layers, heads and width
 
 @dataclass(frozen=True)
 class Case:
-    """A model with the size of its images and the number of images per rank and micro-batch."""
+    """A model with the size of its images and the number of images per rank and micro-batch.
+
+    ``memory_format``: of images and of filters.
+    """
 
     name: str
     image_size: int
     batch_size: int
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    def __post_init__(self) -> None:
+        if self.name in VITS and self.image_size % PATCH:
+            side = f"image_size={self.image_size}"
+            raise UserError(f"{side}: the ViT's patches of {PATCH} pixels do not divide it")
 
     @property
     def architecture(self) -> str:
-        return self.name.removesuffix("_64")
+        return self.name.partition("_")[0]
 
     @property
     def shape(self) -> str:
@@ -193,13 +203,10 @@ class Case:
         torch.manual_seed(seed)
         if self.name not in VITS:
             model: nn.Module = torchvision.models.get_model(self.architecture, num_classes=CLASSES)
-        elif self.image_size % PATCH:
-            side = f"image_size={self.image_size}"
-            raise UserError(f"{side}: the ViT's patches of {PATCH} pixels do not divide it")
         else:
             *depth, width = VITS[self.name]
             model = VisionTransformer(self.image_size, PATCH, *depth, width, 4 * width, num_classes=CLASSES)
-        return model.to(device)
+        return model.to(device).to(memory_format=self.memory_format)
 
     def build_data(self, accumulate: int, seed: int, rank: int, device: torch.device) -> list[list[Batch]]:
         """Return ``POOL`` steps of ``accumulate`` micro-batches, different on every rank."""
@@ -208,7 +215,7 @@ class Case:
         def batch() -> Batch:
             images = torch.randn(self.batch_size, 3, self.image_size, self.image_size, generator=random)
             labels = torch.randint(CLASSES, (self.batch_size,), generator=random)
-            return images.to(device), labels.to(device)
+            return images.to(device).to(memory_format=self.memory_format), labels.to(device)
 
         return [[batch() for _ in range(accumulate)] for _ in range(POOL)]
 
@@ -221,6 +228,7 @@ CASES = {
         Case("resnet50_64", 64, 16),
         Case("vit", 32, 32),
         Case("resnet152", 32, 8),
+        Case("resnet50_224", 224, 128),  # of a size for GPUs
         Case("tiny", 8, 2),  # for trying the benchmark out
     )
 }

@@ -35,11 +35,15 @@ PROGRESS_S = 2.0  # between two lines of progress
 
 @dataclass
 class Samples:
-    """What one runner has measured: a value (seconds, say) for every timed round, a loss for every round."""
+    """What one runner has measured: a value (seconds, say) for every timed round, a loss for every round.
+
+    ``host``: seconds until the host had launched all of a timed round; the rest it waited for the device.
+    """
 
     values: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     failure: str | None = None
+    host: list[float] = field(default_factory=list)
 
 
 def interleave(
@@ -66,9 +70,10 @@ def interleave(
         done = {name: _run(runners[name], number, samples[name], device, clock) for name in order}
         for name, outcome in done.items():
             if outcome is not None:
-                seconds, loss = outcome
+                seconds, host, loss = outcome
                 samples[name].losses.append(loss)
                 samples[name].values += [seconds] if number >= warmup else []
+                samples[name].host += [host] if number >= warmup else []
         now, done_rounds = time.perf_counter(), number + 1
         if title and comm.rank() == 0 and (now - shown > PROGRESS_S or done_rounds == total):
             shown, left = now, (now - started) / done_rounds * (total - done_rounds)
@@ -94,22 +99,24 @@ def attempt(work: Callable[[], Result], samples: Samples, device: torch.device) 
 
 def _run(
     runner: Runner, number: int, samples: Samples, device: torch.device, clock: Callable[[], float]
-) -> tuple[float, float] | None:
-    """Return the seconds of the slowest rank and the mean loss, or None if the runner failed."""
+) -> tuple[float, ...] | None:
+    """Return the slowest rank's seconds and host seconds, and the mean loss; None if the runner failed."""
 
-    def timed() -> tuple[float, float]:
+    def timed() -> tuple[float, ...]:
         start = clock()
         loss = runner(number)
+        host = clock() - start
         synchronize(device)
-        return clock() - start, 0.0 if loss is None else loss.item()
+        return clock() - start, host, 0.0 if loss is None else loss.item()
 
     synchronize(device)
     comm.barrier()
     outcome = attempt(timed, samples, device)
     if outcome is None:
         return None
-    seconds, loss = (torch.tensor(value, dtype=torch.float64, device=device) for value in outcome)
-    return comm.all_reduce(seconds, "max").item(), comm.all_reduce(loss).item() / comm.world_size()
+    *slowest, loss = torch.tensor(outcome, dtype=torch.float64, device=device).split(1)
+    seconds = [comm.all_reduce(each, "max").item() for each in slowest]
+    return *seconds, comm.all_reduce(loss).item() / comm.world_size()
 
 
 # From values to verdicts: plain arithmetic, to be checked by hand.

@@ -1,4 +1,4 @@
-"""Peak memory of the whole job, each contender in fresh processes, above what imports take.
+"""Peak memory of the whole job on CPUs, each contender in fresh processes, above what imports take.
 
 Rank 0 starts as many processes as there are ranks. They meet among themselves and train a few steps while it
 watches them. One contender at a time, so that nothing is shared between two.
@@ -28,7 +28,7 @@ from shardtrain.bench.contenders import POOL, TITLES, build, to_run
 from shardtrain.bench.interleave import Comparison, Samples, attempt
 from shardtrain.bench.report import Program, Results, median, table
 from shardtrain.bench.settings import Settings
-from shardtrain.device import is_accelerator, peak_memory
+from shardtrain.device import is_accelerator
 from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import open_process_group
@@ -42,8 +42,7 @@ ROLLUP = "/proc/{}/smaps_rollup"
 class Watched(NamedTuple):
     """What the ranks of one contender did: bytes when they held most, and mean losses."""
 
-    host: int = 0
-    device: int = 0
+    bytes: int = 0
     losses: tuple[float, ...] = ()
 
 
@@ -54,6 +53,8 @@ class MemoryBench(Program):
             raise UserError(f"memory=true reads {path}, which this system does not have (Linux does)")
         if self.rank_info.local_world_size < self.rank_info.world_size:
             raise UserError("memory=true watches the processes of one host: start all ranks on it")
+        if is_accelerator(self.device):
+            raise UserError("memory=true is for CPUs; on a GPU the steps' own table has the memory")
         self.comparison = Comparison(self.settings.reference, self.settings.precision)
         self.watched: dict[str, Watched] = {}
         for name in to_run(self.settings.contenders):
@@ -62,7 +63,7 @@ class MemoryBench(Program):
             watch = partial(watch_ranks, self.settings, name, self.rank_info.world_size)
             watched = attempt(watch if on_rank_0 else Watched, samples, self.device) or Watched()
             self.watched[name] = watched
-            samples.values, samples.losses = [watched.host + watched.device], list(watched.losses)
+            samples.values, samples.losses = [watched.bytes], list(watched.losses)
             if on_rank_0:
                 found = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
                 print(f"{TITLES[name]}: {found}", flush=True)
@@ -72,14 +73,12 @@ class MemoryBench(Program):
         shape = self.settings.case(self.settings.model).shape
         rows = []
         for name in self.comparison.ranked():
-            host, device = (f"{size / MIB:.0f}" for size in self.watched[name][:2])
-            row = [("", TITLES[name]), ("host MiB", host), ("device MiB", device)]
+            row = [("", TITLES[name]), ("MiB", f"{self.watched[name].bytes / MIB:.0f}")]
             rows.append([*row, (f"of {TITLES[reference]}", median(ratios.get(name)))])
         found = {
             name: {
                 "reason": self.comparison.verdict(name).reason,
-                "host_bytes": watched.host,
-                "device_bytes": watched.device,
+                "bytes": watched.bytes,
                 "ratio": ratios[name].median if name in ratios else None,
                 "losses": watched.losses,
             }
@@ -108,8 +107,8 @@ def watch_ranks(settings: Settings, name: str, world: int) -> Watched:
             for process in ranks.processes:
                 process.kill()
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    before, device, losses = zip(*found, strict=True)
-    return Watched(peak - sum(before), sum(device), tuple(map(fmean, zip(*losses, strict=True))))
+    before, losses = zip(*found, strict=True)
+    return Watched(peak - sum(before), tuple(map(fmean, zip(*losses, strict=True))))
 
 
 def pss(pids: Iterable[int]) -> int:
@@ -123,7 +122,7 @@ def pss(pids: Iterable[int]) -> int:
 
 
 def _train(rank: int, settings: Settings, name: str, world: int, folder: str, threads: int) -> None:
-    """Train as one rank; write bytes before the first step, the device's peak and every step's loss."""
+    """Train as one rank; write bytes before the first step, and every step's loss."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     rank_info = RankInfo(rank, world, rank, world)
@@ -139,6 +138,5 @@ def _train(rank: int, settings: Settings, name: str, world: int, folder: str, th
     contender = build(name, case.build_model(settings.seed, device), settings.precision, device)
     losses = [contender.step(data[number % POOL]).item() for number in range(STEPS)]
     dist.barrier()
-    on_device = peak_memory(device) if is_accelerator(device) else 0
-    Path(folder, f"{rank}.json").write_text(json.dumps([before, on_device, losses]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([before, losses]))
     os._exit(0)  # at once: gloo's threads may abort an interpreter that ends while a model holds the group

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.bench.contenders import CASES, PRECISIONS, TITLES, Case
-from shardtrain.device import ACCELERATOR
+import torch
+
+from shardtrain.bench.contenders import CASES, PRECISIONS, SUITE, TITLES, Case
+from shardtrain.device import ACCELERATOR, count
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, at_least, checked, one_of
+
+# What null stands for in the configuration.
+ON_CPUS = {"model": "resnet18", "precision": "fp32", "channels_last": False}
+ON_GPUS = {"model": "resnet50_224", "precision": "bf16", "channels_last": True}
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Settings:
 
     suite: bool
     memory: bool
+    channels_last: bool
     out: str | None
     collectives: Collectives
     host: Host
@@ -65,6 +72,8 @@ class Settings:
             raise UserError(f"reference={reference} is not among {listed}: add it, or choose another")
         if self.suite and self.memory:
             raise UserError("suite=true measures time and memory=true memory: choose one, and model=NAME")
+        for name in SUITE if self.suite else (self.model,):
+            self.case(name)
 
     def case(self, name: str) -> Case:
         """Return the named case with the sizes asked for."""
@@ -73,6 +82,7 @@ class Settings:
             case,
             image_size=self.image_size or case.image_size,
             batch_size=self.batch_size or case.batch_size,
+            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format,
         )
 
 
@@ -81,6 +91,9 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
     if raw is None:
         return None
+    on_gpu = raw["device"] == ACCELERATOR or (raw["device"] == "auto" and count() > 0)
+    for key, value in (ON_GPUS if on_gpu else ON_CPUS).items():
+        raw[key] = value if raw[key] is None else raw[key]
     settings = checked(raw, Settings)
     if settings.threads is None and RankInfo.from_environment(os.environ).local_world_size > 1:
         return dataclasses.replace(settings, threads=1)  # ranks of one host then compete for cores alike

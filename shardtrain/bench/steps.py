@@ -1,24 +1,68 @@
-"""Whole training steps: every contender on one case, or on each case of the suite."""
+"""Whole training steps: every contender on one case, or on each case of the suite.
+
+On an accelerator each contender first trains alone there, for its memory and its launches (`Footprint`). Then
+all of them take turns, for times.
+"""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._autograd import DeviceType
 
 from shardtrain import comm
 from shardtrain.bench import contenders
-from shardtrain.bench.contenders import POOL, SUITE, TITLES, Case, Contender
+from shardtrain.bench.contenders import POOL, SUITE, TITLES, Batch, Case, Contender
 from shardtrain.bench.interleave import EXEMPT, Comparison, Runner, Samples, attempt, interleave, spread
 from shardtrain.bench.report import Program, Results, median, quartiles, table
-from shardtrain.job.format import counted
+from shardtrain.device import is_accelerator, peak_memory, reset_peak_memory, synchronize
+from shardtrain.job.format import MIB, counted
 
-SUITE_REFERENCES = ("fsdp2", "ddp", "no_communication")
+PLAIN = "no_communication"
+SUITE_REFERENCES = ("fsdp2", "ddp", PLAIN)
+SETTLED = 3  # steps, after which optimizers have their state and allocators their memory
+
+
+class Footprint(NamedTuple):
+    """What a contender takes of an accelerator on which it is alone, the images and labels apart.
+
+    ``peak``, ``reserved``: bytes in tensors at most, and in torch's allocator. ``launches``: kernels, copies
+    and collectives per step.
+    """
+
+    peak: int
+    reserved: int
+    launches: int
+
+
+def footprint(build: Callable[[], Contender], data: list[list[Batch]], device: torch.device) -> Footprint:
+    """Train the contender that ``build()`` returns for a few steps, and drop it."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    reset_peak_memory(device)
+    held = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+    contender = build()
+    for number in range(SETTLED):
+        contender.step(data[number % POOL])
+    synchronize(device)
+    peak, reserved = peak_memory(device), torch.accelerator.max_memory_reserved(device)
+    with torch.profiler.profile() as profile:
+        contender.step(data[0])
+        synchronize(device)
+    events = [event for event in profile.events() or () if event.device_type != DeviceType.CPU]
+    launches = sum(not event.is_user_annotation for event in events)
+    return Footprint(peak - held[0], reserved - held[1], launches)
 
 
 class StepBench(Program):
     def measure(self) -> None:
         self.comparisons: dict[Case, Comparison] = {}
+        self.footprints: dict[Case, dict[str, Footprint]] = {}
         for name in SUITE if self.settings.suite else (self.settings.model,):
             self._measure(self.settings.case(name))
 
@@ -28,14 +72,21 @@ class StepBench(Program):
         samples = {name: Samples() for name in contenders.to_run(settings.contenders)}
         self.comparisons[case] = Comparison(settings.reference, settings.precision, samples)
         data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
+        builds: dict[str, Callable[[], Contender]] = {}
         runners: dict[str, Runner] = {}
+        alone = self.footprints[case] = {}
         for name in samples:
 
             def build(name: str = name) -> Contender:
                 model = case.build_model(settings.seed, device)
                 return contenders.build(name, model, settings.precision, device)
 
-            contender = attempt(build, samples[name], device)
+            if is_accelerator(device):
+                took = attempt(partial(footprint, build, data, device), samples[name], device)
+                alone.update({} if took is None else {name: took})
+            builds[name] = build
+        for name in [name for name, own in samples.items() if own.failure is None]:
+            contender = attempt(builds[name], samples[name], device)
             if contender is not None:
                 runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
         gc.collect()
@@ -43,10 +94,10 @@ class StepBench(Program):
 
     def results(self) -> Results:
         reference, found = self.settings.reference, self.comparisons
-        lines = [line for case, comparison in found.items() for line in step_table(case, comparison)]
+        lines = [line for case in found for line in step_table(case, found[case], self.footprints[case])]
         facts: dict[str, Any] = {
             "reference": reference,
-            "cases": {c.name: _facts(c, found[c]) for c in found},
+            "cases": {c.name: _facts(c, found[c], self.footprints[c]) for c in found},
         }
         if self.settings.suite:
             means = facts["geometric_means"] = suite_means(list(found.values()))
@@ -68,21 +119,33 @@ def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
     return means
 
 
-def step_table(case: Case, comparison: Comparison) -> list[str]:
-    """Return a line per contender, best first: time per step, ratio to the reference, loss difference."""
+def step_table(case: Case, comparison: Comparison, alone: Mapping[str, Footprint]) -> list[str]:
+    """Return a line per contender, best first: time per step, ratio to the reference, loss difference.
+
+    With what it took ``alone`` on an accelerator, and its time over that of no communication.
+    """
     rows, ratios = [], comparison.ratios_to(comparison.reference)
+    plain = comparison.ratios_to(PLAIN) if alone else {}
     for name in comparison.ranked():
         difference, ratio = comparison.verdict(name).loss_difference, ratios.get(name)
         losses = f"{'differ by' if name in EXEMPT else 'equal to'} {difference or 0:.0e}"
-        rows.append(
-            [
-                ("", TITLES[name]),
-                ("ms per step", median(spread(comparison.samples[name].values), 1, 1e3)),
-                (f"of {TITLES[comparison.reference]}", median(ratio)),
-                ("quartiles", quartiles(ratio)),
-                ("losses", "not compared" if difference is None else losses),
+        cells = [
+            ("", TITLES[name]),
+            ("ms per step", median(spread(comparison.samples[name].values), 1, 1e3)),
+            (f"of {TITLES[comparison.reference]}", median(ratio)),
+            ("quartiles", quartiles(ratio)),
+            ("losses", "not compared" if difference is None else losses),
+        ]
+        if name in alone:
+            peak, reserved, launches = alone[name]
+            cells[3:4] = [(f"of {TITLES[PLAIN]}", median(plain.get(name))), cells[3]]
+            cells += [
+                ("host ms", median(spread(comparison.samples[name].host), 1, 1e3)),
+                ("peak MiB", f"{peak / MIB:.0f}"),
+                ("reserved MiB", f"{reserved / MIB:.0f}"),
+                ("launches", str(launches)),
             ]
-        )
+        rows.append(cells)
     precision = "" if comparison.precision == "fp32" else f" in {comparison.precision}"
     title = f"{case.shape}{precision}, {counted(comparison.rounds, 'round')}"
     return table(title, rows, comparison.left_out())
@@ -99,11 +162,12 @@ def _suite_table(means: dict[str, dict[str, float]], cases: int) -> list[str]:
     return table(f"geometric means over {cases} cases", rows)
 
 
-def _facts(case: Case, comparison: Comparison) -> dict[str, Any]:
+def _facts(case: Case, comparison: Comparison, alone: Mapping[str, Footprint]) -> dict[str, Any]:
     ratios, right = comparison.ratios_to(comparison.reference), comparison.right()
     return {
         "image_size": case.image_size,
         "batch_size_per_rank": case.batch_size,
+        "channels_last": case.memory_format is torch.channels_last,
         "rounds": comparison.rounds,
         "judge": comparison.judge,
         "contenders": {
@@ -113,6 +177,8 @@ def _facts(case: Case, comparison: Comparison) -> dict[str, Any]:
                 "ratio": ratios.get(name),
                 "losses": samples.losses,
                 "seconds": samples.values,
+                "host_seconds": samples.host,
+                **(alone[name]._asdict() if name in alone else {}),
             }
             for name, samples in comparison.samples.items()
         },

@@ -22,7 +22,7 @@ A gradient that is there never starts with ``-0.0``: 0.0 is added to the first e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -201,16 +201,19 @@ class FlatGradient:
         self._clear()
         return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
 
-    def give(self) -> list[nn.Parameter]:
+    def unsure(self) -> list[torch.Tensor]:
+        """Return the means of which only other ranks know whether there is a gradient."""
+        return [own[index] for _, unsure, own in self._sent for index in unsure]
+
+    def give(self, absent: Iterator[bool]) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if any rank has a gradient; return those that got one.
 
         An empty piece tells nothing, and gets an empty gradient; but none where the parameter is whole on
-        another rank: not every optimizer takes it.
+        another rank: not every optimizer takes it. ``absent``: of each `unsure` one, whether no rank has it.
         """
         given = []
         for filled, unsure, own in self._sent:
-            nowhere = absent([own[index] for index in unsure])
-            for index in [*filled, *(i for i, none in zip(unsure, nowhere, strict=True) if not none)]:
+            for index in [*filled, *(i for i in unsure if not next(absent))]:
                 member = self.members[index]
                 if member.part.numel or not member.part.whole:
                     member.give_grad(own[index])
@@ -277,10 +280,6 @@ class Reduction:
             self._moving.wait()
         self._under_way = []
 
-    def give(self) -> list[nn.Parameter]:
-        """Give parameters their means, not before the last fence; return those that got one, some twice."""
-        return [param for gradient in self.gradients for param in gradient.give()]
-
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
@@ -289,8 +288,12 @@ class Reduction:
             gradient.drop()
 
 
-def absent(means: Sequence[torch.Tensor]) -> list[bool]:
-    """Return which hold nothing but -0.0: no rank had a gradient of it. The device is waited for once."""
+def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
+    """Give parameters their means, not before the last fence; return those that got one, some twice."""
+    gradients = [gradient for reduction in reductions for gradient in reduction.gradients]
+    means = [mean for gradient in gradients for mean in gradient.unsure()]
+    # Means of nothing but -0.0 are absent. The host waits for the device once, for those of all units.
     answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
-    known = iter(torch.stack(answers).tolist() if answers else [])
-    return [bool(mean.numel()) and next(known) for mean in means]
+    known = iter(torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else [])
+    absent = (bool(mean.numel()) and next(known) for mean in means)
+    return [param for gradient in gradients for param in gradient.give(absent)]

@@ -36,7 +36,7 @@ from shardtrain.comm import trace
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement
 from shardtrain.engine.calls import Backward, Call, calling_frame
-from shardtrain.engine.reduce import Reduction
+from shardtrain.engine.reduce import Reduction, give
 from shardtrain.engine.unit import State, Unit
 from shardtrain.engine.user_hooks import call_postponed, postpone
 
@@ -338,9 +338,7 @@ class Schedule:
             self._unreduced.clear()
         self._rest()
         self._fence(LEAVE)
-        given = [
-            param for unit in dict.fromkeys(backward.launched) for param in self._reductions[unit].give()
-        ]
+        given = give(self._reductions[unit] for unit in dict.fromkeys(backward.launched))
         for unit in self._unreduced:
             self._reductions[unit].show_waiting()
         call_postponed(given)
