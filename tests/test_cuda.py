@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -18,10 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, comm
+from shardtrain import device as devices
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import ProcessGroupTransport, Quantised, native
 from shardtrain.comm.meter import waiting
 from shardtrain.comm.trace import GATHER
+from shardtrain.job import launch
+from shardtrain.job.dist_env import RankInfo
 from shardtrain.layout import Policy
 
 from small import Block, OddNet, assert_at_rest, images, sgd, train
@@ -51,17 +53,13 @@ def test_one_rank_on_a_gpu_equals_the_plain_model(precision: Precision | None, r
     assert_at_rest(model)
 
 
-@contextmanager
-def nccl_of_one(folder: Path) -> Iterator[ProcessGroupTransport]:
+@pytest.fixture
+def nccl_of_one() -> Iterator[ProcessGroupTransport]:
     """A group of one rank: what is tested is the order of streams, not the exchange."""
-    torch.cuda.set_device(0)
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    try:
-        assert dist.group.WORLD is not None
-        yield ProcessGroupTransport(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    launch.open_process_group(RankInfo(0, 1, 0, 1), devices.use(0), dist.HashStore())
+    assert dist.group.WORLD is not None
+    yield ProcessGroupTransport(dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, cycles: int = 5_000_000) -> None:
@@ -92,47 +90,49 @@ PRECISIONS = {
 
 @one_gpu
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_slow_collectives_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_slow_collectives_change_nothing(
+    nccl_of_one: ProcessGroupTransport, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Memory that a collective still uses is not given to the compute stream, which is far ahead of it."""
     device, losses = torch.device("cuda", 0), []
-    with nccl_of_one(tmp_path) as transport:
-        link = Quantised(transport) if name == "int8" else transport
-        for slow in (False, True):
-            if slow:
-                slow_down(monkeypatch)
-            torch.manual_seed(0)
-            model = linear_layers().to(device)
-            shardtrain.shard(model, units=[torch.nn.Linear], transport=link, precision=PRECISIONS[name])
-            losses.append(steps(model, 0, device))
-            assert_at_rest(model)
+    link = Quantised(nccl_of_one) if name == "int8" else nccl_of_one
+    for slow in (False, True):
+        if slow:
+            slow_down(monkeypatch)
+        torch.manual_seed(0)
+        model = linear_layers().to(device)
+        shardtrain.shard(model, units=[torch.nn.Linear], transport=link, precision=PRECISIONS[name])
+        losses.append(steps(model, 0, device))
+        assert_at_rest(model)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @one_gpu
-def test_two_units_fit_however_far_the_host_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_units_fit_however_far_the_host_is_ahead(
+    nccl_of_one: ProcessGroupTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The allocator's peak in forward and backward, while every collective is late."""
     device, width = torch.device("cuda", 0), 2048
     size = 4 * width * width
-    with nccl_of_one(tmp_path) as transport:
-        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
-        model = torch.nn.Sequential(*layers).to(device)
-        shardtrain.shard(model, units=[torch.nn.Linear], transport=transport)
-        x = torch.randn(4, width, device=device)
-        for _ in range(3):  # the order of units is known, and libraries have their workspaces
-            model(x).sum().backward()
-        slow_down(monkeypatch)
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()  # shards and their gradients among it
-        torch.cuda.reset_peak_memory_stats()
-        with torch.no_grad():
-            model(x)
-        torch.cuda.synchronize()
-        assert torch.cuda.max_memory_allocated() - held <= 2.1 * size
-        torch.cuda.reset_peak_memory_stats()
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
+    model = torch.nn.Sequential(*layers).to(device)
+    shardtrain.shard(model, units=[torch.nn.Linear], transport=nccl_of_one)
+    x = torch.randn(4, width, device=device)
+    for _ in range(3):  # the order of units is known, and libraries have their workspaces
         model(x).sum().backward()
-        torch.cuda.synchronize()
-        # Two units, the gradient that autograd makes, one whole and one local gradient of each of two units.
-        assert torch.cuda.max_memory_allocated() - held <= 7.1 * size
+    slow_down(monkeypatch)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()  # shards and their gradients among it
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - held <= 2.1 * size
+    torch.cuda.reset_peak_memory_stats()
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    # Two units, the gradient that autograd makes, one whole and one local gradient of each of two units.
+    assert torch.cuda.max_memory_allocated() - held <= 7.1 * size
 
 
 @one_gpu
@@ -161,11 +161,8 @@ def test_a_thread_waits_for_the_copies_of_another_device() -> None:
 
 
 def nccl_rank(rank: int, world: int, store: str, layout: Policy) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", store=dist.FileStore(store, world), rank=rank, world_size=world, device_id=device
-    )
+    device = devices.use(rank)
+    launch.open_process_group(RankInfo(rank, world, rank, world), device, dist.FileStore(store, world))
     torch.manual_seed(0)
     plain = OddNet().to(device)
     model = shardtrain.shard(copy.deepcopy(plain), units=[Block], layout=layout)

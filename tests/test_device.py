@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from torchvision.models import VisionTransformer
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain import device as devices
+from shardtrain.bench.contenders import POOL, Contender, adamw
+from shardtrain.bench.steps import footprint
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import trace
 from shardtrain.comm.native import Backend
@@ -179,6 +181,10 @@ def hold_nothing(self: Backend, *args: Any, run: Callable[..., Pending] = Backen
     return pending
 
 
+def too_early(self: Backend, values: Any, _: Pending, average: Any = Backend.average) -> Any:
+    return average(self, values, Pending())
+
+
 def one_buffer() -> Patch:
     """Every upload and download of one size goes through the same pinned memory."""
     buffers: dict[Any, Tensor] = {}
@@ -205,14 +211,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     ),
     "a reduction is read before its event": ("even", (Reduction, "finish", NOTHING)),
     "what collectives use is not held": ("replicas", (Backend, "_run", hold_nothing)),
-    "replicas average what is not reduced yet": (
-        "replicas",
-        (
-            Backend,
-            "average",
-            lambda self, values, _, average=Backend.average: average(self, values, Pending()),
-        ),
-    ),
+    "replicas average what is not reduced yet": ("replicas", (Backend, "average", too_early)),
     "the host writes during an upload": ("offload", one_buffer()),
     "downloads are not waited for": ("offload", (Offloaded, "fence", NOTHING)),
     "a save reads before its copies are done": ("even", (Stream, "synchronize", NOTHING)),
@@ -248,17 +247,10 @@ def in_bf16(model: nn.Module) -> nn.Module:
     return model
 
 
-def launches(device: SimulatedDevice, model: nn.Module, dtype: torch.dtype) -> Counter[str]:
-    """Return what the third step launches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def launches(model: nn.Module, dtype: torch.dtype) -> int:
     x, y = [each.to(DEVICE) for each in images(0, 0, 2, 8)]
-    for _ in range(3):
-        device.next_step()
-        F.cross_entropy(model(x.to(dtype)).float(), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert device.waits == []
-    return device.launches
+    contender = Contender(model, adamw(model), nullcontext)
+    return footprint(lambda: contender, [[(x.to(dtype), y)]] * POOL, DEVICE).launches
 
 
 @pytest.mark.parametrize(
@@ -278,6 +270,6 @@ def test_launches_beyond_the_plain_model_keep_their_budget(
     budget: int,
 ) -> None:
     """Kernels, copies and collectives of one rank of eight; FSDP2's figures are 133 and 249."""
-    alone = launches(device, plain(make()).to(DEVICE), dtype)
-    sharded = launches(device, shardtrain.shard(make().to(DEVICE), precision=precision), torch.float32)
-    assert sharded.total() - alone.total() <= budget, sharded - alone
+    alone = launches(plain(make()).to(DEVICE), dtype)
+    sharded = launches(shardtrain.shard(make().to(DEVICE), precision=precision), torch.float32)
+    assert sharded - alone <= budget

@@ -28,11 +28,9 @@ from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import Tag
 from shardtrain.comm.shared_memory import Arena
 from shardtrain.comm.transport import Shipment
-from shardtrain.job.build import build, require_equal_groups
-from shardtrain.job.hydra_app import compose, from_hydra
+from shardtrain.job.build import require_equal_groups
 from shardtrain.job.schema import UserError
 from shardtrain.layout import Policy, even
-from shardtrain.monitor import StepMetrics
 from shardtrain.optim import Ema
 
 from pool import Ranks, each_rank
@@ -195,19 +193,6 @@ def test_it_changes_no_bit(tmp_path: Path, precision: Precision | None) -> None:
             classify(each, number).backward()
     for ours, theirs in zip(model.parameters(), resident.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_a_run_adds_up_where_units_compute() -> None:
-    """Not where shards lie."""
-    raw = compose(["+recipe=resnet", "model=squeezenet1_1", "data.image_size=32"])
-    assert raw is not None
-    job, _ = build(from_hydra(raw), 0, 1, CPU)
-    elsewhere = torch.device("meta")
-    window = StepMetrics(job._replace(device=elsewhere))
-    with elsewhere:
-        images, labels = torch.zeros(3, 1, 32, 32), torch.zeros(3, dtype=torch.int64)
-        window.add(images, torch.zeros(()), torch.zeros(3, 10), labels)
-    assert window.sums.device == elsewhere
 
 
 @each_rank(2)

@@ -94,7 +94,6 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     on_gpu = raw["device"] == ACCELERATOR or (raw["device"] == "auto" and count() > 0)
     for key, value in (ON_GPUS if on_gpu else ON_CPUS).items():
         raw[key] = value if raw[key] is None else raw[key]
-    settings = checked(raw, Settings)
-    if settings.threads is None and RankInfo.from_environment(os.environ).local_world_size > 1:
-        return dataclasses.replace(settings, threads=1)  # ranks of one host then compete for cores alike
-    return settings
+    if raw["threads"] is None and RankInfo.from_environment(os.environ).local_world_size > 1:
+        raw["threads"] = 1  # ranks of one host then compete for cores alike
+    return checked(raw, Settings)

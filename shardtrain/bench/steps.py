@@ -1,7 +1,6 @@
 """Whole training steps: every contender on one case, or on each case of the suite.
 
-On an accelerator each contender first trains alone there, for its memory and its launches (`Footprint`). Then
-all of them take turns, for times.
+On an accelerator each contender first trains by itself (`Footprint`). Then all take turns, for their times.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ SETTLED = 3  # steps, after which optimizers have their state and allocators the
 
 
 class Footprint(NamedTuple):
-    """What a contender takes of an accelerator on which it is alone, the images and labels apart.
+    """What a contender takes of an accelerator: bytes of tensors at most, and of torch's allocator at most.
 
-    ``peak``, ``reserved``: bytes in tensors at most, and in torch's allocator. ``launches``: kernels, copies
-    and collectives per step.
+    ``launches``: kernels, copies and collectives per step.
     """
 
     peak: int
@@ -72,9 +70,11 @@ class StepBench(Program):
         samples = {name: Samples() for name in contenders.to_run(settings.contenders)}
         self.comparisons[case] = Comparison(settings.reference, settings.precision, samples)
         data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
-        builds: dict[str, Callable[[], Contender]] = {}
         runners: dict[str, Runner] = {}
         alone = self.footprints[case] = {}
+        if is_accelerator(device):  # libraries take their workspaces before anybody is measured
+            plain = contenders.build(PLAIN, case.build_model(0, device), settings.precision, device)
+            plain.step(data[0])
         for name in samples:
 
             def build(name: str = name) -> Contender:
@@ -83,10 +83,10 @@ class StepBench(Program):
 
             if is_accelerator(device):
                 took = attempt(partial(footprint, build, data, device), samples[name], device)
-                alone.update({} if took is None else {name: took})
-            builds[name] = build
-        for name in [name for name, own in samples.items() if own.failure is None]:
-            contender = attempt(builds[name], samples[name], device)
+                if took is None:
+                    continue
+                alone[name] = took
+            contender = attempt(build, samples[name], device)
             if contender is not None:
                 runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
         gc.collect()
@@ -95,10 +95,8 @@ class StepBench(Program):
     def results(self) -> Results:
         reference, found = self.settings.reference, self.comparisons
         lines = [line for case in found for line in step_table(case, found[case], self.footprints[case])]
-        facts: dict[str, Any] = {
-            "reference": reference,
-            "cases": {c.name: _facts(c, found[c], self.footprints[c]) for c in found},
-        }
+        cases = {case.name: _facts(case, found[case], self.footprints[case]) for case in found}
+        facts: dict[str, Any] = {"reference": reference, "cases": cases}
         if self.settings.suite:
             means = facts["geometric_means"] = suite_means(list(found.values()))
             lines += _suite_table(means, len(found))
@@ -122,7 +120,7 @@ def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
 def step_table(case: Case, comparison: Comparison, alone: Mapping[str, Footprint]) -> list[str]:
     """Return a line per contender, best first: time per step, ratio to the reference, loss difference.
 
-    With what it took ``alone`` on an accelerator, and its time over that of no communication.
+    ``alone``: by contender, on an accelerator.
     """
     rows, ratios = [], comparison.ratios_to(comparison.reference)
     plain = comparison.ratios_to(PLAIN) if alone else {}
