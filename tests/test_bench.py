@@ -125,21 +125,13 @@ def test_a_failure_on_one_rank_takes_the_contender_out_on_all() -> None:
     assert [len(samples[name].values) for name in "ab"] == [0, 2]
 
 
-MISTAKES = (Path(__file__).parent / "bench_mistakes.txt").read_text().splitlines()
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_named(line: str) -> None:
-    arguments, _, expected = line.partition(" | ")
-    with pytest.raises(UserError) as caught:
-        settings.read(arguments.split(" "), speak=False)
-    assert expected in str(caught.value)
-
-
-def test_another_program_s_models_leave_nothing_behind_in_hydra_s_store() -> None:
-    compose(["model=vgg11"])
-    with pytest.raises(UserError, match=r"model=vgg11 \(valid: resnet18, "):
-        settings.read(["model=vgg11"], speak=False)
+def test_mistakes_are_named() -> None:
+    compose(["model=vgg11"])  # another program's models leave nothing behind in Hydra's store
+    for line in (Path(__file__).parent / "bench_mistakes.txt").read_text().splitlines():
+        arguments, _, expected = line.partition(" | ")
+        with pytest.raises(UserError) as caught:
+            settings.read(arguments.split(" "), speak=False)
+        assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +223,9 @@ def test_what_is_measured_on_one_host(tmp_path: Path) -> None:
     assert found is not None
     with pytest.raises(UserError, match=r"measured in one process: python -m shardtrain\.bench host"):
         bench(found, "host", RankInfo(0, 2, 0, 1), CPU)
-    for host, device, message in ((1, CPU, "start all ranks on it"), (2, DEVICE, "memory=true is for CPUs")):
+    for local, device, message in ((1, CPU, "start all ranks on it"), (2, DEVICE, "memory=true is for CPUs")):
         with pytest.raises(UserError, match=message):
-            memory.MemoryBench(found, RankInfo(0, 2, 0, host), device).measure()
+            memory.MemoryBench(found, RankInfo(0, 2, 0, local), device).measure()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")

@@ -42,11 +42,7 @@ WIDTH = 4
 PARAMETERS = 6  # of a unit
 
 # What is timed, in words. Of each, the unwrapped model's time is taken away.
-ACTIVITIES = {
-    "wrap": "wrapping the model",
-    "step": "forward and backward",
-    "update": "the optimizer's step",
-}
+ACTIVITIES = {"wrap": "wrapping the model", "step": "forward and backward", "update": "the optimizer's step"}
 
 
 class Block(nn.Sequential):

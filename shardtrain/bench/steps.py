@@ -49,11 +49,10 @@ def footprint(build: Callable[[], Contender], data: list[list[Batch]], device: t
         contender.step(data[number % POOL])
     synchronize(device)
     peak, reserved = peak_memory(device), torch.accelerator.max_memory_reserved(device)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile() as seen:
         contender.step(data[0])
         synchronize(device)
-    events = [event for event in profile.events() or () if event.device_type != DeviceType.CPU]
-    launches = sum(not event.is_user_annotation for event in events)
+    launches = sum(e.device_type != DeviceType.CPU and not e.is_user_annotation for e in seen.events() or ())
     return Footprint(peak - held[0], reserved - held[1], launches)
 
 
@@ -83,10 +82,8 @@ class StepBench(Program):
 
             if is_accelerator(device):
                 took = attempt(partial(footprint, build, data, device), samples[name], device)
-                if took is None:
-                    continue
-                alone[name] = took
-            contender = attempt(build, samples[name], device)
+                alone |= {} if took is None else {name: took}
+            contender = None if samples[name].failure else attempt(build, samples[name], device)
             if contender is not None:
                 runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
         gc.collect()

@@ -201,15 +201,11 @@ class FlatGradient:
         self._clear()
         return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
 
-    def unsure(self) -> list[torch.Tensor]:
-        """Return the means of which only other ranks know whether there is a gradient."""
-        return [own[index] for _, unsure, own in self._sent for index in unsure]
-
     def give(self, absent: Iterator[bool]) -> list[nn.Parameter]:
         """Give every parameter its piece of the mean, if any rank has a gradient; return those that got one.
 
         An empty piece tells nothing, and gets an empty gradient; but none where the parameter is whole on
-        another rank: not every optimizer takes it. ``absent``: of each `unsure` one, whether no rank has it.
+        another rank: not every optimizer takes it. ``absent``: of each unsure one, whether no rank has it.
         """
         given = []
         for filled, unsure, own in self._sent:
@@ -291,7 +287,7 @@ class Reduction:
 def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
     """Give parameters their means, not before the last fence; return those that got one, some twice."""
     gradients = [gradient for reduction in reductions for gradient in reduction.gradients]
-    means = [mean for gradient in gradients for mean in gradient.unsure()]
+    means = [own[index] for each in gradients for _, unsure, own in each._sent for index in unsure]
     # Means of nothing but -0.0 are absent. The host waits for the device once, for those of all units.
     answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
     known = iter(torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else [])
