@@ -234,6 +234,15 @@ def test_words_name_the_peak() -> None:
     assert MemoryTimeline(tuple(points[2:])).words().startswith("The peak of 28.0 MiB, in update, consists")
 
 
+def test_a_picture_has_a_line_for_what_a_rank_has() -> None:
+    timeline = MemoryTimeline((MemoryPoint("forward", "a", (8 * MIB, 16 * MIB, 0, 0, 6 * MIB, 0)),))
+    for capacity, beyond in ((40, ""), (900, ", 15.0 times what is shown")):
+        figure = pytest.importorskip("matplotlib.figure").Figure()
+        timeline._draw(capacity * MIB, figure)
+        assert figure.axes[0].texts[-1].get_text() == f"a rank has {capacity} MiB{beyond}"
+        assert figure.axes[0].lines[-1].get_ydata()[0] == min(capacity, 60) < figure.axes[0].get_ylim()[1]
+
+
 def test_kinds_are_told_apart() -> None:
     """A linear layer by hand: 12 weights, 4 biases, 5 images, plain SGD."""
     model = shardtrain.shard(nn.Linear(3, 4))

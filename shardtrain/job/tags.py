@@ -28,8 +28,12 @@ PEAK_MIB = "memory/peak_mib"
 
 # Pictures and texts.
 SAMPLES = "samples/augmented"
-SUMMARY = ("at_a_glance/1_is_it_learning", "at_a_glance/2_is_it_fast", "at_a_glance/3_does_it_fit")
+SUMMARY = "at_a_glance/run"
 TIMELINE_STEP = "timeline/step"
+
+# TensorBoard opens two groups, the first by their names, and closes the others. So these curves are there a
+# second time, and the summary's group is the other one.
+FIRST = {tag: f"accuracy_and_loss/{tag}" for tag in (TRAIN_ACC1, TRAIN_LOSS, VAL_ACC1, VAL_LOSS)}
 
 # Tags with a part to fill in: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # of an optimizer's group

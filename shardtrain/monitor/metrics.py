@@ -23,9 +23,16 @@ from shardtrain.comm import trace
 from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.format import MIB
-from shardtrain.plan.memory import optimizer_tensors
+from shardtrain.plan.memory import MEMORY_KINDS, optimizer_tensors
 
-PHASES = ("data", "forward", "backward", "optimizer", "checkpoint")
+PHASES = {  # of a step, and their colours in pictures
+    "data": "tab:olive",
+    "forward": "tab:blue",
+    "backward": "#17708a",
+    "optimizer": MEMORY_KINDS["optimizer"],
+    "checkpoint": "tab:brown",
+}
+WAITING = "tab:red"
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
 
 # Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity): what

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -94,9 +93,7 @@ class Monitor:
     def draw_summary(self) -> None:
         if self.summary is None or not self.summary.curves:
             return
-        drawn = self.summary.draw()
-        if all(self.picture(tag, picture) for tag, picture in drawn.items()):
-            self.save(self.summary.path, np.hstack([drawn[tag] for tag in tags.SUMMARY]))
+        self.picture(tags.SUMMARY, self.summary.draw(), self.summary.path)
 
     def showing(self, feed: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the feed's batches, and make a picture of the first one."""

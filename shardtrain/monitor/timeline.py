@@ -24,8 +24,9 @@ from shardtrain.job.config import Config
 from shardtrain.job.format import counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture, plot
-from shardtrain.monitor.metrics import Report, SlowRank, StepMetrics
+from shardtrain.monitor.metrics import PHASES, WAITING, Report, SlowRank, StepMetrics
 from shardtrain.monitor.monitor import Monitor
+from shardtrain.plan.memory import MEMORY_KINDS
 
 MOST_RANKS = 16  # whose spans are collected, and have room in a picture
 READINGS = 10  # of the clocks
@@ -46,13 +47,13 @@ TRACKS = {  # kind of span → its rows in a trace, from top to bottom
 # Kind of span, or kind and name → color, top and height as parts of a rank's lane, legend.
 STYLES = {
     "phase": ("#c6dde8", 0.05, 0.55, "forward and backward"),
-    "phase data": ("tab:olive", 0.05, 0.55, "loading images"),
-    "phase optimizer": ("#9fd39a", 0.05, 0.55, "optimizer"),
-    "forward": ("tab:blue", 0.08, 0.49, "a unit's forward"),
-    "backward": ("#17708a", 0.08, 0.49, "a unit's backward"),
-    "wait": ("tab:red", 0.05, 0.55, "exposed waiting"),
-    "gather": ("tab:orange", 0.63, 0.13, "its all-gather under way"),
-    "reduce": ("tab:purple", 0.78, 0.13, "its reduce-scatter under way"),
+    "phase data": (PHASES["data"], 0.05, 0.55, "loading images"),
+    "phase optimizer": (PHASES["optimizer"], 0.05, 0.55, "optimizer"),
+    "forward": (PHASES["forward"], 0.08, 0.49, "a unit's forward"),
+    "backward": (PHASES["backward"], 0.08, 0.49, "a unit's backward"),
+    "wait": (WAITING, 0.05, 0.55, "exposed waiting"),
+    "gather": (MEMORY_KINDS["gathered"], 0.63, 0.13, "its all-gather under way"),
+    "reduce": (MEMORY_KINDS["gradients"], 0.78, 0.13, "its reduce-scatter under way"),
 }
 
 

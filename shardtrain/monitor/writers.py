@@ -1,7 +1,6 @@
 """Where a run's events go: the console, log.txt, result.json and TensorBoard. Rank 0 alone has writers.
 
-The summary has a figure for each question: does the run learn, is it fast, does it fit. They come
-first on TensorBoard's first page, whose tags are in alphabetical order.
+The summary is one picture: does the run learn, is it fast, does it fit.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed
 from shardtrain.job.dist_env import versions
 from shardtrain.job.pictures import Picture
-from shardtrain.monitor.metrics import PHASES
+from shardtrain.monitor.metrics import PHASES, WAITING
+from shardtrain.plan.memory import MEMORY_KINDS
 
 
 class Writer:
@@ -140,7 +139,7 @@ class ResultFile(Writer):
         return {key: value for key, value in kept.items() if value is not None}
 
 
-# Page → chart → tags, regular expressions among them. The summary has the first two charts of each page.
+# Page → chart → tags, regular expressions among them. The last page, of what hardly changes, is closed.
 PAGES = {
     "Is it learning?": {
         "loss": [tags.TRAIN_LOSS, tags.VAL_LOSS, tags.VAL_EMA_LOSS],
@@ -152,17 +151,36 @@ PAGES = {
         "images per second": [tags.IMG_PER_S, tags.IMG_PER_S_PER_RANK],
         "where the time goes, %": [*(tags.phase_pct(phase) for phase in PHASES), tags.EXPOSED_COMM_PCT],
         "seconds per step": [tags.STEP_S],
-        "traffic, MiB per step": [tags.sent_mib(".*")],
     },
     "Does it fit?": {
         "memory of rank 0, MiB": [tags.PEAK_MIB],
         "of the model and its training state, MiB": [
             *(tags.PARAMS_MIB, tags.GRADS_MIB, tags.OPTIMIZER_MIB, tags.GATHERED_PEAK_MIB),
         ],
+        "traffic, MiB per step": [tags.sent_mib(".*")],
+    },
+}
+
+# Chart of the summary → tag → its curve's name and colour.
+TRAIN, VAL, AVERAGE = ("train", "black"), ("val", "tab:pink"), ("average", "#a0258f")
+SUMMARY = {
+    "Is it learning? Loss": {tags.TRAIN_LOSS: TRAIN, tags.VAL_LOSS: VAL, tags.VAL_EMA_LOSS: AVERAGE},
+    "Accuracy, %": {tags.TRAIN_ACC1: TRAIN, tags.VAL_ACC1: VAL, tags.VAL_EMA_ACC1: AVERAGE},
+    "Is it fast? Time, %": {
+        **{tags.phase_pct(phase): (phase, color) for phase, color in PHASES.items()},
+        tags.EXPOSED_COMM_PCT: ("waiting", WAITING),
+    },
+    "Does it fit? MiB of rank 0": {
+        tags.PARAMS_MIB: ("parameters", MEMORY_KINDS["parameters"]),
+        tags.GRADS_MIB: ("gradients", MEMORY_KINDS["gradients"]),
+        tags.OPTIMIZER_MIB: ("optimizer", MEMORY_KINDS["optimizer"]),
+        tags.GATHERED_PEAK_MIB: ("gathered", MEMORY_KINDS["gathered"]),
+        tags.PEAK_MIB: ("peak", "0.4"),
     },
 }
 
 METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
+FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")  # of HParams, whose other columns follow by name
 
 # What tells runs apart on the HParams page, besides facts: keys of the command line, the same for every run.
 COMPARED = (
@@ -183,20 +201,30 @@ class TensorBoard(Writer):
     def __init__(
         self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
     ) -> None:
+        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard import SummaryWriter  # which takes 1.5 s
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.summary import custom_scalars, hparams
 
         self.latest = first_step
         # TensorBoard drops what an earlier process wrote of later steps than the one this continues from.
         purge = first_step + 1 if first_step else 0
         self.writer: Any = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
         experiment, session, self._end = hparams(hyperparameters(config, facts), dict.fromkeys(METRICS, 0))
-        for summary in (experiment, session):
-            self.writer._get_file_writer().add_summary(summary)
+        plugin = experiment.value[0].metadata.plugin_data
+        columns = HParamsPluginData.FromString(plugin.content)
+        for column in columns.experiment.hparam_infos:
+            column.differs = column.name in FIRST_COLUMNS  # those that are said to differ come first
+        plugin.content = columns.SerializeToString()
         charts = {
             page: {name: ["Multiline", shown] for name, shown in each.items()} for page, each in PAGES.items()
         }
-        self.writer.add_custom_scalars(charts)
+        pages = custom_scalars(charts)
+        (layout,) = map(Layout.FromString, pages.value[0].tensor.string_val)
+        layout.category[-1].closed = True
+        pages.value[0].tensor.string_val[0] = layout.SerializeToString()
+        for summary in (experiment, session, pages):
+            self.writer._get_file_writer().add_summary(summary)
         self.writer.add_text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```", self.latest)
         self.writer.flush()
 
@@ -204,7 +232,8 @@ class TensorBoard(Writer):
         self.latest = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for tag, value in scalars.items():
+        again = {first: scalars[tag] for tag, first in tags.FIRST.items() if tag in scalars}
+        for tag, value in {**scalars, **again}.items():
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
 
@@ -250,28 +279,34 @@ class SummaryFigure:
         prepare = self.validation.prepare
         return pictures.grid(batch.images[:SAMPLES], prepare.mean, prepare.std)
 
-    def draw(self) -> dict[str, Picture | str]:
-        """Return the figures by tag."""
+    def draw(self) -> Picture | str:
+        """Return the picture, in the proportions of TensorBoard's smallest card."""
         self.due_at = time.perf_counter() + REDRAW_S
-        return {
-            tag: pictures.plot(partial(self._draw_page, page), (5.5, 3.2))
-            for tag, page in zip(tags.SUMMARY, PAGES, strict=True)
-        }
+        return pictures.plot(self._draw, (4.0, 2.45), dpi=220)
 
-    def _draw_page(self, page: str, figure: Any) -> None:
-        """Draw the first two charts; beside each stand its tags with their latest values."""
-        fits = page == list(PAGES)[-1]
-        figure.suptitle(f"{page} There are {self.memory_mib:,.0f} MiB." if fits else page, fontsize=11)
+    def _draw(self, figure: Any) -> None:
+        """Draw the charts; beside each stand its curves with their latest values."""
         for axes, (chart, shown) in zip(
-            figure.subplots(2, 1, sharex=True), PAGES[page].items(), strict=False
+            figure.subplots(2, 2, sharex=True).flat, SUMMARY.items(), strict=True
         ):
-            for tag, curve in ((tag, self.curves[tag]) for tag in shown if tag in self.curves):
-                label = f"{tag} {[*curve.values()][-1]:.4g}"
-                axes.plot(curve.keys(), curve.values(), ".-", markersize=3, label=label)
-                axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-            axes.set_title(chart, fontsize=9, loc="left")
+            for tag, (name, color) in shown.items():
+                if tag in self.curves:
+                    curve, style = self.curves[tag], {"color": color, "linewidth": 1, "markersize": 2}
+                    label = f"{name} {[*curve.values()][-1]:.4g}"
+                    axes.plot(curve.keys(), curve.values(), ".-", label=label, **style)
             axes.set_ylim(bottom=0)
-            axes.tick_params(labelsize=8)
+            if tags.PEAK_MIB in shown:
+                axes.set(yscale="log", ylim=(1, 2 * self.memory_mib))
+                room = {"label": f"capacity {self.memory_mib:,.0f}", "linestyle": "--", "linewidth": 1}
+                axes.axhline(self.memory_mib, color="black", **room)
+            if tags.EXPOSED_COMM_PCT in shown and tags.IMG_PER_S in self.curves:
+                chart += f" at {[*self.curves[tags.IMG_PER_S].values()][-1]:.0f} img/s"
+            axes.set_title(chart, fontsize=6.5, loc="left")
+            axes.tick_params(labelsize=6)
+            if axes.lines:
+                beside = {"loc": "center left", "bbox_to_anchor": (0.98, 0.5), "handlelength": 0.8}
+                axes.legend(fontsize=6, frameon=False, **beside)
+        figure.supxlabel("step", fontsize=6)
 
 
 def _curves_until(directory: Path, step: int) -> dict[str, dict[int, float]]:

@@ -134,7 +134,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
     (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n")
     (folder / "plan.txt").write_text(text + "\n")
     print(f"{text}\n")
-    picture = asked.timeline.picture()
+    picture = asked.timeline.picture(keys.memory and keys.memory * GIB)
     if isinstance(picture, str):
         print(picture)
     else:

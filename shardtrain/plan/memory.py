@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
@@ -34,9 +35,9 @@ from shardtrain.job.pictures import Picture, plot
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema
 
-# What a tensor can hold, and its colour in pictures.
+# What a tensor can hold, and its colour in pictures; `monitor.metrics.PHASES` has those of time.
 MEMORY_KINDS = {
-    "parameters": "tab:blue",
+    "parameters": "#123c69",
     "optimizer": "tab:cyan",
     "gradients": "tab:purple",
     "gathered": "tab:orange",
@@ -82,11 +83,14 @@ class MemoryTimeline(NamedTuple):
         where = peak.phase if peak.phase == "update" else f"{peak.phase} of {peak.unit}"
         return f"The peak of {peak.total / MIB:.1f} MiB, in {where}, consists of {listed}."
 
-    def picture(self) -> Picture | str:
-        """Draw stacked areas over the step with the units along the axis; or say why there is no picture."""
-        return plot(self._draw, inches=(11, 5))
+    def picture(self, capacity: float | None = None) -> Picture | str:
+        """Draw stacked areas over the step with the units along the axis; or say why there is no picture.
 
-    def _draw(self, figure: Any) -> None:
+        ``capacity``: bytes that a rank has, which become a line.
+        """
+        return plot(partial(self._draw, capacity), inches=(11, 5))
+
+    def _draw(self, capacity: float | None, figure: Any) -> None:
         axes = figure.subplots()
         rows = [[size / MIB for size in sizes] for sizes in zip(*(p.bytes for p in self.points), strict=True)]
         colors = list(MEMORY_KINDS.values())
@@ -95,9 +99,17 @@ class MemoryTimeline(NamedTuple):
         at = self.points.index(self.peak)
         top = self.peak.total / MIB
         axes.annotate(f"{top:.1f} MiB", (at, top), (0, 4), textcoords="offset points", ha="center")
+        if capacity is not None:
+            room, line = capacity / MIB, min(capacity / MIB, 2 * top)
+            beyond = f", {room / line:.1f} times what is shown" if room > line else ""
+            axes.axhline(line, color="black", linestyle="--")
+            axes.annotate(
+                f"a rank has {room:,.0f} MiB{beyond}", (0, line), (4, 4), textcoords="offset points"
+            )
+            top = max(top, line)
         axes.margins(x=0)
         axes.set_ylim(0, 1.12 * top)
-        axes.set_ylabel("MiB")
+        axes.set(xlabel="operations of the step, by unit", ylabel="MiB of a rank")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, reverse=True)
         figure.suptitle(self.words(), fontsize=9, wrap=True)
 
