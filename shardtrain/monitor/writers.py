@@ -172,8 +172,6 @@ SUMMARY = {
     },
     "Does it fit? MiB of rank 0": {
         tags.PARAMS_MIB: ("parameters", MEMORY_KINDS["parameters"]),
-        tags.GRADS_MIB: ("gradients", MEMORY_KINDS["gradients"]),
-        tags.OPTIMIZER_MIB: ("optimizer", MEMORY_KINDS["optimizer"]),
         tags.GATHERED_PEAK_MIB: ("gathered", MEMORY_KINDS["gathered"]),
         tags.PEAK_MIB: ("peak", "0.4"),
     },
