@@ -142,9 +142,9 @@ def open_replicated(
 
 
 def _hosts(opening: Opening) -> list[Sequence[int]]:
-    """Return the ranks that share memory, in the order of their first ranks; the same on all ranks.
+    """Return the groups of ranks that share memory, ordered by their first ranks. Collective.
 
-    Collective. With replicas these are the shard groups, else the ranks of every host.
+    With replicas these are the shard groups, else the ranks of each host.
 
     Raises:
         ValueError: not every rank can share memory with as many others.

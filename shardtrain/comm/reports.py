@@ -190,7 +190,7 @@ def _end(known: weakref.ref[Links]) -> None:
 
 
 class Reports:
-    """What this rank waits for, and what the others have reported. Collective when created."""
+    """Knows what this rank waits for and what the others have reported. Collective when created."""
 
     def __init__(self, group: dist.ProcessGroup, abort: Callable[[], object]) -> None:
         """``abort``: callable; ends all waiting, of this rank and for it, by `Signals`."""

@@ -43,7 +43,7 @@ class Part:
 
     @cached_property
     def at_rest(self) -> Index:
-        """The shape in which the part is shown."""
+        """The shape of the part between steps."""
         if self.whole and self.shape and self.numel == math.prod(self.shape):
             return self.shape
         return self.numel, *(1 for _ in self.shape[1:])

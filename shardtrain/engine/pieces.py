@@ -216,7 +216,7 @@ def _given(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
 
 
 def _taken(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
-    """Return a piece as a plain tensor; refuse a whole one, which ``load_state_dict`` would not compare."""
+    """Return a piece as a plain tensor. Refuse other shapes, since ``load_state_dict`` compares none."""
     if value.ndim and value.shape != param.shape:
         raise ValueError(
             f"load_state_dict() was given state of shape {tuple(value.shape)} for {part.name}, of "
