@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_640, "files": 105, "rooms": 16, "engine and layout": 3_529, "tests": 13_309}
+LARGEST = {"lines": 16_640, "files": 105, "rooms": 16, "engine and layout": 3_529, "tests": 13_304}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

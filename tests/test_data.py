@@ -128,6 +128,8 @@ def test_images_in_folders(tmp_path: Path) -> None:
         assert images.dtype == torch.uint8
         assert labels.tolist() == [0, 1]
         assert images[1].unique().tolist() == [11]
+    resize, crop = data.load(folder(tmp_path, image_size=14, resize=None)).val.crop(14).transforms
+    assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
     with pytest.raises(UserError, match="train and val differ in the classes class1, cow"):
         data.load(config)

@@ -113,11 +113,11 @@ class Photos(Images):
     """Images in files, of any size, read when they are needed."""
 
     root: str
-    resize: int = at_least(1)
+    resize: int | None = at_least(1)
     crop_area: float = above(0, at_most=1)
 
     def __post_init__(self) -> None:
-        if self.resize < self.side_in_eval:
+        if self.resize is not None and self.resize < self.side_in_eval:
             key = "image_size" if self.eval_size is None else "eval_size"
             raise UserError(f"data.resize={self.resize}: expected at least data.{key}={self.side_in_eval}")
 

@@ -88,8 +88,8 @@ def pictures(config: Photos, train: Source, val: Source, classes: int | None = N
     )
 
 
-def _centre_crop(resize: int, side: int) -> v2.Transform:
-    return v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(side)])
+def _centre_crop(resize: int | None, side: int) -> v2.Transform:
+    return v2.Compose([v2.Resize(resize or round(side * 256 / 224), antialias=True), v2.CenterCrop(side)])
 
 
 class Files:
