@@ -176,6 +176,7 @@ class SimulatedDevice:
             for name in ("Stream", "Event", "current_stream", "stream"):  # FSDP2 asks there
                 patch.setattr(torch.cuda, name, getattr(self, name))
             patch.setattr(torch.profiler, "profile", self.profile)
+            patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
             patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
             patch.setattr(torch.UntypedStorage, "resize_", lambda s, n: self._resize(resize, s, n))
             patch.setattr(torch.autograd, "_engine_run_backward", in_hooks)

@@ -65,13 +65,13 @@ def nccl_of_one() -> Iterator[ProcessGroupTransport]:
 def slow_down(monkeypatch: pytest.MonkeyPatch, cycles: int = 5_000_000) -> None:
     """From now on a collective begins late on the device and ends late, while the host goes on."""
 
-    def late(original: Callable[..., Any], *args: Any) -> None:
+    def late(original: Callable[..., Any], *args: Any, **keywords: Any) -> None:
         torch.cuda._sleep(cycles)
-        original(*args)
+        original(*args, **keywords)
         torch.cuda._sleep(cycles)
 
-    for name in ("all_gather", "reduce_scatter", "all_to_all"):
-        monkeypatch.setattr(native, name, partial(late, getattr(native, name)))
+    for place, name in ((native, "all_gather"), (native, "reduce_scatter"), (dist, "all_to_all_single")):
+        monkeypatch.setattr(place, name, partial(late, getattr(place, name)))
 
 
 def linear_layers(width: int = 256, count: int = 6) -> torch.nn.Module:

@@ -61,8 +61,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's gradients; fused optimizers, too, come through here."""
-        by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        flag = found_inf.clone()  # a rank without gradients has looked at nothing
-        for other in by_device.values():  # gradients may lie elsewhere than losses: in host memory, offloaded
-            flag = torch.maximum(flag, other.to(flag.device))
-        return {flag.device: comm.all_reduce(flag, "max")}
+        home = next(param.device for group in optimizer.param_groups for param in group["params"])
+        here = torch.zeros_like(found_inf, device=home)  # torch would not wait for its copies to the host
+        by_device = super()._unscale_grads_(optimizer, inv_scale.to(home), here, allow_fp16)
+        flags = [flag.to(found_inf.device, non_blocking=True) for flag in by_device.values()]
+        return {found_inf.device: comm.all_reduce(torch.stack([found_inf, *flags]).amax(), "max")}
