@@ -25,6 +25,7 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
     "data.download=true": "takes a network",
     "bench device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
+    "allow=[": "tests/test_cli.py runs a model of its own",
 }
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
@@ -114,6 +115,19 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(example)
     said = run(2, "mine.py", folder=tmp_path)
     assert said.count("loss") == (20 if "print(" in example else 0)
+
+
+def test_a_loop_with_our_sampler_continues_exactly(tmp_path: Path) -> None:
+    (example,) = [text for text in EXAMPLES if "TrainSampler" in text]
+    (tmp_path / "mine.py").write_text(example)
+    (tmp_path / "killed.py").write_text(example.replace("    loss =", "    assert step < 7\n    loss ="))
+    losses = []
+    for name, programs in (("whole", ["mine.py"]), ("parts", ["killed.py", "mine.py"])):
+        (tmp_path / name).mkdir()
+        said = [ended(2, str(tmp_path / each), folder=tmp_path / name).output for each in programs]
+        losses.append(sorted({*re.findall(r"step .*", "".join(said))}))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 20  # two ranks' own
 
 
 def test_the_recipe_shown_is_the_one_that_is_tried() -> None:

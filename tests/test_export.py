@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import sys
+import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torchvision.models import mobilenet_v3_small
 
 from shardtrain import comm
 from shardtrain.export.__main__ import main, write_weights
-from shardtrain.job.model import load_weights, read_weights
+from shardtrain.job.model import initial_model, load_weights, read_weights, weights_file
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
@@ -212,6 +213,38 @@ def test_weights_never_run_code(tmp_path: Path) -> None:
         read_weights(tmp_path / "list.pth")
     with pytest.raises(UserError, match="there is no such file"):
         read_weights(tmp_path / "none.pth")
+
+
+def test_torchvisions_weights_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetched once; older files of theirs lack BatchNorm's counts."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    theirs = mobilenet_v3_small()
+    fetched: list[str] = []
+
+    def fetch(url: str, path: str, digest: str, progress: bool) -> None:
+        if fetched:
+            raise urllib.error.URLError("no network")
+        fetched.append(f"{url} {digest}")
+        state = {key: value for key, value in theirs.state_dict().items() if "num_batches" not in key}
+        torch.save(state, path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    sizes = ("model.num_classes=10", "model.in_channels=3", "model.image_size=32")
+    command = ("model=mobilenet_v3_small", *sizes)
+    named = configure("model.weights=IMAGENET1K_V1", "model.reset_head=true", *command)
+    own = configure(
+        "model._target_=torchvision.models.mobilenet_v3_small",
+        *("model.weights=DEFAULT", "model.num_classes=1000"),
+    )
+    for config in (named, own):
+        found = dict(initial_model(config).named_parameters())
+        for name, value in theirs.named_parameters():
+            assert torch.equal(found[name], value) == (config is own or "classifier.3" not in name), name
+    assert fetched == ["https://download.pytorch.org/models/mobilenet_v3_small-047dcff4.pth 047dcff4"]
+    with pytest.raises(
+        UserError, match=r"cannot fetch https.*no network.*; fetch it elsewhere, and give model"
+    ):
+        weights_file("IMAGENET1K_V1", "resnet18")
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -37,13 +37,6 @@ PRINTING = {*HELP, *CFG, *COMPLETION}
 FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *COMPLETION, *FOLDER), 1)  # how many values follow
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # in a line of YAML: indentation, key, comment
 
-# What Hydra says of an override, by its first words, and what that means here.
-REWORDED = {
-    "Ambiguous value": "several values are several runs, which take -m; a list is [a,b]",
-    "Sweep parameters": "several values are several runs, which take -m",
-    "Could not append": "the key is there already: leave out the +",
-}
-
 
 def printed(arguments: Sequence[str]) -> bool:
     """Print what a flag asks for, without torch; return whether one did. Mistakes are `compose`'s to name."""
@@ -155,10 +148,13 @@ def hint(key: str, config: DictConfig) -> str:
     last = key.rpartition(".")[2]
     sections = {str(name): section for name, section in config.items() if isinstance(section, DictConfig)}
     elsewhere = [f"{name}.{last}" for name, section in sections.items() if last in section]
-    words_of = OmegaConf.to_container(OmegaConf.load(Path(_configs().__file__).with_name("hints.yaml")))
-    assert isinstance(words_of, dict)
-    meanings = [str(meaning) for meaning, words in words_of.items() if last in words.split()] + elsewhere
+    meanings = [meaning for meaning, words in _hints("keys").items() if last in words.split()] + elsewhere
     return next((text if " " in text else f"did you mean {text}?" for text in meanings if text != key), "")
+
+
+def _hints(section: str) -> dict[str, str]:
+    file = Path(_configs().__file__).with_name("hints.yaml")
+    return {str(key): str(text) for key, text in OmegaConf.select(OmegaConf.load(file), section).items()}
 
 
 def read_beside(
@@ -194,7 +190,7 @@ def _explain(error: Exception) -> UserError:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).strip("/").rpartition("/")
         return not_valid(f"unknown {group} {choice!r}", choice, sorted(error.options))
-    hint = next((hint for words, hint in REWORDED.items() if str(error).startswith(words)), "")
+    hint = next((hint for words, hint in _hints("hydra").items() if str(error).startswith(words)), "")
     causes = [str(each).split("\n", 1)[0] for each in (error, error.__cause__) if each]
     causes = [causes[0].rstrip("."), hint] if hint else causes
     return UserError(re.sub(r"(^|[ '])\+\+", r"\1", ": ".join(causes)))

@@ -7,6 +7,7 @@ unpickles tensors only.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torchvision import models
 
 import shardtrain
 from shardtrain import Precision, comm
@@ -24,10 +26,10 @@ from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Config, MuonConfig, Optim
+from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.format import first_of
 from shardtrain.job.schema import UserError, instantiate, not_valid, typed
-from shardtrain.optim import Ema
-from shardtrain.optim.muon import hidden_matrices
+from shardtrain.optim import Ema, muon_groups
 
 # Logits, and so the loss, are fp32 in any case.
 PRECISIONS = {
@@ -49,7 +51,8 @@ def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
         return shardtrain.deferred(plain_model, config.model, config.allow)
     model = plain_model(config.model, config.allow)
     if weights is not None:
-        load_weights(model, Path(weights).expanduser(), reset_head)
+        on_rank_0(lambda: weights_file(weights, config.model_name))  # which fetches them for all
+        load_weights(model, weights_file(weights, config.model_name), reset_head)
     return model
 
 
@@ -145,17 +148,12 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
 
     Matrices and filters decay. Biases and normalisation layers do only with ``optim.decay_all``.
     """
-    muon, hidden = isinstance(optim, MuonConfig), set(hidden_matrices(model))
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for param in model.parameters():
-        kind = (optim.decay_all or param.ndim > 1, muon and param in hidden)
-        groups.setdefault(kind, []).append(param)
-    made = []
-    for decays, use_muon in sorted(groups, reverse=True):
-        decay = optim.weight_decay if decays else 0.0
-        group = {"params": groups[decays, use_muon], "weight_decay": decay}
-        made.append(group | ({"use_muon": use_muon} if muon else {}))
-    return made
+    kinds = muon_groups(model) if isinstance(optim, MuonConfig) else [{"params": [*model.parameters()]}]
+    groups = []
+    for decays, kind in itertools.product((True, False), kinds):
+        params = [param for param in kind["params"] if (optim.decay_all or param.ndim > 1) == decays]
+        groups.append({**kind, "params": params, "weight_decay": optim.weight_decay if decays else 0.0})
+    return [group for group in groups if group["params"]]
 
 
 def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
@@ -164,6 +162,26 @@ def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None
         return None
     after = round(config.ema.after_epochs * steps_per_epoch)
     return Ema(model, config.ema.decay, every=config.ema.every_steps, after=after)
+
+
+def weights_file(weights: str, model: str) -> Path:
+    """Return the file of ``weights``: a path, or torchvision's name of some for ``model``, fetched once."""
+    path, name = Path(weights).expanduser(), model.rpartition(".")[2]
+    known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
+    if path.suffix or path.exists() or not known:
+        return path
+    if weights not in known:
+        raise not_valid(f"model.weights={weights}: no file, and not torchvision's for {name}", weights, known)
+    url = known[weights].url
+    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            torch.hub.download_url_to_file(url, str(path), path.stem.rpartition("-")[2], progress=False)
+    except (OSError, RuntimeError) as error:  # no network; another file than its name says
+        way_out = "fetch it elsewhere, and give model.weights=FILE"
+        raise UserError(f"model.weights={weights}: cannot fetch {url} ({error}); {way_out}") from None
+    return path
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -192,12 +210,15 @@ def load_weights(model: nn.Module, path: Path, reset_head: bool = False) -> None
     Raises:
         UserError: naming what is missing, unexpected, misshapen or of another dtype; nothing is loaded then.
     """
-    state = read_weights(path)
+    ours = model.state_dict()
+    counts = {key: value for key, value in ours.items() if key.endswith("num_batches_tracked")}
+    state = counts | read_weights(path)  # which files of before PyTorch 0.4.1 lack
     if reset_head:
         head = head_of(model)
-        state |= {key: value for key, value in model.state_dict().items() if key.startswith(f"{head}.")}
-    expected = {name: Spec.of(value) for name, value in model.state_dict().items()}
+        state |= {key: value for key, value in ours.items() if key.startswith(f"{head}.")}
+    expected = {name: Spec.of(value) for name, value in ours.items()}
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
     if problems:
-        raise UserError(f"{path} does not fit the model: {first_of(problems)}")
+        hint = "" if reset_head else "; model.reset_head=true makes the last layer anew"
+        raise UserError(f"{path} does not fit the model: {first_of(problems)}{hint}")
     model.load_state_dict(state)
