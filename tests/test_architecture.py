@@ -21,14 +21,14 @@ PROGRAM = {
     "job": 2_963,
     "plan": 786,
     "monitor": 1_138,
-    "train": 796,
+    "train": 810,
     "export": 145,
     "bench": 1_377,
     "doctor": 304,
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_654, "files": 105, "rooms": 16, "engine and layout": 3_529, "tests": 13_357}
+LARGEST = {"lines": 16_668, "files": 105, "rooms": 16, "engine and layout": 3_529, "tests": 13_373}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -7,6 +7,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -295,6 +296,21 @@ def test_what_cannot_be_continued_is_named(
     ending = run(str(folder), QUIET, argument)
     assert ending.startswith("UserError ")
     assert text in ending
+
+
+def test_a_dry_run_looks_where_the_run_would(
+    tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
+    assert run(str(undisturbed), "dry_run=true") == "finished"
+    said = capsys.readouterr().out
+    assert "continuing after step 10 of 10: nothing is left to do" in said
+    assert re.search(r"0\.\d*[1-9] MiB of a rank per checkpoint, [\d,]+ MiB free on ", said), said
+    assert "its optimizer is AdamW, expected SGD" in run(str(undisturbed), "dry_run=true", "optim=sgd")
+    assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
+    (tmp_path / "file").write_text("")
+    ending = run(f"{tmp_path}/file/run", "dry_run=true")
+    assert f"run.dir={tmp_path}/file/run: cannot write there (Not a directory)" in ending
 
 
 def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:

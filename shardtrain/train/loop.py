@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.device import HostCopy, on_accelerator
 from shardtrain.job.build import build
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import AFTERWARDS, START_UP
+from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.launch import Context
 from shardtrain.job.signals import StoppableFeed, StopSignals
@@ -26,7 +26,7 @@ from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.plan.report import rank_table
 from shardtrain.plan.simulate import plan_of
-from shardtrain.train.resume import find_start, restore, run_directory, start_messages
+from shardtrain.train.resume import disk_in_words, find_start, restore, run_directory, start_messages
 from shardtrain.train.saving import Saver, Training
 
 
@@ -120,15 +120,16 @@ def train(config: Config, context: Context) -> float | None:
         StopSignals() as signals,
     ):
         table = start_table(config, context, job)
-        monitor.say("\n".join([table, *messages, *start_messages(start, job, config.eval_only)]))
+        monitor.say("\n".join([table, *messages, *start_messages(start, job, config)]))
         if config.eval_only:
             feed = StoppableFeed(job.val, signals, context.device)
             evaluation = evaluate(job.model, feed, ema=job.ema, flip=config.train.eval_flip)
             monitor.say(score_table(evaluation, config.reference))
             return evaluation.acc1
         if config.dry_run:
-            if rank_info.rank == 0:
-                monitor.say("\n" + rank_table(plan_of(config, job)))
+            plan = plan_of(config, job)
+            saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
+            on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
             return best_acc1
         training = Training(config, job, metrics, monitor)
         saver = Saver(training, start.store, state, signals)

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from shardtrain.checkpoint.store import Newest, Store, newest, steps_in
 from shardtrain.job.build import Job, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.format import first_of
+from shardtrain.job.format import MIB, first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, writing
 from shardtrain.monitor import StepMetrics
@@ -39,13 +41,13 @@ class Start(NamedTuple):
     damaged: list[tuple[Path, str]]  # newer checkpoints that are not complete, and why
 
 
-def start_messages(start: Start, job: Job, evaluating: bool = False) -> list[str]:
+def start_messages(start: Start, job: Job, config: Config) -> list[str]:
     """Return what people should know of the start."""
-    aside = "" if evaluating else "; it is set aside"
+    aside = "" if config.eval_only or config.dry_run else "; it is set aside"
     warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
     if start.opened is None:
         return warnings
-    if evaluating:
+    if config.eval_only:
         return [*warnings, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
@@ -64,7 +66,7 @@ def find_start(config: Config, context: Context) -> Start:
         keep=config.checkpoint.keep,
         asynchronous=config.checkpoint.asynchronous,
     )
-    if config.dry_run or (config.resume == "none" and (config.eval_only or not _restarted(context))):
+    if config.resume == "none" and (config.eval_only or not _restarted(context)):
         return Start(0, None, store, [])
     try:
         found = store.newest()
@@ -99,6 +101,17 @@ def open_named(path: Path) -> Newest:
         opened = open_checkpoint(path, all_ranks)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
     return newest(path / CHECKPOINTS, all_ranks)
+
+
+def disk_in_words(directory: Path, checkpoint: int) -> str:
+    """Say what room there is for checkpoints of so many bytes per rank in ``directory``; it need not exist.
+
+    Raises UserError if nobody can write there.
+    """
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    with writing("run.dir", directory), tempfile.TemporaryFile(dir=place):
+        free = shutil.disk_usage(place).free
+    return f"{checkpoint / MIB:,.2f} MiB of a rank per checkpoint, {free / MIB:,.0f} MiB free on {place}"
 
 
 @contextlib.contextmanager
