@@ -18,7 +18,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
 ENGINE = {"layout": 198, "device": 179, "comm": 3_737, "engine": 3_331, "optim": 321, "checkpoint": 1_346}
 PROGRAM = {
-    "job": 2_963,
+    "job": 2_960,
     "plan": 786,
     "monitor": 1_138,
     "train": 810,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_668, "files": 105, "rooms": 16, "engine and layout": 3_529, "tests": 13_373}
+LARGEST = {"lines": 16_665, "files": 105, "rooms": 16, "engine and layout": 3_529, "tests": 13_372}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -129,8 +129,7 @@ def instantiate(
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{section}: {error}".partition("\n")[0]) from error
     if not isinstance(made, kind):
-        found = f"{section}._target_={path}: it returned a {type(made).__name__}"
-        raise UserError(f"{found}, expected a {kind.__name__}")
+        raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {kind.__name__}")
     return made
 
 

@@ -72,11 +72,9 @@ def _arrays(file: IO[bytes], name: str) -> DataSet:
     classes = 1 + int(train.labels.max())
     for part, labels, bound in (("train", train.labels, len(train)), (held_out, val.labels, classes)):
         if labels.min() < 0 or labels.max() >= bound:
-            are = f"{part}_labels are from {labels.min()} to {labels.max()}"
-            raise ValueError(f"{are}, classes from 0 to {bound - 1} at most")
+            raise ValueError(f"{part}_labels are from {labels.min()} to {labels.max()}, not 0 to {bound - 1}")
     if train.images.shape[1:] != val.images.shape[1:]:
-        sizes = (tuple(each.images.shape[1:]) for each in (train, val))
-        raise ValueError("the images of both parts have other sizes, {} and {}".format(*sizes))
+        raise ValueError(f"{held_out}_images have another size or other channels than train_images")
     some = train.images[:: 1 + len(train) // 2048].float()
     std, mean = torch.std_mean(some, (0, 2, 3), correction=0)
     return DataSet(
