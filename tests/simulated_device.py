@@ -32,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardtrain import device as devices
+
 DEVICE, HOST, PINNED = torch.device("cuda", 0), "host", "pinned"
 
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_"}
@@ -173,8 +175,9 @@ class SimulatedDevice:
             there = {"get_device_name": "a simulated device", "current_device": 0, "is_initialized": True}
             for name, answer in {**there, "get_rng_state": torch.get_rng_state()}.items():
                 patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-            for name in ("Stream", "Event", "current_stream", "stream"):  # FSDP2 asks there
+            for name in ("Stream", "Event", "current_stream"):  # FSDP2 asks there
                 patch.setattr(torch.cuda, name, getattr(self, name))
+            patch.setattr(torch.cuda, "stream", devices.inside)
             patch.setattr(torch.profiler, "profile", self.profile)
             patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
             patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
@@ -194,12 +197,6 @@ class SimulatedDevice:
 
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
     @contextmanager
     def profile(self) -> Iterator[SimpleNamespace]:

@@ -128,9 +128,7 @@ def test_streams_are_in_order_and_the_host_never_waits(
 def test_a_trace_ends_movements_in_their_stream(device: SimulatedDevice) -> None:
     with trace.record(DEVICE) as taken:
         play(device, "even", LOW, OddNet())
-    ends = {
-        (kind, end.stream.name) for kind, _, _, end in taken.noted if kind in ("forward", "gather", "reduce")
-    }
+    ends = {(k, end.stream.name) for k, _, _, end in taken.noted if k in ("forward", "gather", "reduce")}
     moving = "a stream of priority -1"
     assert ends == {("forward", "the compute stream"), ("gather", moving), ("reduce", moving)}
 
