@@ -173,7 +173,11 @@ class SimulatedDevice:
             patch.setattr(torch, "Stream", self.Stream)
             patch.setattr(torch, "Event", self.Event)
             there = {"get_device_name": "a simulated device", "current_device": 0, "is_initialized": True}
-            for name, answer in {**there, "get_rng_state": torch.get_rng_state()}.items():
+            for name, answer in {
+                **there,
+                "get_rng_state": torch.get_rng_state(),
+                "is_bf16_supported": True,
+            }.items():
                 patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
             for name in ("Stream", "Event", "current_stream"):  # FSDP2 asks there
                 patch.setattr(torch.cuda, name, getattr(self, name))

@@ -86,8 +86,7 @@ def test_only_right_answers_are_ranked() -> None:
     assert failed == "FSDP1: failed, not ranked: RuntimeError: not on this device"
     assert wrong.endswith("wrong, not ranked: losses differ from ddp's by up to 6.7e-02 of their value")
 
-
-def test_a_reference_that_fails_leaves_the_times() -> None:
+    # A reference that fails leaves the times.
     comparison = measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0]))
     text = "\n".join(step_table(CASES["tiny"], comparison, {}))
     for words in ("No ratios: FSDP2 has no right answers", "Losses were not compared", "1000.0"):
