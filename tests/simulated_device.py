@@ -172,12 +172,9 @@ class SimulatedDevice:
                 patch.setattr(torch.accelerator, name, getattr(self, name))
             patch.setattr(torch, "Stream", self.Stream)
             patch.setattr(torch, "Event", self.Event)
-            there = {"get_device_name": "a simulated device", "current_device": 0, "is_initialized": True}
-            for name, answer in {
-                **there,
-                "get_rng_state": torch.get_rng_state(),
-                "is_bf16_supported": True,
-            }.items():
+            there = {"current_device": 0, "is_initialized": True, "is_bf16_supported": True}
+            there |= {"get_device_name": "a simulated device", "get_rng_state": torch.get_rng_state()}
+            for name, answer in there.items():
                 patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
             for name in ("Stream", "Event", "current_stream"):  # FSDP2 asks there
                 patch.setattr(torch.cuda, name, getattr(self, name))

@@ -65,7 +65,7 @@ def measured(**samples: Samples) -> Comparison:
     return Comparison("fsdp2", samples=dict(samples))
 
 
-def test_only_right_answers_are_ranked() -> None:
+def test_only_right_answers_are_ranked_and_a_failed_reference_leaves_the_times() -> None:
     comparison = measured(
         shardtrain=Samples([1.0, 1.0], [2.0, 1.5]),
         fsdp2=Samples([2.0, 4.0], [2.0, 1.5]),
@@ -85,8 +85,6 @@ def test_only_right_answers_are_ranked() -> None:
     assert [line.split("  ")[0] for line in ranked[2:]] == order
     assert failed == "FSDP1: failed, not ranked: RuntimeError: not on this device"
     assert wrong.endswith("wrong, not ranked: losses differ from ddp's by up to 6.7e-02 of their value")
-
-    # A reference that fails leaves the times.
     comparison = measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0]))
     text = "\n".join(step_table(CASES["tiny"], comparison, {}))
     for words in ("No ratios: FSDP2 has no right answers", "Losses were not compared", "1000.0"):
