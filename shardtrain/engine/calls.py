@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardtrain.engine.precision import leaves
+from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
@@ -77,7 +78,7 @@ class Backward:
     current: list[Unit] = field(default_factory=list)  # those of them that are not over
     completed: set[Unit] = field(default_factory=set)  # units all of whose gradients have arrived
     launched: list[Unit] = field(default_factory=list)  # units whose reduction has been started
-    arriving: dict[nn.Parameter, str] = field(default_factory=dict)  # whose gradient is being accumulated
+    arriving: dict[ShardedParam, None] = field(default_factory=dict)  # whose gradients are being accumulated
 
 
 def calling_frame() -> FrameType:

@@ -279,15 +279,18 @@ class Schedule:
             unit.open_full()  # which `show_pieces` has hidden since forward
         backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
-        backward.arriving[member.param] = member.name
+        backward.arriving[member] = None
         member.put_grad_away()
 
     def gradient_arrived(self, number: int, segment: int, index: int) -> None:
         """Take the gradient that autograd has accumulated in one parameter."""
         backward, unit = self._backward, self.units[number]
-        param = unit.segments[segment].members[index].param
-        if backward is None or backward.arriving.pop(param, None) is None or param.grad is None:
-            return  # a loss on the local piece, or a parameter frozen since forward
+        member = unit.segments[segment].members[index]
+        if backward is None or member not in backward.arriving:
+            return  # a loss on the local piece
+        del backward.arriving[member]
+        if member.param.grad is None:
+            return  # frozen since forward
         if self._reductions[unit].collect(segment, index):
             self._complete(backward, unit, backward.first[unit] - 1)
             self._launch_completed(backward)
@@ -321,7 +324,7 @@ class Schedule:
     def _end_backward(self, backward: Backward) -> None:
         """Reduce what had to wait, now that autograd is done; return to rest, and tell users."""
         if backward.arriving:
-            names = ", ".join(backward.arriving.values())
+            names = ", ".join(member.name for member in backward.arriving)
             self._forget(backward)
             raise ValueError(
                 f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
@@ -368,8 +371,8 @@ class Schedule:
     def _forget(self, backward: Backward) -> None:
         for reduction in self._reductions.values():
             reduction.drop()
-        for param in backward.arriving:
-            param.grad = None
+        for member in backward.arriving:
+            member.param.grad = None
         self._unreduced.clear()
         self._rest()
 

@@ -92,12 +92,11 @@ class ShardedParam:
 
     def show_full(self) -> None:
         """Show the parameter in full; put the gradient of its local piece away."""
-        if self.shows_full:
-            return
-        self.put_grad_away()
-        self.param.data = self.full_view
-        self.shows_full = True
-        self.note_version()
+        param = self.param
+        if param.grad is not None:
+            self.put_grad_away()
+        param.data = self.full_view
+        self.shows_full, self._version = True, param._version
 
     def show_local(self) -> None:
         """Show the local piece, with its gradient."""
@@ -153,8 +152,8 @@ class ShardedParam:
 
     def changed(self) -> bool:
         """Return whether users changed the parameter since `note_version`."""
-        address = _address(self.full_view) if self.shows_full else self._address
-        return self.param._version != self._version or _address(self.param) != address
+        view = self.full_view if self.shows_full else self.local_view
+        return self.param._version != self._version or self.param.data_ptr() != view.data_ptr()
 
     def was_replaced(self) -> bool:
         """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave it other storage.

@@ -41,7 +41,8 @@ class Account:
 
     def add(self, units: int, size: int) -> None:
         self.now = Gathered(self.now.units + units, self.now.bytes + size)
-        self._peak = Gathered(*map(max, self._peak, self.now))
+        if units > 0:
+            self._peak = Gathered(*map(max, self._peak, self.now))
 
     def take_peak(self) -> Gathered:
         """Return the peak, and start the next one from what is gathered now."""
@@ -158,7 +159,8 @@ class Unit:
         if self.state is State.GATHERING:
             self.finish()
         for member in self.members:
-            member.show_full()
+            if not member.shows_full:
+                member.show_full()
 
     def release(self) -> None:
         """Let the parameters show their local pieces and empty the full vector."""
