@@ -16,7 +16,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 198, "device": 179, "comm": 3_737, "engine": 3_331, "optim": 321, "checkpoint": 1_346}
+ENGINE = {"layout": 198, "device": 179, "comm": 3_737, "engine": 3_329, "optim": 321, "checkpoint": 1_346}
 PROGRAM = {
     "job": 2_960,
     "plan": 786,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_665, "files": 105, "rooms": 16, "engine and layout": 3_529, "tests": 13_372}
+LARGEST = {"lines": 16_663, "files": 105, "rooms": 16, "engine and layout": 3_527, "tests": 13_372}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

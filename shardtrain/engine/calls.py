@@ -78,7 +78,7 @@ class Backward:
     current: list[Unit] = field(default_factory=list)  # those of them that are not over
     completed: set[Unit] = field(default_factory=set)  # units all of whose gradients have arrived
     launched: list[Unit] = field(default_factory=list)  # units whose reduction has been started
-    arriving: dict[ShardedParam, None] = field(default_factory=dict)  # whose gradients are being accumulated
+    arriving: dict[ShardedParam, bool] = field(default_factory=dict)  # whose gradients are being accumulated
 
 
 def calling_frame() -> FrameType:

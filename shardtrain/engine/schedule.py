@@ -279,18 +279,15 @@ class Schedule:
             unit.open_full()  # which `show_pieces` has hidden since forward
         backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
-        backward.arriving[member] = None
+        backward.arriving[member] = True
         member.put_grad_away()
 
     def gradient_arrived(self, number: int, segment: int, index: int) -> None:
         """Take the gradient that autograd has accumulated in one parameter."""
         backward, unit = self._backward, self.units[number]
         member = unit.segments[segment].members[index]
-        if backward is None or member not in backward.arriving:
-            return  # a loss on the local piece
-        del backward.arriving[member]
-        if member.param.grad is None:
-            return  # frozen since forward
+        if backward is None or not backward.arriving.pop(member, False) or member.param.grad is None:
+            return  # a loss on the local piece, or a parameter frozen since forward
         if self._reductions[unit].collect(segment, index):
             self._complete(backward, unit, backward.first[unit] - 1)
             self._launch_completed(backward)

@@ -76,7 +76,7 @@ class ShardedParam:
         self.part, self.offset = part, offset
         self.shows_full = False
         self.grad_away: torch.Tensor | None = None  # that of the local piece, while the parameter is full
-        self._version = 0  # of the parameter at the last cast, or when last shown in full
+        self.version = 0  # of the parameter at the last cast, or when last shown in full
         self._address = 0
 
     def see(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
@@ -96,7 +96,7 @@ class ShardedParam:
         if param.grad is not None:
             self.put_grad_away()
         param.data = self.full_view
-        self.shows_full, self._version = True, param._version
+        self.shows_full, self.version = True, param._version
 
     def show_local(self) -> None:
         """Show the local piece, with its gradient."""
@@ -146,14 +146,10 @@ class ShardedParam:
 
     # what users change
 
-    def note_version(self) -> None:
-        """Look for changes from now on."""
-        self._version = self.param._version
-
     def changed(self) -> bool:
-        """Return whether users changed the parameter since `note_version`."""
+        """Return whether users changed the parameter since its last cast, or since it is shown in full."""
         view = self.full_view if self.shows_full else self.local_view
-        return self.param._version != self._version or self.param.data_ptr() != view.data_ptr()
+        return self.param._version != self.version or self.param.data_ptr() != view.data_ptr()
 
     def was_replaced(self) -> bool:
         """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave it other storage.
@@ -278,7 +274,7 @@ class Segment:
     def cast(self) -> None:
         """Bring ``wire`` up to date with ``local``, while no rank reads it."""
         for member in self.members:
-            member.note_version()
+            member.version = member.param._version
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
