@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -61,7 +64,10 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
-    assert result["parameters"] == PARAMETERS
+    assert (result["parameters"], result["best_val/step"]) == (PARAMETERS, 1)
+    assert result["command"] == shlex.join(sys.argv)
+    assert abs(datetime.datetime.fromisoformat(result["started"]).timestamp() - time.time()) < 600
+    assert result["commit"] is None or re.fullmatch("[0-9a-f]{40}", result["commit"])
     assert {"torch", "torchvision", "python"} <= set(result["versions"])
     saved = OmegaConf.load(tmp_path / "a/run/config.yaml")
     assert (saved.model.num_classes, saved.model.in_channels, saved.model.image_size) == (10, 1, 8)
@@ -70,7 +76,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "finished  step 1" in log
     output = capsys.readouterr().out
     assert f"step   1/{job.steps}  epoch 0.0  loss 0.5000  acc1 80.00 %  lr 0.1  123 img/s" in output
-    assert "val loss 0.2500  acc1 98.50 %  acc5 100.00 %" in output
+    assert "val loss 0.2500, acc1 98.50 %\n" in output
     assert "finished" in output
 
 

@@ -18,7 +18,7 @@ from shardtrain.optim.ema import Ema
 class Scores(NamedTuple):
     loss: float  # mean cross-entropy, without label smoothing
     acc1: float  # percent
-    acc5: float  # percent; of fewer than five classes, all are right
+    acc5: float  # percent; of fewer than five classes, all are right; told of where there are more than ten
 
 
 class Evaluation(NamedTuple):

@@ -77,6 +77,12 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
             config = hydra.compose("config", texts, return_hydra_config=helping)
             if config.get("allow"):
                 raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
+            if "sched.warmup_epochs" in keys:
+                warmup, epochs = config.sched.warmup_epochs, config.train.epochs
+                if float(warmup) > float(epochs or 0):
+                    raise UserError(
+                        f"sched.warmup_epochs={warmup}: longer than the run, train.epochs={epochs}"
+                    )
             config.merge_with_dotlist([text.lstrip("+") for text in allow])
             text = described(config, folders, section) if helping else OmegaConf.to_yaml(config)
             if "query=bash" in flags:

@@ -50,6 +50,7 @@ class Context:
     rank_info: RankInfo
     device: torch.device
     run_dir: Path
+    first: bool = True  # of the jobs of a sweep
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:

@@ -12,7 +12,7 @@ GRAD_NORM = "grad_norm"  # before clipping
 VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5) = ("val/loss", "val/acc1", "val/acc5")
 # Of the weights' moving average.
 VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5) = ("val/ema_loss", "val/ema_acc1", "val/ema_acc5")
-BEST_ACC1 = "best_val/acc1"  # in result.json only
+BEST_ACC1, BEST_STEP = "best_val/acc1", "best_val/step"  # in result.json only
 
 IMG_PER_S = "perf/img_per_s"
 IMG_PER_S_PER_RANK = "perf/img_per_s_per_rank"

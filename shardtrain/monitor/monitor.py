@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -116,11 +119,11 @@ class Monitor:
 
 @contextlib.contextmanager
 def open_monitor(
-    config: Config, context: Context, job: Job, metrics: StepMetrics, best_acc1: float | None = None
+    config: Config, context: Context, job: Job, metrics: StepMetrics, best: tuple[int, float] | None = None
 ) -> Iterator[Monitor]:
     """Open the run's monitor; however the block is left, files are complete afterwards.
 
-    ``best_acc1``: that of the run which continues here, if it has been evaluated.
+    ``best``: step and accuracy of the best evaluation of the run which continues here, if there was one.
     """
     console_only = config.dry_run or config.eval_only
     if not console_only:
@@ -129,7 +132,7 @@ def open_monitor(
         length = job.steps, job.steps_per_epoch
         yield Monitor([Console("none", *length)] if context.rank_info.rank == 0 else [])
         return
-    monitor, result = _open(config, context, job, best_acc1)
+    monitor, result = _open(config, context, job, best)
     status = "failed"
     try:
         yield monitor
@@ -154,7 +157,7 @@ def _make_run_dir(path: Path, config: Config) -> None:
 
 
 def _open(
-    config: Config, context: Context, job: Job, best_acc1: float | None
+    config: Config, context: Context, job: Job, best: tuple[int, float] | None
 ) -> tuple[Monitor, Mapping[str, Any]]:
     """Return rank 0's monitor, and what result.json holds, as it changes."""
     facts = {
@@ -168,13 +171,27 @@ def _open(
         "world_size": context.rank_info.world_size,
         "device": context.device.type,
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
-        **({} if best_acc1 is None else {tags.BEST_ACC1: best_acc1}),
+        "classes": config.model["num_classes"],
+        "command": shlex.join(sys.argv),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        **({} if best is None else {tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]}),
     }
     result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
-    console = Console(config.monitor.progress, job.steps, job.steps_per_epoch, job.first_step)
+    console = Console(
+        config.monitor.progress, job.steps, job.steps_per_epoch, job.first_step, facts["classes"]
+    )
     writers, summary = [result, console, LogFile(context.run_dir)], None
     if config.monitor.tensorboard:
         writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
         memory_mib = device.total_memory(job.device) / MIB
         summary = SummaryFigure(context.run_dir, job.val, job.first_step, memory_mib)
     return Monitor(writers, summary), result.result
+
+
+def _commit() -> str | None:
+    """Return the git commit of the working directory, where it is in a repository."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        return asked.stdout.strip() or None
+    return None

@@ -30,9 +30,11 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
     rows = [
-        ("model", f"{_model_name(config.model)}, {sum(unit.parameters for unit in units):,} parameters"),
-        ("cost", f"{job.forward_flops[side] / 1e9:.3g} GFLOP per image, forward"),
-        ("units", f"{len(units)}, {sum(unit.bytes for unit in units) / MIB:.1f} MiB in all"),
+        (
+            "model",
+            f"{_model_name(config.model)}, {sum(unit.parameters for unit in units):,} parameters in "
+            f"{counted(len(units), 'unit')}, {job.forward_flops[side] / 1e9:.3g} GFLOP per image forward",
+        ),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
         ("data", f"{job.data_name}, {side}×{side} pixels"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
@@ -48,7 +50,9 @@ def start_table(config: Config, context: Context, job: Job) -> str:
 
 
 def _model_name(model: Mapping[str, Any]) -> str:
-    keys = [f"{k} {v}" for k, v in model.items() if k not in ("_target_", "name") and v is not None]
+    """Name the model, with what is not as usual."""
+    usual = ("_target_", "name", "num_classes", "in_channels", "image_size")
+    keys = [f"{k} {v}" for k, v in model.items() if k not in usual and v not in (None, False, "auto", [])]
     return ", ".join([str(model.get("name", model["_target_"])), *keys])
 
 
@@ -59,25 +63,33 @@ def end_table(result: Mapping[str, Any]) -> str:
         loss, acc1, speed = (result[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
         rows.append(("train", f"loss {loss:.4f}, acc1 {acc1:.2f} %, {speed:.0f} img/s at the end"))
     if tags.VAL_LOSS in result:
-        rows += _score_rows(result, f", best acc1 {result[tags.BEST_ACC1]:.2f} %")
+        rows += _score_rows(
+            result, f", best acc1 {result[tags.BEST_ACC1]:.2f} % at step {result[tags.BEST_STEP]}"
+        )
     if "verdict" in result:
         rows.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
         rows += [("time", result["time"]), ("verdict", result["verdict"])]
     return _labelled([*rows, ("run", result["run_dir"])])
 
 
-def score_table(evaluation: Evaluation, reference: Reference | None) -> str:
+def score_table(evaluation: Evaluation, reference: Reference | None, classes: int) -> str:
     """Describe an evaluation without a run."""
-    facts = {"reference": None if reference is None else dataclasses.asdict(reference)}
+    facts = {"reference": None if reference is None else dataclasses.asdict(reference), "classes": classes}
     return _labelled(_score_rows(evaluation.scalars() | facts, ""))
+
+
+def in_words(scalars: Mapping[str, Any], names: Sequence[str], classes: int) -> str:
+    """Describe the scores with the tags ``names``; acc5 where there are more than ten classes."""
+    loss, acc1, acc5 = (scalars[tag] for tag in names)
+    return f"loss {loss:.4f}, acc1 {acc1:.2f} %" + (f", acc5 {acc5:.2f} %" if classes > 10 else "")
 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     """Describe the latest evaluation in ``result``, and how it compares with what has been published."""
     rows = []
-    for name, (loss, acc1, acc5) in (("val", tags.VAL), ("average", tags.VAL_EMA)):
-        if loss in result:
-            scores = f"loss {result[loss]:.4f}, acc1 {result[acc1]:.2f} %, acc5 {result[acc5]:.2f} %"
+    for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA)):
+        if names[0] in result:
+            scores = in_words(result, names, result["classes"])
             rows.append((name, scores + (more if name == "val" else "")))
     if result.get("reference"):
         yours, theirs = result.get(tags.VAL_EMA_ACC1, result[tags.VAL_ACC1]), result["reference"]

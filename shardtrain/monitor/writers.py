@@ -25,6 +25,7 @@ from shardtrain.job.data import Batch, EvalFeed
 from shardtrain.job.dist_env import versions
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import PHASES, WAITING
+from shardtrain.monitor.tables import in_words
 from shardtrain.plan.memory import MEMORY_KINDS
 
 
@@ -47,8 +48,10 @@ class Writer:
 class Console(Writer):
     """What is said, and progress as ``lines``, one per report, or as ``none``."""
 
-    def __init__(self, progress: str, steps: int, steps_per_epoch: int, first_step: int = 0) -> None:
-        self.progress = progress
+    def __init__(
+        self, progress: str, steps: int, steps_per_epoch: int, first_step: int = 0, classes: int = 10
+    ) -> None:
+        self.progress, self.classes = progress, classes
         self.steps, self.steps_per_epoch, self.first_step = steps, steps_per_epoch, first_step
         self.started = time.perf_counter()
 
@@ -60,8 +63,7 @@ class Console(Writer):
             return
         where = f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {step / self.steps_per_epoch:.1f}"
         if tags.VAL_LOSS in scalars:
-            loss, acc1, acc5 = (scalars[tag] for tag in tags.VAL)
-            self.say(f"{where}  val loss {loss:.4f}  acc1 {acc1:.2f} %  acc5 {acc5:.2f} %")
+            self.say(f"{where}  val {in_words(scalars, tags.VAL, self.classes)}")
             return
         loss, acc1, speed = (scalars[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
         rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed:.0f} img/s  {self.left(step)} left"
@@ -114,7 +116,8 @@ class ResultFile(Writer):
         self.result.update(scalars)
         if tags.VAL_ACC1 in scalars:
             judged = scalars.get(tags.VAL_EMA_ACC1, scalars[tags.VAL_ACC1])
-            self.facts({tags.BEST_ACC1: max(self.result.get(tags.BEST_ACC1, 0.0), judged)})
+            best = judged > self.result.get(tags.BEST_ACC1, -1.0)
+            self.facts({tags.BEST_ACC1: judged, tags.BEST_STEP: step} if best else {})
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         """Replace the file at once: a reader finds the old one or the new one, complete."""

@@ -113,24 +113,23 @@ def train(config: Config, context: Context) -> float | None:
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state = restore(start, config, job, metrics)
-    best_acc1 = state.best.acc1 if state.best else None
     with (
         run_directory(start, config, context) as messages,
-        open_monitor(config, context, job, metrics, best_acc1) as monitor,
+        open_monitor(config, context, job, metrics, state.best) as monitor,
         StopSignals() as signals,
     ):
-        table = start_table(config, context, job)
-        monitor.say("\n".join([table, *messages, *start_messages(start, job, config)]))
+        table = [start_table(config, context, job)] if context.first else []
+        monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
         if config.eval_only:
             feed = StoppableFeed(job.val, signals, context.device)
             evaluation = evaluate(job.model, feed, ema=job.ema, flip=config.train.eval_flip)
-            monitor.say(score_table(evaluation, config.reference))
+            monitor.say(score_table(evaluation, config.reference, config.model["num_classes"]))
             return evaluation.acc1
         if config.dry_run:
             plan = plan_of(config, job)
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
             on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
-            return best_acc1
+            return state.best.acc1 if state.best else None
         training = Training(config, job, metrics, monitor)
         saver = Saver(training, start.store, state, signals)
         with Watch(config, context, job, metrics, monitor) as watch:

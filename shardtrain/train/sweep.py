@@ -92,7 +92,7 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
     gather_problems, directory = _text_exchange(rank_info), launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
     for overrides in sweep.jobs:
-        context = Context(rank_info, device, directory / str(len(done)))
+        context = Context(rank_info, device, directory / str(len(done)), first=not done)
         if rank_info.rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
         outcome = _run_job(program, sweep, overrides, context)
