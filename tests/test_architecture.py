@@ -20,7 +20,7 @@ ENGINE = {"layout": 198, "device": 179, "comm": 3_737, "engine": 3_329, "optim":
 PROGRAM = {
     "job": 2_967,
     "plan": 786,
-    "monitor": 1_170,
+    "monitor": 1_169,
     "train": 809,
     "export": 145,
     "bench": 1_377,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_701, "files": 105, "rooms": 16, "engine and layout": 3_527, "tests": 13_371}
+LARGEST = {"lines": 16_700, "files": 105, "rooms": 16, "engine and layout": 3_527, "tests": 13_371}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

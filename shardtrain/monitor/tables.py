@@ -63,9 +63,8 @@ def end_table(result: Mapping[str, Any]) -> str:
         loss, acc1, speed = (result[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
         rows.append(("train", f"loss {loss:.4f}, acc1 {acc1:.2f} %, {speed:.0f} img/s at the end"))
     if tags.VAL_LOSS in result:
-        rows += _score_rows(
-            result, f", best acc1 {result[tags.BEST_ACC1]:.2f} % at step {result[tags.BEST_STEP]}"
-        )
+        at = f" at step {result[tags.BEST_STEP]}" if tags.BEST_STEP in result else ""  # older ones lack it
+        rows += _score_rows(result, f", best acc1 {result[tags.BEST_ACC1]:.2f} %{at}")
     if "verdict" in result:
         rows.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
         rows += [("time", result["time"]), ("verdict", result["verdict"])]
