@@ -51,7 +51,7 @@ class LocalShard(NamedTuple):
         return self.part.name
 
     def written(self, tensor: torch.Tensor, file: str) -> torch.Tensor | None:
-        """Return the part of ``tensor``, which lies as the parameter does, that goes into ``file``; 1-D."""
+        """Return what goes into ``file`` of ``tensor``, which is cut and shaped as the parameter is; 1-D."""
         for piece in self.entry.slices:
             if piece.file == file:
                 flat = self.part.flattened(tensor.detach())

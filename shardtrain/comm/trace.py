@@ -86,7 +86,7 @@ opened: list[Trace] = []
 
 @contextmanager
 def record(device: torch.device) -> Iterator[Trace]:
-    """Note what happens on ``device`` inside the ``with`` block."""
+    """Record the spans on ``device`` inside the ``with`` block."""
     current = Trace(device)
     opened.append(current)
     try:

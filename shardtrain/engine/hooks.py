@@ -137,7 +137,7 @@ class Engine:
     # forward
 
     def entrances(self, unit: Unit) -> list[nn.Module]:
-        """Return the modules whose call needs ``unit``: its own, and for the root every direct holder."""
+        """Return the modules whose call gathers ``unit``: its own; of the root, all with root parameters."""
         return list(dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())]))
 
     def _hook_entrance(self, unit: Unit, module: nn.Module) -> None:

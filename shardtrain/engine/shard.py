@@ -92,9 +92,8 @@ class ShardedParam:
 
     def show_full(self) -> None:
         """Show the parameter in full; put the gradient of its local piece away."""
+        self.put_grad_away()
         param = self.param
-        if param.grad is not None:
-            self.put_grad_away()
         param.data = self.full_view
         self.shows_full, self.version = True, param._version
 
@@ -316,9 +315,9 @@ class Segment:
             member.part.shown(member.piece_of(local)).copy_(member.param.data)
         return local
 
-    def take_over(self, held: torch.Tensor, anew: bool = False) -> None:
-        """Make what `held` returned the local interval; ``anew``: in other memory."""
-        if not anew and (held.dtype, held.device) == (self.local.dtype, self.local.device):
+    def take_over(self, held: torch.Tensor) -> None:
+        """Make what `held` returned the local interval."""
+        if (held.dtype, held.device) == (self.local.dtype, self.local.device):
             self.local.copy_(held)
         else:
             self._adopt(held)
@@ -332,7 +331,8 @@ class Segment:
         """
         twin = copy.copy(self)
         twin.members = [member.copied(memo) for member in self.members]
-        twin.take_over(twin.held(), anew=True)
+        twin._adopt(twin.held())  # in memory of its own
+        twin.take_over(twin.local)
         return twin
 
 
