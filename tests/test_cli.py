@@ -233,8 +233,8 @@ STAND_INS = {
     "scontrol": '[ $1 = show ] && printf "node7\nnode8\n" || echo "$@" >> requeued',
     "srun": """
         shift  # --kill-on-bad-exit=1
+        trap 'kill -TERM $(jobs -p)' TERM  # before any node can say that it runs
         for node in 0 1; do SLURM_NODEID=$node "$@" & nodes="$nodes $!"; done
-        trap 'kill -TERM $nodes' TERM
         status=0
         for node in $nodes; do
           while kill -0 $node 2>/dev/null; do wait $node; code=$?; done
