@@ -98,24 +98,32 @@ def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
-    """As from a terminal, to the whole process group. `test_resume.py` has what torchrun passes on."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_leave_with_torchrun(tmp_path: Path, number: signal.Signals) -> None:
+    """As from a terminal, to the whole process group; torchrun, if killed, passes nothing on to its ranks.
+
+    `test_resume.py` has what it passes on.
+    """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(torchrun(2, *CTRL_C), cwd=tmp_path, start_new_session=True, **pipes) as running:
+    command = torchrun(2, *SAVING, "run.dir=run")
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as running:
         assert running.stdout is not None
         try:
             next(line for line in running.stdout if line.startswith("step"))
             time.sleep(0.3)
-            os.killpg(running.pid, signal.SIGINT)
-            output, errors = running.communicate(timeout=60)
+            os.killpg(running.pid, number)
+            output, errors = running.communicate(timeout=60)  # until the ranks have ended, too
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
-    assert running.returncode == 1
-    assert "interrupted  step" in output
+    killed = number == signal.SIGKILL
+    assert running.returncode == (-number if killed else 1)
+    name = "SIGTERM" if killed else "SIGINT"
+    (step,) = re.findall(rf"stopped by {name} after step (\d+); step \1 is saved", output)
+    assert f"interrupted  step {step}" in output
     assert errors.count("interrupted\n") == 1
     assert "shardtrain/train/" not in errors  # torchrun tells where it was itself; we do not
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
+    assert result_of(tmp_path / "run")["status"] == "interrupted"
 
 
 def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:

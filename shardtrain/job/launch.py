@@ -33,7 +33,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
 from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.job.schema import UserError
-from shardtrain.job.signals import INTERRUPTED, Stopped
+from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
 
 USER_ERROR = 2
 PATIENCE = 10.0  # seconds that a silent rank waits for the one that prints, before it exits by itself
@@ -76,6 +76,7 @@ def start(
     Leaves by SystemExit unless all went well. torchrun shows what failed, in whichever program.
     """
     signal.signal(signal.SIGINT, _interrupt)
+    leave_with_launcher()
     rank_info = RankInfo(0, 1, 0, 1)  # until the environment has said otherwise
     try:
         rank_info = RankInfo.from_environment(os.environ)
@@ -91,7 +92,8 @@ def start(
         _exit_with(error, rank_info)
     except KeyboardInterrupt as interrupt:
         if rank_info.rank == 0:
-            print("interrupted", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the terminal may be what is gone
+                print("interrupted", file=sys.stderr)
         sys.exit(interrupt.exit_code if isinstance(interrupt, Stopped) else INTERRUPTED)
 
 

@@ -1,4 +1,4 @@
-"""Being asked to stop: a scheduler's SIGTERM or SIGUSR1, or Ctrl-C.
+"""Being asked to stop: a scheduler's SIGTERM or SIGUSR1, a terminal that closes, or Ctrl-C.
 
 While training, a signal is only noted. The ranks exchange what they have noted with every step (see
 `train/saving.py`) and every batch of an evaluation (`StoppableFeed`). So they stop together, with the step
@@ -7,7 +7,10 @@ saved, whichever rank got the signal. This is an own file because the launcher a
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -19,7 +22,8 @@ from shardtrain import comm
 from shardtrain.device import HostCopy
 
 TERMINATED, INTERRUPTED = 143, 130
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SAME_S = 1.0  # seconds in which a Ctrl-C may come twice: from the terminal, and passed on by torchrun
 
 Batch = TypeVar("Batch")
@@ -34,9 +38,22 @@ class Stopped(KeyboardInterrupt):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
+def leave_with_launcher() -> None:
+    """Have the end of torchrun, even by SIGKILL, send this rank SIGTERM. Otherwise it would train on alone.
+
+    Linux sends it when the thread that started this process ends: in torchrun that is the main thread.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class StopSignals:
     """A context in which signals that ask to stop are noted; a second Ctrl-C stops at once.
 
+    One that is ignored stays so, as SIGHUP under nohup.
     ``noted``: the number of the signal that came first; 0: none.
     """
 
@@ -46,7 +63,8 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
