@@ -1,6 +1,6 @@
 """What a model may throw at a sharding wrapper: a scene for each behaviour, of shardtrain and of FSDP2.
 
-    python tests/behaviours.py > BEHAVIOURS.md
+    python tests/behaviours.py > docs/behaviours.md
 
 writes the table. Every scene runs on two ranks in processes of its own, since some hang and some end the
 process. Most compare with a replica whose gradients are averaged by hand. `test_behaviours.py` runs the
@@ -763,7 +763,7 @@ def table() -> str:
         "# Behaviours",
         "",
         f"What each wrapper does, tried on {WORLD} ranks on the CPU by"
-        f" `python tests/behaviours.py > BEHAVIOURS.md`: torch {torch.__version__}, Python"
+        f" `python tests/behaviours.py > docs/behaviours.md`: torch {torch.__version__}, Python"
         f" {sys.version.split()[0]}, {date.today().isoformat()}. FSDP2 is"
         " `torch.distributed.fsdp.fully_shard` over gloo. *Equal*: the same parameters as a replica whose"
         " gradients are averaged by hand, or what the row says. Other words are the error's, cut short.",

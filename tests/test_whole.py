@@ -59,7 +59,7 @@ def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
     [("resnet50", 8, 1.01), ("resnet50", 64, 5.91), ("vit_b_16", 8, 1.04), ("vit_b_16", 64, 1.75)],
 )
 def test_balance_of_known_models(name: str, world: int, most: float) -> None:
-    """README's figures: the most of any rank, over total / world. At 64 that is the largest parameter."""
+    """As docs/sharding.md says: the most of any rank, over total / world; at 64, the largest parameter."""
     with torch.device("meta"):
         model = getattr(torchvision.models, name)()
     share = sum(param.numel() for param in model.parameters()) / world
