@@ -1,8 +1,8 @@
-"""The one file that names devices: where tensors can lie beside the CPU, and how to wait for them.
+"""Name devices, streams and backends. No other file does.
 
 `torch.accelerator` tells which type of accelerator this torch is built for, and has its streams and memory.
-What it does not tell is in `BACKENDS`, one entry per type. Nobody has run XPU and MPS (docs/gpu.md). All of
-this works on the CPU too, where nothing has to be waited for.
+`BACKENDS` has the rest, one entry per type. XPU and MPS have never been run (docs/gpu.md). All functions work
+on the CPU, too, where there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from typing import Any
 
 import torch
 
-# Types of device, and the backend of their process groups. Gloo moves no tensors of MPS: a single rank there.
+# The backend of the process group by type of device. Gloo moves no MPS tensors, so MPS has a single rank.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
 
-# The type of device that `auto` prefers to the CPU. Where torch is built for none, GPUs can still be planned.
+# The type of device that `auto` prefers to the CPU. "cuda" where torch has none, since plans need a type.
 _built_for = torch.accelerator.current_accelerator()
 ACCELERATOR = _built_for.type if _built_for is not None and _built_for.type in BACKENDS else "cuda"
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether ``device`` computes beside the host, in streams."""
+    """Return whether ``device`` is an accelerator, which computes in streams."""
     return device.type == ACCELERATOR
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` lies on an accelerator. Five times as fast as asking its device's type."""
+    """Return whether ``tensor`` is on an accelerator. Five times as fast as comparing its device's type."""
     return not (tensor.is_cpu or tensor.is_meta)
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the name of the process group's backend that moves tensors of ``device``."""
+    """Return the name of the process group's backend for tensors of ``device``."""
     return BACKENDS[device.type]
 
 
 def count() -> int:
-    """Return how many accelerators this process sees; 0 without any."""
+    """Return the number of accelerators that this process sees."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def shareable() -> bool:
-    """Return whether ranks may share an accelerator: NCCL 2.30 and newer let them if this variable is set."""
+    """Return whether ranks may share an accelerator: from NCCL 2.30 on, if its variable is set."""
     asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return asked and ACCELERATOR == "cuda" and torch.cuda.nccl.version() >= (2, 30)
 
 
 def use(index: int) -> torch.device:
-    """Make accelerator ``index`` this process's own, and return it."""
+    """Make accelerator ``index`` this process's current one, and return it."""
     torch.accelerator.set_device_index(index)
     return torch.device(ACCELERATOR, index)
 
 
 def name(device: torch.device) -> str:
-    """Return the product name of ``device``, an accelerator; of MPS there is none."""
+    """Return the product name of the accelerator ``device``; for MPS, which has none, its text."""
     return str(getattr(torch.get_device_module(device), "get_device_name", str)(device))
 
 
@@ -69,22 +69,22 @@ def runtime_version() -> str:
     return str(getattr(torch.version, ACCELERATOR, None))
 
 
-# Streams and events. A stream is a queue of work on a device; an event marks a place in one.
+# Streams and events. A stream is a queue of work on a device; an event marks a position in it.
 
 
 def new_stream(device: torch.device, priority: int = 0) -> Any:
-    """Return a new stream, ``None`` on the CPU; one of ``priority`` -1 overtakes others."""
+    """Return a new stream, ``None`` on the CPU. Streams of ``priority`` -1 run before others."""
     return torch.Stream(device, priority=priority) if is_accelerator(device) else None
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream in which this thread works on ``device``; the CPU's records and waits for nothing."""
+    """Return this thread's current stream on ``device``. The CPU's records and waits for nothing."""
     return torch.accelerator.current_stream(device) if is_accelerator(device) else torch.cpu.current_stream()
 
 
 @contextlib.contextmanager
 def inside(stream: Any) -> Iterator[None]:
-    """Inside, this thread works in ``stream``; ``None`` changes nothing."""
+    """Make ``stream`` this thread's current one inside; ``None`` changes nothing."""
     if stream is None:
         yield
         return
@@ -98,13 +98,13 @@ def inside(stream: Any) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return once ``device`` has done all that it was given."""
+    """Wait until ``device`` has done all work launched on it."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def moment(device: torch.device) -> Any:
-    """Mark this moment as it passes on ``device``: seconds on the CPU, an event on an accelerator."""
+    """Record a moment on ``device``: seconds on the CPU, an event in the stream of an accelerator."""
     if not is_accelerator(device):
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -113,7 +113,7 @@ def moment(device: torch.device) -> Any:
 
 
 def seconds(start: Any, end: Any) -> float:
-    """Return the seconds between two moments of one device. On an accelerator the host waits for ``end``."""
+    """Return the seconds between two results of `moment`. On an accelerator the host waits for ``end``."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()
@@ -121,7 +121,7 @@ def seconds(start: Any, end: Any) -> float:
 
 
 class HostCopy:
-    """A copy of a tensor on its way to the host. Reading it waits for nothing that was launched later."""
+    """Copy a tensor to the host asynchronously. `read` waits for the copy, not for later work."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values = tensor.detach().to("cpu", non_blocking=True)
@@ -144,9 +144,9 @@ def total_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` count from now on: the jobs of a sweep share a process.
+    """Start a new `peak_memory`, since the jobs of a sweep share a process.
 
-    On the CPU only Linux can, and not in every container; elsewhere it stays the whole process's.
+    The CPU's can be reset on Linux only, not in every container. Elsewhere it is the whole process's.
     """
     if is_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
@@ -156,7 +156,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that tensors took on ``device``; for the CPU, that this process took."""
+    """Return the peak bytes of tensors on ``device``; for the CPU, of this process."""
     if is_accelerator(device):
         return torch.accelerator.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -168,12 +168,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the state of the accelerator's random numbers by its type; ``{}`` for the CPU."""
+    """Return the accelerator's random number state, by its type; ``{}`` for the CPU."""
     module = torch.get_device_module(device)
     return {device.type: module.get_rng_state(device)} if is_accelerator(device) else {}
 
 
 def restore_random_state(device: torch.device, state: dict[str, Any]) -> None:
-    """Take over what `random_state` returned, where there is some for this type of device."""
+    """Restore what `random_state` returned, if it has a state for this type of device."""
     if is_accelerator(device) and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)

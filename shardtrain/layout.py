@@ -1,21 +1,21 @@
-"""Where parameters lie in a unit's flat vector, and which interval of it each rank owns.
+"""Compute where parameters lie in a unit's flat vector, and which interval of it each rank owns.
 
-Pure arithmetic on integers. The vector is cut into one contiguous interval per rank; how is a policy. Worked
-numbers for parameters of 3, 4 and 6 elements, two ranks, alignment 4::
+Pure arithmetic on integers. Each rank owns one contiguous interval; a policy chooses the cut points. Worked
+numbers for parameters a, b, c of 3, 4 and 6 elements, two ranks, alignment 4::
 
     even          a a a b b b b c c c c c c . . .      13 elements, padded to 16
     rank 0        a a a b b b b c                      interval [0, 8):  a[0:3] b[0:4] c[0:1]
     rank 1                        c c c c c . . .      interval [8, 16): c[1:6]
 
-    whole         c c c c c c . . a a a b b b b .      the largest first, onto the rank that has least
+    whole         c c c c c c . . a a a b b b b .      the largest first, to the least loaded rank
     rank 0        c c c c c c . .                      interval [0, 8):  c[0:6]
     rank 1                        a a a b b b b .      interval [8, 16): a[0:3] b[0:4]
 
-``even`` lays parameters end to end and cuts wherever it must: a rank holds less than one alignment unit more
-than total / world, at any world size; cuts on the first dimension would pad every parameter. ``whole`` never
-cuts a parameter, so that an optimizer may look at all of it: a rank holds at most total / world and one
-largest parameter, over all units. Either aligns parameters of ``LARGE`` elements, for kernels, whatever comes
-before them. Padding belongs to no parameter, so an optimizer never sees it.
+``even`` lays parameters end to end and cuts anywhere. A rank holds less than one alignment unit more than
+total / world, at any world size. (Cuts on the first dimension, as FSDP2's, would pad every parameter.)
+``whole`` never cuts a parameter, so that an optimizer may look at all of it. Over all units a rank holds at
+most total / world plus the largest parameter. Both start a parameter of ``LARGE`` or more elements at a
+multiple of the alignment, which kernels need. Padding belongs to no parameter: an optimizer never sees it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Literal, NamedTuple
 
-LARGE = 4096  # elements; a gap before so many is at most 0.4 % of them
+LARGE = 4096  # elements; the padding before such a parameter is at most 0.4 % of it
 
 
 class Piece(NamedTuple):
     """The part of one parameter that one rank owns, in elements.
 
-    ``start:stop`` counts from the parameter's first element, ``offset`` from the start of the rank's
-    interval. An empty piece has ``start == stop``.
+    ``start:stop`` counts from the parameter's first element. ``offset`` is where the piece begins in the
+    rank's interval. An empty piece has ``start == stop``.
     """
 
     start: int
@@ -47,10 +47,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat vector of one unit: ``sizes`` elements per parameter from ``offsets`` on, cut at ``bounds``.
+    """The flat vector of one unit: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
 
-    ``bounds`` holds ``world + 1`` cut points; rank ``r`` owns ``[bounds[r], bounds[r + 1])``, which may be
-    empty. ``whole``: no cut falls into a parameter, so that its owner may show it in its own shape.
+    ``bounds`` holds ``world + 1`` cut points: rank ``r`` owns ``[bounds[r], bounds[r + 1])``, which may be
+    empty. ``whole``: no cut falls into a parameter, so its owner may show it in its own shape.
     """
 
     sizes: tuple[int, ...]
@@ -65,7 +65,7 @@ class Layout:
 
     @cached_property
     def end(self) -> int:
-        """Where the last parameter ends."""
+        """End of the last parameter, in elements."""
         ends = (at + size for at, size in zip(self.offsets, self.sizes, strict=True))
         return max(ends, default=0)
 
@@ -85,12 +85,12 @@ class Layout:
 
     @cached_property
     def equal(self) -> bool:
-        """Whether all intervals have one length."""
+        """Whether all intervals have the same length."""
         return len({self.length(rank) for rank in range(self.world)}) == 1
 
     @cached_property
     def gaps(self) -> tuple[slice, ...]:
-        """Where padding lies in the flat vector."""
+        """Slices of the flat vector that are padding."""
         gaps, at = [], 0
         for offset, size in [*sorted(zip(self.offsets, self.sizes, strict=True)), (self.padded, 0)]:
             if offset > at:
@@ -103,11 +103,11 @@ class Layout:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def length(self, rank: int) -> int:
-        """Return the elements in rank ``rank``'s interval, padding included."""
+        """Return the number of elements in rank ``rank``'s interval, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what rank ``rank`` owns of each parameter, in the order of ``sizes``."""
+        """Return rank ``rank``'s piece of each parameter, in the order of ``sizes``."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         pieces = []
         for offset, size in zip(self.offsets, self.sizes, strict=True):
@@ -117,11 +117,11 @@ class Layout:
         return tuple(pieces)
 
     def elsewhere(self, rank: int) -> tuple[list[list[tuple[slice, int]]], list[int]]:
-        """Return where the elements lie that other ranks than ``rank`` own, as ``spans`` and ``cuts``.
+        """Return ``spans`` and ``cuts``, which locate the elements that ranks other than ``rank`` own.
 
-        ``cuts``: sizes of parts into which to split the flat vector; empty if no other rank owns anything.
-        ``spans``: per parameter, the slices of it that others own, each with the number of its part. Parts
-        without a span are gaps, or this rank's own.
+        ``cuts``: the sizes of consecutive parts of the flat vector; empty if no other rank owns anything.
+        ``spans``: for each parameter, the slices of it that others own, each with the index of its part.
+        Parts without a span are padding or ``rank``'s own.
         """
         pieces, end = self.pieces(rank), 0
         cuts: list[int] = []
@@ -140,12 +140,12 @@ class Layout:
 
 Policy = Literal["even", "whole"]
 
-# `cut(sizes, align)`: the layout of one unit's parameters, every interval a multiple of ``align`` elements.
+# `cut(sizes, align)` returns the layout of one unit, whose intervals are multiples of ``align`` elements.
 Cut = Callable[[Sequence[int], int], Layout]
 
 
 def cut_of(policy: Policy, world: int) -> Cut:
-    """Return how ``policy`` cuts a model's units: to be called for one after the other, on all ranks alike.
+    """Return the function that cuts a model's units by ``policy``, one after the other, alike on all ranks.
 
     Raises ValueError for an unknown policy.
     """
@@ -157,7 +157,7 @@ def cut_of(policy: Policy, world: int) -> Cut:
 
 
 def even(sizes: Sequence[int], world: int, align: int) -> Layout:
-    """Cut the vector into ``world`` intervals of one length, a multiple of ``align`` elements."""
+    """Cut the vector into ``world`` intervals of the same length, a multiple of ``align`` elements."""
     assert min(world, align) >= 1, (world, align)
     offsets, end = [], 0
     for size in sizes:
@@ -172,10 +172,10 @@ def _aligned(at: int, align: int) -> int:
 
 
 class WholeCut:
-    """Gives each parameter to one rank: of a unit the largest first, to the rank that has least of the model.
+    """Cut a unit so that each parameter lies on one rank: the largest first, to the least loaded rank.
 
-    ``loads``: elements of each rank so far. This is list scheduling (Graham, 1966,
-    https://doi.org/10.1002/j.1538-7305.1966.tb01709.x): better balanced the earlier large ones come.
+    ``loads``: elements given to each rank so far, over all units. This is list scheduling (Graham, 1966,
+    https://doi.org/10.1002/j.1538-7305.1966.tb01709.x).
     """
 
     def __init__(self, world: int) -> None:

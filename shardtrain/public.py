@@ -1,4 +1,4 @@
-"""The names of ``import shardtrain``. Its own file, which `__init__` loads at the first use of one."""
+"""Define the names of ``import shardtrain``. Its own file: `__init__` loads it at the first use of one."""
 
 from shardtrain import checkpoint, comm
 from shardtrain.engine.api import forward_method, no_sync, shard

@@ -1,4 +1,4 @@
-"""`shard` and `no_sync`: checks, units, and their engine."""
+"""Shard a model: check arguments, choose units, build the engine; `no_sync` and `forward_method`."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ def shard(
 ) -> nn.Module:
     """Shard the parameters of ``module`` over the ranks, in place, and return ``module``.
 
-    From then on every rank holds 1/N of each unit's parameters, gradients and optimizer state. The parameters
-    stay the same objects under the same names. At rest each holds its local piece, with as many dimensions as
-    the parameter: n elements of a filter are (n, 1, 1, 1). A unit's parameters are whole while it computes.
-    Gradients are the mean over ranks. Initial parameters and buffers are rank 0's on every rank. With no
+    Every rank then holds 1/N of each unit's parameters, gradients and optimizer state. Parameters stay the
+    same objects under the same names. At rest each holds its local piece, with as many dimensions as the
+    parameter: n elements of a filter are (n, 1, 1, 1). A unit's parameters are gathered while it computes.
+    Gradients are the mean over ranks. Every rank gets rank 0's initial parameters and buffers. With no
     process group and no ``WORLD_SIZE`` above 1 it works as a single rank and communicates nothing.
 
     Args:
-        module: the root. It may come from `deferred`; or be on the meta device without values, and
+        module: the root. It may come from `deferred`. It may also be on the meta device without values:
             `to_empty` then materialises the local pieces.
-        units: which modules are gathered as a whole. ``None`` chooses (see `choose_units`); else an
-            iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``. What no
-            unit takes belongs to the root, and so does a parameter shared by two units.
-        mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D one of the
-            whole world, ``(replicate, shard)``, each row holds a copy of the model between its ranks
-            (HSDP; see `comm/replicated.py`): N then counts the ranks of a row, the mean is that of all.
-        precision: dtypes to compute and reduce in (see `Precision`); ``None`` leaves them alone.
+        units: the modules whose parameters are gathered together. ``None`` chooses (see `choose_units`); else
+            an iterable of module classes, or a callable ``(fully_qualified_name, module) -> bool``.
+            Parameters of no unit, and those shared by two units, belong to the root.
+        mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D mesh of the
+            whole world, ``(replicate, shard)``, each row shards one copy of the model (HSDP; see
+            `comm/replicated.py`). N is then the ranks of a row; gradients are the mean over all ranks.
+        precision: dtypes to compute and reduce in (see `Precision`); ``None`` changes nothing.
         reshard_after_forward: release each unit after its forward and gather it again for backward.
-            ``False`` keeps it, for more memory and one gather less.
+            ``False`` keeps it gathered, for more memory and one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
-            copy of the parameters between them; ``"auto"`` takes the latter wherever it works, unless int8
-            is to move, which takes messages; a `comm.Simulated`, for a rank of a world that is not there.
-        ignored: modules or parameters to leave alone; they stay replicated and are not reduced.
-        layout: ``"even"`` cuts each unit into equal intervals, wherever they fall. ``"whole"`` gives each
+            copy of the parameters between them; ``"auto"`` chooses the latter where it works, but messages
+            if int8 is sent; or a `Transport`, such as `comm.Simulated` for one rank of an imagined world.
+        ignored: modules or parameters that are not sharded; they stay replicated and are not reduced.
+        layout: ``"even"`` cuts each unit into equal intervals, also inside parameters. ``"whole"`` gives each
             parameter to one rank, for optimizers that look at all of it (Muon): there it has its own shape
-            at rest, on other ranks ``(0, 1, ...)``. Ranks hold as much as whole parameters allow.
-        device: where shards and buffers are to lie and units to compute; ``None`` is where they lie now, for
-            a deferred model the CPU. No more than one unit at a time is whole there.
-        offload: keep shards, their gradients and optimizer state in host memory, pinned, instead of on the
-            device that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
+            at rest, on other ranks ``(0, 1, ...)``. Shards are as equal as whole parameters allow.
+        device: the device of shards, buffers and computation. ``None`` is where they are now, for a deferred
+            model the CPU. At most one full unit at a time is there while sharding.
+        offload: keep shards, their gradients and optimizer state in host memory instead of on the device
+            that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
 
     Raises:
         ValueError: an argument or a module that cannot be sharded, with the reason.
@@ -110,7 +110,7 @@ def shard(
 def _segments_of(
     infos: Sequence[ParamInfo], transport: Transport, precision: Precision, cut: Cut, initial: InitialValues
 ) -> list[Segment]:
-    """Group parameters by dtypes, int8, device and ``requires_grad``, keeping their order. Collective."""
+    """Make a segment of each dtype, int8 or not, device and ``requires_grad``, in order. Collective."""
     groups: dict[tuple[object, ...], list[ParamInfo]] = {}
     for info in infos:
         param, holder = info.parameter, info.holder
@@ -122,15 +122,15 @@ def _segments_of(
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients: a backward in here keeps them whole on each rank, and reduces nothing.
+    """Accumulate gradients: a backward inside keeps full gradients on each rank, and reduces nothing.
 
-    The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter that has
-    no reduced gradient shows this rank's part of the one that waits, so that `zero_grad` clears that too; an
-    optimizer's step, clipping and other changes of it are refused.
+    The next backward outside adds to them and reduces the sum. Until then ``.grad`` of a parameter without a
+    reduced gradient shows this rank's part of the waiting one, so that `zero_grad` clears it. An optimizer's
+    step, clipping and other changes of it raise ValueError.
     """
     engine = engine_of(module)
     schedule, before = engine.schedule, engine.schedule.reduce_gradients
-    schedule.reduce_gradients = engine.transport.all_ranks.world == 1  # alone there is nothing to wait for
+    schedule.reduce_gradients = engine.transport.all_ranks.world == 1  # a single rank communicates nothing
     try:
         yield
     finally:
@@ -138,10 +138,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def forward_method(module: nn.Module, *names: str) -> None:
-    """Declare that these methods of ``module``, too, need whole parameters, as its ``forward`` does.
+    """Run the hooks of forward around the methods ``names`` of ``module``, which need full parameters, too.
 
-    ``module``: what `shard` returned, or one of its units. All hooks of forward then run around them. What
-    torch calls ``register_fsdp_forward_method``.
+    ``module``: what `shard` returned, or one of its units. FSDP2's name for this is
+    ``register_fsdp_forward_method``.
 
     Raises:
         ValueError: ``module`` is something else, or has no such method.
@@ -158,7 +158,7 @@ def forward_method(module: nn.Module, *names: str) -> None:
 
 
 def _call_as_forward(method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call ``method`` in place of forward, once: what it calls in turn finds forward again."""
+    """Call ``module`` with ``method`` in place of its forward. Inside ``method``, forward is restored."""
     before = module.__dict__.get("forward")
 
     def restore() -> None:
@@ -229,7 +229,7 @@ def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
 
 
 def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:
-    """Return what must be the same on every rank, a line for each parameter."""
+    """Return one line per parameter that describes it, which must be the same on every rank."""
     return [
         f"{info.name} {tuple(p.shape)} {p.dtype} strides {p.stride()}{'' if p.requires_grad else ' frozen'}"
         f" in {unit or 'the root'}"
@@ -242,7 +242,7 @@ def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:
 def _place_uncut(
     module: nn.Module, ignored: set[nn.Parameter], initial: InitialValues, all_ranks: Ranks
 ) -> None:
-    """Move what is not sharded; give all ranks rank 0's buffers, and its values of what is deferred."""
+    """Move ignored parameters and buffers; broadcast buffers and deferred values from rank 0."""
     for param in [param for param in module.parameters() if param in ignored]:
         value = initial.placed(param)
         if param in initial.deferred:

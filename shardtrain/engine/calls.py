@@ -1,4 +1,4 @@
-"""Calls of units as forward notes them, and how far a backward has come among them: data of ``schedule.py``.
+"""Record the calls of units in forward, and the progress of backward among them: data of ``schedule.py``.
 
 It has its own file because it knows nothing of gathers and reductions, and ``schedule.py`` would exceed 400
 lines with it.
@@ -24,10 +24,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An outermost call of a unit's modules. Moments are counted, and shared by all calls.
+    """Record an outermost call of a unit's modules. Moments count the begins and ends of all calls.
 
-    ``record``: the calls of the same forward that have ended, by their ends. ``hooked``: autograd calls this
-    before it runs one of the nodes that made what the call has computed.
+    ``record``: the ended calls of the same forward, in the order in which they ended. ``hooked``: autograd
+    calls this object before it runs a node that made one of the call's outputs.
     """
 
     come_to: Callable[[Call], None]  # `Schedule._before_backward`
@@ -35,20 +35,20 @@ class Call:
     record: list[Call]
     began: int
     ended: int = sys.maxsize
-    depth: int = 1  # of the unit's modules, those that are called inside one another
+    depth: int = 1  # how many calls of the unit's modules are nested
     hooked: bool = False
 
     def hook(self, tensor: torch.Tensor) -> None:
-        """Let backward announce the call before it needs what ``tensor`` was computed from."""
+        """Have backward announce the call before it runs the node that made ``tensor``."""
         node = tensor.grad_fn
-        if node is not None:  # else it is no result of the call
+        if node is not None:  # else nothing was computed with gradients
             node.register_prehook(self)
             self.hooked = True
 
     def watch(self, output: Any) -> bool:
-        """Hook all tensors of ``output``.
+        """Hook all tensors of ``output``; return whether the unit must stay gathered through backward.
 
-        Returns whether the unit must stay in full: ``output`` may hide tensors, or shows its parameters.
+        It must if ``output`` may hide tensors in objects, or contains views of the unit's parameters.
         """
         stays, learns = False, torch.is_grad_enabled()
         for leaf in leaves(output):
@@ -65,20 +65,20 @@ class Call:
 
 @dataclass(eq=False)
 class Backward:
-    """One backward under way."""
+    """Hold the progress of one backward."""
 
     record: list[Call]
-    ahead: list[Call]  # calls of the record that autograd has not come to, the next one last
+    ahead: list[Call]  # calls of the record that backward has not reached, the next one last
     first: dict[Unit, int]  # when each unit's first call began
-    order: list[Unit]  # in which reductions are started
-    turn: int = 0  # of these, how many it has come to
-    call: Call | None = None  # the one that autograd has come to
-    moment: int = sys.maxsize  # what was computed later is over
-    entered: dict[Unit, None] = field(default_factory=dict)  # units whose backward has begun, in that order
-    current: list[Unit] = field(default_factory=list)  # those of them that are not over
+    order: list[Unit]  # the order in which reductions start
+    turn: int = 0  # how many units of `order` have had their turn
+    call: Call | None = None  # the call that autograd has reached
+    moment: int = sys.maxsize  # backward is done with all that was computed later
+    entered: dict[Unit, None] = field(default_factory=dict)  # units whose backward has begun, in order
+    current: list[Unit] = field(default_factory=list)  # those of `entered` whose backward is not done
     completed: set[Unit] = field(default_factory=set)  # units all of whose gradients have arrived
     launched: list[Unit] = field(default_factory=list)  # units whose reduction has been started
-    arriving: dict[ShardedParam, bool] = field(default_factory=dict)  # whose gradients are being accumulated
+    arriving: dict[ShardedParam, bool] = field(default_factory=dict)  # whose gradient is being accumulated
 
 
 def calling_frame() -> FrameType:

@@ -1,11 +1,11 @@
-"""Deferred initialization: rank 0 alone gives a model its values, and `shard` hands them out.
+"""Initialize a model on rank 0 alone, and distribute its values in `shard` (deferred initialization).
 
 ::
 
-    deferred(build)   rank 0 builds in host memory, other ranks build on the meta device, without values
-    shard(model)      for each unit: rank 0 broadcasts its values, each rank keeps its interval of them
+    deferred(build)   rank 0 builds in host memory; other ranks build on the meta device, without values
+    shard(model)      for each unit: rank 0 broadcasts its values, and each rank keeps its interval of them
 
-No device holds more than its shards and one whole unit. Rank 0's host memory holds one whole model.
+No device holds more than its shards and one full unit. Rank 0's host memory holds one whole model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def deferred(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
-    """Return ``build(*args, **kwargs)`` for `shard`: on rank 0 with its values, elsewhere on the meta device.
+    """Return ``build(*args, **kwargs)`` for `shard`: with values on rank 0, on the meta device elsewhere.
 
     After `shard` every parameter and buffer has rank 0's value. Until then parameters can be converted
-    (``.to(dtype)``, channels_last), on all ranks alike; changes of values count on rank 0. Call it once there
-    is a process group: before that, every rank builds for real.
+    (``.to(dtype)``, channels_last), in the same way on all ranks. Changes of values count on rank 0 only.
+    Call it when the process group exists: without one every rank builds with values.
 
-    Other ranks draw no random numbers: seed anew where generators of all ranks must agree. A constructor that
-    needs values (``.item()``), or keeps tensors that are neither parameters nor buffers, runs for real on
-    every rank, which then holds a whole copy until `shard`.
+    Other ranks draw no random numbers: seed again where generators of all ranks must agree. If a constructor
+    needs values (``.item()``), or keeps tensors that are neither parameters nor buffers, every rank builds
+    with values, and holds a whole copy until `shard`.
     """
     model = None if comm.rank() == 0 else _on_meta(build, *args, **kwargs)
     if model is None:
@@ -44,11 +44,11 @@ def deferred(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
 
 
 def _on_meta(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model | None:
-    """Return the model without values; None where it cannot do without."""
+    """Return the model on the meta device; None if it cannot be built there."""
     try:
         with torch.device("meta"):
             model = build(*args, **kwargs)
-    except Exception:  # what has another cause than missing values is raised again by the build for real
+    except Exception:  # the build with values raises again whatever has another cause
         return None
     state = {*model.parameters(), *model.buffers()}
     attributes = tree_leaves([vars(module) for module in model.modules()])
@@ -57,9 +57,9 @@ def _on_meta(build: Callable[..., Model], *args: Any, **kwargs: Any) -> Model | 
 
 
 class InitialValues:
-    """Where the tensors of a model are to lie, and which are deferred: get rank 0's values.
+    """Decide on which device each tensor of a model is placed. Deferred tensors get rank 0's values.
 
-    ``target``: where all shall lie; None leaves them where they are, and deferred ones on the CPU.
+    ``target``: the device for all; None keeps tensors where they are, and places deferred ones on the CPU.
     """
 
     def __init__(self, module: nn.Module, target: torch.device | None) -> None:
@@ -68,24 +68,24 @@ class InitialValues:
         self._target = target
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Return where ``tensor`` is to lie: on the meta device if no rank has values for it."""
+        """Return the device for ``tensor``: the meta device if no rank has values for it."""
         if tensor.is_meta and tensor not in self.deferred:
             return tensor.device
         return self._target or (torch.device("cpu") if tensor.is_meta else tensor.device)
 
     def done(self) -> None:
-        """Forget that parts of the model were deferred: it is sharded."""
+        """Remove the marks of deferred modules, once the model is sharded."""
         for part in self._marked:
             del part.__dict__[_MARK]
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` where it is to lie, with undefined values if this rank has none."""
+        """Return ``tensor`` on its `device`, with undefined values if this rank has none."""
         device = self.device(tensor)
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
 
 
 def become(param: nn.Parameter, tensor: Tensor) -> None:
-    """Let ``param`` stay the same object and hold ``tensor``, also of another type of device."""
+    """Make ``param`` hold ``tensor``, also of another type of device, and stay the same object."""
     if param.is_meta == tensor.is_meta:
         param.data = tensor
         return

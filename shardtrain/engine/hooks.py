@@ -1,13 +1,13 @@
-"""The engine behind a sharded module: every hook that drives the schedule. Three kinds make a step:
+"""Register the hooks that drive the schedule of a sharded module. Three kinds make a step:
 
-- before and after a unit's module runs (and, for the root, each module that holds a root parameter, so
-  that a child called by itself finds its parameters);
-- on the gradient of each tensor that it returns, and of those that modules inside it return, which a loss
-  may depend on alone: backward is about to need the unit;
-- before and after a parameter's gradient is accumulated. Images need no gradient, so a hook on a module's
-  inputs would never fire for the first unit; counting parameters' gradients has no such hole.
+- before and after the forward of a unit's module. For the root also of each module that holds a root
+  parameter, so that a child called by itself finds its parameters;
+- on the autograd node of each tensor that the module returns, and that modules inside it return, since a
+  loss may depend on the latter alone. It tells that backward is about to need the unit;
+- before and after a parameter's gradient is accumulated. A hook on a module's inputs would not do: images
+  need no gradient, so it would never fire for the first unit.
 
-A fourth checks each optimizer before it steps: see ``optimizer_check.py``.
+A fourth kind checks each optimizer before it steps: see ``optimizer_check.py``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ENGINE = "_shardtrain_engine"
 
 
 class GradientHook(OwnHook):
-    """Tells the schedule before and after a gradient is accumulated in one parameter of a unit.
+    """Notify the schedule before and after a gradient is accumulated in one parameter of a unit.
 
-    The parameter holds it where Python's garbage collector cannot see it, so a hook that held the parameter
-    in turn would keep the whole model for ever.
+    The parameter holds the hook where Python's garbage collector cannot see it. A hook that held the
+    parameter in turn would keep the whole model alive for ever.
     """
 
     def __init__(self, schedule: Schedule, unit: int, segment: int, index: int) -> None:
@@ -57,7 +57,7 @@ class GradientHook(OwnHook):
 
 
 class Engine:
-    """A sharded root: its units, their schedule, and the hooks between them and the modules."""
+    """Connect a sharded root's modules with its units and their schedule, by hooks."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Engine:
         self._ignored = ignored
         self._layout = layout
         self._hooked: set[nn.Parameter] = set()
-        self._unhooked: list[nn.Parameter] = []  # the frozen ones
+        self._unhooked: list[nn.Parameter] = []  # frozen parameters
         self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
-        # `copy`, `pickle` and DistributedDataParallel ask a module for the last three.
+        # `copy`, `pickle` and DistributedDataParallel look up the last three.
         self._attributes = {
             _ENGINE: self,
             "__deepcopy__": self._copy_module,
@@ -97,13 +97,13 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the first unit computes; the CPU for a model without parameters."""
+        """The device on which the first unit computes; the CPU for a model without parameters."""
         return self.segments[0].full.device if self.segments else torch.device("cpu")
 
     # attaching, copying
 
     def _attach(self) -> None:
-        """Make the module a sharded one: register all hooks."""
+        """Register all hooks, and set the attributes that mark the module as sharded."""
         self._hook_parameters()
         for unit in self.units:
             entrances = self.entrances(unit)
@@ -116,7 +116,7 @@ class Engine:
         self.module.__dict__.update(self._attributes)
 
     def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
-        """Do what ``copy.deepcopy`` does, to a sharded root. Collective."""
+        """Return a sharded copy of the root, for ``copy.deepcopy``. Collective."""
         self.require_rest("a sharded model cannot be copied")
         for handle in self._handles:
             handle.remove()
@@ -125,7 +125,7 @@ class Engine:
         for name in self._attributes:
             del self.module.__dict__[name]
         try:
-            module = copy.deepcopy(self.module, memo)  # a plain one, whose parameters are this rank's pieces
+            module = copy.deepcopy(self.module, memo)  # a plain module of this rank's pieces
         finally:
             self._attach()
         units = [unit.copied(memo) for unit in self.units]
@@ -137,7 +137,7 @@ class Engine:
     # forward
 
     def entrances(self, unit: Unit) -> list[nn.Module]:
-        """Return the modules whose call gathers ``unit``: its own; of the root, all with root parameters."""
+        """Return the modules whose call gathers ``unit``: its own, for the root all with root parameters."""
         return list(dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())]))
 
     def _hook_entrance(self, unit: Unit, module: nn.Module) -> None:
@@ -175,7 +175,7 @@ class Engine:
         self._handles.append(module.register_forward_hook(after))
 
     def _hook_casts(self) -> None:
-        """Cast what enters and leaves modules. Inside `unsharded` a unit computes in its own dtype."""
+        """Cast inputs and outputs of modules. Inside `unsharded` a unit computes in its own dtype."""
         precision = self.precision
         for unit in self.units if precision.param is not None else ():
             assert precision.param is not None
@@ -203,7 +203,7 @@ class Engine:
     # gradients and optimizers
 
     def _hook_parameters(self) -> None:
-        """Hook those that are trainable and have no hook yet."""
+        """Hook the trainable parameters that have no hook yet."""
         self._unhooked = []
         for unit in self.units:
             for number, segment in enumerate(unit.segments):
@@ -228,7 +228,7 @@ class Engine:
         weakref.finalize(self, handle.remove).atexit = False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that is about to step and cannot on pieces, or while gradients wait."""
+        """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
         groups = optimizer.param_groups
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._hooked for group in groups for param in group["params"]):
@@ -250,7 +250,7 @@ class Engine:
         self.schedule.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let torch.distributed.checkpoint find pieces in the state dict of ``optimizer``."""
+        """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = 0  # groups that have been checked
             pieces.watch(optimizer, self.members)
@@ -258,7 +258,7 @@ class Engine:
     # between steps
 
     def require_rest(self, refusal: str) -> None:
-        """Take in what users changed since the last step; refuse inside one or inside `unsharded`."""
+        """Call `settle`. Raises ValueError, beginning with ``refusal``, in a step or inside `unsharded`."""
         self.schedule.recover()
         self.schedule.recover_forward()
         if not self.schedule.at_rest:
@@ -267,9 +267,9 @@ class Engine:
         self.settle()
 
     def settle(self) -> None:
-        """Take in what users did to modules and parameters since the last step, unless a step is under way.
+        """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
 
-        Raises ValueError where a piece no longer fits, is still on the meta device, or is no piece at all.
+        Raises ValueError if a piece no longer fits or is on the meta device, or a parameter was attached.
         """
         self.schedule.recover()
         if not self.schedule.at_rest:
@@ -302,7 +302,7 @@ class Engine:
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """Return the engine behind a sharded root; raise ValueError for any other module."""
+    """Return the engine of a sharded root. Raises ValueError for any other module."""
     engine = module.__dict__.get(_ENGINE)
     if not isinstance(engine, Engine):
         raise ValueError(
@@ -312,13 +312,13 @@ def engine_of(module: nn.Module) -> Engine:
 
 
 def is_entrance(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` makes a unit whole."""
+    """Return whether a call of ``module`` gathers a unit."""
     hooks = [getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values()]
     return any(name.startswith(Engine._hook_entrance.__qualname__) for name in hooks)
 
 
 class _RefuseDDP:
-    """In the place of the names that DistributedDataParallel is to leave alone."""
+    """Raise ValueError when DistributedDataParallel reads the names of parameters to ignore."""
 
     def __iter__(self) -> NoReturn:
         raise ValueError(
@@ -335,5 +335,5 @@ def _refuse_pickling(protocol: int) -> NoReturn:
 
 
 def _modules_below(root: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...], int]]:
-    """Return all modules with their children and numbers of parameters: none joins without a change."""
+    """Return all modules with their children and parameter counts, to notice when one is attached."""
     return [(m, tuple(m._modules.values()), len(m._parameters)) for m in root.modules()]

@@ -1,6 +1,6 @@
-"""What code around the engine may know of a sharded model: its units, what is gathered, what a rank holds.
+"""Show code outside the engine a sharded model's units, what is gathered, and what a rank holds.
 
-It has its own file so that the program looks at a sharded model through this one alone.
+It has its own file so that the program looks into a sharded model through this file alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shardtrain.engine.unit import Gathered
 
 
 class UnitInfo(NamedTuple):
-    """One unit. ``parameters`` and ``bytes`` count the whole unit, ``local_bytes`` this rank's shard with its
-    padding."""
+    """Describe one unit. ``parameters`` (elements) and ``bytes`` count the whole unit, ``local_bytes`` this
+    rank's shard, padding included."""
 
     name: str
     parameters: int
@@ -25,9 +25,9 @@ class UnitInfo(NamedTuple):
 
 
 class Introspection:
-    """A sharded model as seen from outside, at the moment at which it is asked.
+    """Show the present state of a sharded model.
 
-    ``transport``: how the shards move, and between which ranks. ``precision``: as given to `shard`.
+    ``transport``: how shards move, and between which ranks. ``precision``: as given to `shard`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -60,11 +60,11 @@ class Introspection:
 
     @property
     def gathered(self) -> Gathered:
-        """How many units are gathered now, and their bytes."""
+        """The number of units that are gathered now, and the bytes of their full vectors."""
         return self._engine.account.now
 
     def take_gathered_peak(self) -> Gathered:
-        """Return the most that was gathered at once since the last call."""
+        """Return the peak of `gathered` since the last call."""
         return self._engine.account.take_peak()
 
     @property
@@ -75,7 +75,7 @@ class Introspection:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's shards, and of their copies in the dtype that is gathered."""
+        """Bytes of this rank's shards, and of their copies in the dtype in which they are gathered."""
         return sum(s.local.nbytes + (s.wire is not s.local) * s.wire.nbytes for s in self._engine.segments)
 
     @property
@@ -85,5 +85,5 @@ class Introspection:
 
 
 def introspect(module: nn.Module) -> Introspection:
-    """Look inside a sharded module. Raises ValueError for any other one."""
+    """Return a view into a sharded module. Raises ValueError for any other module."""
     return Introspection(engine_of(module))

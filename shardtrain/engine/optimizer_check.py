@@ -1,10 +1,10 @@
-"""The check that an optimizer can work on pieces: each piece must get what it would get as part of the whole.
+"""Check that an optimizer gives each piece of a parameter the values that it gives the whole parameter.
 
 SGD and Adam treat every element by itself. An optimizer that looks at a parameter's shape (Adafactor, Muon,
-Shampoo) or at its norm (LARS, LAMB) would silently become another algorithm, unless parameters are whole; one
-that looks at all parameters together (LBFGS) would in any case. Names do not tell; behaviour does. So before
-an optimizer's first step, a new one of its class with its options makes three steps on two matrices, and
-another one on what one rank of two would hold of them. On what both have they must come to the same.
+Shampoo) or norm (LARS, LAMB) would silently compute something else, unless parameters are whole. One that
+looks at all parameters together (LBFGS) always would. An optimizer's name does not tell, so it is tried
+before its first step. A new instance with the same options makes three steps on two matrices, and another
+one on what one rank of two would hold of them. The elements that both have must be equal.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardtrain.layout import Policy, cut_of
 
-_SHAPES = ((256, 257), (257, 300))  # cut within a row and a block of 8-bit states; large enough to factor
-_LR = 1.0  # a warm-up begins at 0
+# Cut inside a row and inside a block of 8-bit states; large enough for optimizers that factor their state.
+_SHAPES = ((256, 257), (257, 300))
+_LR = 1.0  # since a warm-up begins at 0, where nothing could be compared
 
 
 def refuse_unless_right_on_pieces(
     optimizer: torch.optim.Optimizer, device: torch.device, layout: Policy
 ) -> None:
-    """Raise ValueError unless ``optimizer`` treats pieces of parameters as it treats whole ones.
+    """Raise ValueError unless ``optimizer`` treats pieces of parameters like whole parameters.
 
-    Warns of an optimizer that cannot be tried.
+    Warns (UserWarning) of an optimizer that cannot be tried.
     """
     name = type(optimizer).__name__
-    # Values count here, even where the model has none (FakeTensorMode).
+    # The trial needs values, even where the model has none (FakeTensorMode).
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         wholes = [torch.randn(shape, device="cpu").to(device) for shape in _SHAPES]
@@ -64,7 +65,7 @@ def refuse_unless_right_on_pieces(
 def _why_not(
     optimizer: torch.optim.Optimizer, wholes: list[Tensor], expected: list[Tensor], layout: Policy
 ) -> str:
-    """Return in what way steps on pieces do not come to what is ``expected``; empty if they do."""
+    """Return how steps on pieces differ from the ``expected`` values; an empty text if they do not."""
     cut = cut_of(layout, world=2)([whole.numel() for whole in wholes], 1)
     held, pieces = cut.pieces(0 if cut.whole else 1), []
     for whole, (start, stop, _) in zip(wholes, held, strict=True):
@@ -83,7 +84,7 @@ def _why_not(
 
 
 def _three_steps(optimizer: torch.optim.Optimizer, values: list[Tensor]) -> list[Tensor]:
-    """Return parameters that start as ``values``, for each kind of group, after steps of a new optimizer."""
+    """Return ``values`` after three steps of a new optimizer, once per distinct kind of parameter group."""
     torch.default_generator.manual_seed(0)
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -95,7 +96,7 @@ def _three_steps(optimizer: torch.optim.Optimizer, values: list[Tensor]) -> list
     params = [param for group in trial.param_groups for param in group["params"]]
     for scale in (1.0, -0.3, 0.5):
         for param, value in zip(params, cycle(values)):
-            if value.numel():  # nothing is updated where nothing is
+            if value.numel():  # an empty piece gets no gradient, as in training
                 param.grad = scale * value.square() + 0.1
         trial.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
     return [param.detach() for param in params]

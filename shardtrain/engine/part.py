@@ -1,14 +1,14 @@
-"""Which elements of a tensor a rank holds, and the forms in which it holds them.
+"""Describe which elements of a tensor a rank holds, and convert between the two forms of them.
 
-A tensor of a parameter's shape has an order of memory of its own (channels_last has another than contiguous
-ones). So there are two forms of a part of it::
+A parameter has an order of memory of its own (channels_last differs from contiguous), so a part of it has two
+forms::
 
-    flattened   1-D, in the order of the parameter's memory: what moves between ranks and into files
+    flattened   1-D, in the order of the parameter's memory: what is sent and what files hold
     shown       in the shape that the parameter has at rest: what an optimizer and its state have
 
-At rest a piece of n elements has as many dimensions as its parameter, (n, 1, 1, 1) for a filter, so that
-parameter groups chosen by ``p.ndim`` are the same before and after `shard`. A scalar's piece has one
-dimension, since it may be empty. The owner of a whole parameter shows it in its own shape.
+At rest a piece of n elements has as many dimensions as its parameter, (n, 1, 1, 1) for a filter. So groups
+chosen by ``p.ndim`` are the same before and after `shard`. A scalar's piece may be empty, so it has one
+dimension. The owner of a whole parameter shows it in its own shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cached_property
 
 from torch import Tensor, empty_like, empty_strided
 
-Index = tuple[int, ...]  # a number for each dimension
+Index = tuple[int, ...]  # one number per dimension
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Part:
         return self.numel, *(1 for _ in self.shape[1:])
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this part of the whole ``tensor``; 1-D, a view if that lies in the order of ``stride``."""
+        """Return this part of the whole ``tensor``: 1-D, a view if the tensor has the strides ``stride``."""
         return in_memory_order(tensor, self.stride)[self.start : self.stop]
 
     def shown(self, piece: Tensor) -> Tensor:
@@ -59,13 +59,13 @@ class Part:
         return piece.view(self.at_rest)
 
     def flattened(self, piece: Tensor) -> Tensor:
-        """Undo `shown`: 1-D; a view if ``piece`` lies that way."""
+        """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""
         return in_memory_order(piece, self.stride) if piece.shape == self.shape else piece.reshape(-1)
 
     def boxes(self, piece: Tensor) -> dict[Index, Tensor]:
-        """Cut ``piece``, in its shape at rest, into views of boxes, by their offsets.
+        """Cut ``piece``, in its shape at rest, into boxes: views by their offsets in the whole tensor.
 
-        They come in the order of memory. Each is as large as fits behind the last one.
+        Boxes come in the order of memory. Each is the largest that fits after the one before.
         """
         if 0 in self.shape or (self.stop and piece.shape == self.shape):  # DCP must find empty tensors, too
             return {(0,) * len(self.shape): piece.view(self.shape)}
@@ -77,7 +77,7 @@ class Part:
                 row, rest = divmod(at, self.stride[dim])
                 offsets[dim] = row % self.shape[dim]
                 fitting = (self.stop - at) // self.stride[dim]
-                if rest == 0 and fitting:  # a row begins here: take all that are whole
+                if rest == 0 and fitting:  # a row begins here: take all complete rows
                     sizes[dim] = min(fitting, self.shape[dim] - offsets[dim])
                     break
                 sizes[dim] = 1
@@ -88,7 +88,7 @@ class Part:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether ``stride`` visits each element of ``shape`` once, without gaps (channels_last does)."""
+    """Return whether ``stride`` has no gaps and no overlaps for ``shape`` (channels_last has neither)."""
     if 0 in shape:
         return len(stride) == len(shape)
     expected = 1
@@ -100,12 +100,12 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def dense_stride(tensor: Tensor) -> Index:
-    """Return ``tensor``'s strides; if they leave gaps, dense ones in the same order."""
+    """Return ``tensor``'s strides, or dense ones in the same order if they have gaps."""
     return empty_like(tensor, device="meta").stride()
 
 
 def in_memory_order(tensor: Tensor, stride: Index) -> Tensor:
-    """Return ``tensor`` as 1-D, in the order of ``stride``; a view when it already lies that way."""
+    """Return ``tensor`` as 1-D in the order of ``stride``: a view if it has these strides, else a copy."""
     if tensor.stride() != stride:
         ordered = empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor)

@@ -1,4 +1,4 @@
-"""State that knows what it is part of: the values of a sharded model's and its optimizer's state dict.
+"""Return state dicts whose values know which part of the whole tensor they are.
 
 A rank holds an interval of a parameter's elements, in memory order. ``torch.distributed.checkpoint`` (DCP)
 knows boxes: offsets and sizes in each dimension. A 3×4 parameter of which rank 0 holds elements 0:6::
@@ -7,9 +7,9 @@ knows boxes: offsets and sizes in each dimension. A 3×4 parameter of which rank
     a a b b          rank 1   offsets (1, 2) sizes (1, 2), offsets (2, 0) sizes (1, 4)
     b b b b
 
-Each box, at most 2n - 1 of n dimensions, is a view of the interval. So DCP writes and fills pieces in place,
-and a checkpoint of FSDP2 or of a plain model fits at any world size. Everything else that stores tensors
-would store this rank's part and call it the parameter. It is refused.
+An interval of an n-dimensional tensor is at most 2n - 1 boxes, each a view of it. So DCP reads and writes
+pieces in place, and checkpoints of FSDP2 and of plain models load at any world size. Anything else that
+stores tensors would store this rank's part under the parameter's name, and is refused.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MEMORY = {Tensor.data_ptr, Tensor.storage, Tensor._typed_storage, Tensor.untype
 
 
 class LocalPiece(Tensor):
-    """A rank's piece of a tensor, in its shape at rest, sharing memory; ``part`` says of what.
+    """Hold a rank's piece of a tensor, in its shape at rest, as a view; ``part`` says which piece.
 
-    Copies and results of arithmetic in the same shape are pieces, too. Others are plain tensors.
+    Copies and results of arithmetic of the same shape are pieces, too. Other results are plain tensors.
     """
 
     part: Part
@@ -49,7 +49,7 @@ class LocalPiece(Tensor):
     @classmethod
     def of(cls, tensor: Tensor, part: Part) -> LocalPiece:
         piece, boxes = tensor.as_subclass(cls), part.boxes(tensor)
-        # By these DCP knows that it is no whole tensor (torch.distributed.checkpoint.protocol).
+        # These tell DCP that this is no whole tensor (torch.distributed.checkpoint.protocol).
         vars(piece).update(
             global_shape=part.shape,
             global_offsets=tuple(boxes),
@@ -60,14 +60,14 @@ class LocalPiece(Tensor):
         return piece
 
     def plain(self) -> Tensor:
-        """Return the same memory as a plain tensor."""
+        """Return a plain tensor of the same memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         piece = next((arg for arg in args if isinstance(arg, cls)), None)
-        if piece is not None and func in _MEMORY:  # what safetensors and DCP's async_save begin with
+        if piece is not None and func in _MEMORY:  # the first call of safetensors and DCP's async_save
             piece._refuse("copied from memory, by safetensors, save_pretrained or async_save")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -111,7 +111,7 @@ class LocalPiece(Tensor):
 
 
 def attach(units: Iterable[Unit]) -> list[RemovableHandle]:
-    """Let every module with sharded parameters give pieces in its ``state_dict()``, and take them back."""
+    """Have every module with sharded parameters return pieces in ``state_dict()``, and load them."""
     return [
         handle
         for unit in units
@@ -129,7 +129,7 @@ def _attach(
     def give(called: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         value = state.get(prefix + attribute)
         if unit.pinned or value is None or isinstance(value, nn.Parameter):
-            return  # whole inside `unsharded`; the parameter itself with keep_vars=True
+            return  # full inside `unsharded`; the parameter itself with keep_vars=True
         if member.shows_full and called is module:
             value = member.local_view
         if value.shape == own.at_rest:
@@ -158,9 +158,9 @@ def _attach(
 
 
 def _refuse_full(function: str) -> bool:
-    """Return whether torch.distributed.checkpoint.state_dict's ``function`` runs; refuse to give it all.
+    """Return whether torch.distributed.checkpoint.state_dict's ``function`` is on the stack.
 
-    It asks modules and optimizers for nothing but ``state_dict()``, so its options are found on the stack.
+    It only calls ``state_dict()``, so its options are read there. Raises ValueError for full_state_dict=True.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_name != function or frame.f_globals["__name__"] != _DCP_STATE_DICT:
@@ -176,11 +176,11 @@ def _refuse_full(function: str) -> bool:
 
 
 def watch(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
-    """Let torch's ``get_optimizer_state_dict`` find pieces in the optimizer's state, and take them back."""
-    held = WeakSet(members)  # the optimizer keeps no model alive
+    """Have torch's ``get_optimizer_state_dict`` return pieces of the optimizer's state, and load them."""
+    held = WeakSet(members)  # so that the optimizer does not keep the model alive
 
     def give(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        asked = _refuse_full("_get_optim_state_dict")  # everyone else gets plain tensors
+        asked = _refuse_full("_get_optim_state_dict")  # other callers get plain tensors
         return _changed(_given, held, optimizer, saved) if asked else saved
 
     optimizer.register_state_dict_post_hook(give)
@@ -193,7 +193,7 @@ def _changed(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the state dict ``saved`` with a change of each tensor of a sharded parameter's state."""
+    """Return the state dict ``saved`` with ``change`` applied to each tensor of sharded parameters' state."""
     parts = {member.param: member.part for member in members}
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -207,8 +207,8 @@ def _changed(
 
 
 def _given(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
-    """Return what lies as the parameter does, and numbers, as pieces."""
-    if value.ndim == 0:  # a count of steps, which may be another where a rank has no elements
+    """Return ``value`` as a piece if it is a number or has the parameter's shape."""
+    if value.ndim == 0:  # a step count, which may differ on a rank that has no elements
         part = Part(part.name, (), (), 0, int(param.numel() > 0 or 0 in part.shape))
     elif value.shape != param.shape:
         return value
@@ -216,7 +216,7 @@ def _given(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
 
 
 def _taken(value: Tensor, param: nn.Parameter, part: Part) -> Tensor:
-    """Return a piece as a plain tensor. Refuse other shapes, since ``load_state_dict`` compares none."""
+    """Return a piece as a plain tensor. Raises ValueError for another shape: torch does not compare."""
     if value.ndim and value.shape != param.shape:
         raise ValueError(
             f"load_state_dict() was given state of shape {tuple(value.shape)} for {part.name}, of "

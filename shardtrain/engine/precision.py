@@ -1,11 +1,11 @@
-"""The dtypes in which a sharded model computes and reduces. Shards and optimizer state stay as they were.
+"""Choose the dtypes in which a sharded model computes and reduces. Shards and optimizer state keep theirs.
 
 With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
 
-    before forward   each rank casts its shard to bf16, once; this copy serves both gathers
+    before forward   each rank casts its shard to bf16 once; the copy serves both gathers
     gather           bf16 moves: half the bytes
     compute          in bf16; inputs of every unit are cast; normalisation layers stay in fp32
-    reduce           bf16 gradients move, their sum is taken in fp32
+    reduce           bf16 gradients move and are summed in fp32
     update           fp32 shard, fp32 gradient
 
 ``gather=torch.int8`` and ``reduce=torch.int8`` quantise only what moves: see `comm/quantised.py`.
@@ -28,19 +28,17 @@ NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes for `shard`. ``None`` leaves a thing as it is.
+    """Hold the dtypes for `shard`, as FSDP2's ``MixedPrecisionPolicy`` does. ``None`` changes nothing.
 
-    ``param``: parameters while a unit computes, and on the wire. ``reduce``: gradients on the wire (default:
-    the dtype they are computed in); sums are taken in fp32 or wider, on NCCL by NCCL. ``output``:
-    floating-point outputs of the root. ``cast_inputs``: cast floating-point inputs of every unit to
-    ``param``. ``keep``: modules whose own parameters stay in their dtype, and which are given inputs of that
-    dtype. BatchNorm takes ``param`` inputs as they are: its kernels compute in fp32 then.
+    ``param``: dtype of parameters while a unit computes and while they are gathered. ``reduce``: dtype of
+    gradients while they are reduced (default: the dtype they are computed in). Sums are taken in fp32 or
+    wider, over NCCL by NCCL. ``output``: dtype of the root's floating-point outputs. ``cast_inputs``: cast
+    floating-point inputs of every unit to ``param``. ``keep``: classes of modules whose own parameters keep
+    their dtype and whose inputs are cast to it. BatchNorm takes inputs in ``param``: its kernels use fp32.
 
-    ``torch.int8`` as ``gather`` or ``reduce`` moves blocks of 256 elements with a scale each: a quarter of
-    fp32's bytes, and an error of at most 1/254 of a block's largest magnitude. Vectors (biases) and what
-    ``keep`` names travel as they are.
-
-    Raises ValueError for a dtype that is not floating-point.
+    ``gather=torch.int8`` or ``reduce=torch.int8`` sends blocks of 256 elements with one scale each: a quarter
+    of fp32's bytes, an error of at most 1/254 of a block's largest magnitude. Vectors (biases) and parameters
+    of ``keep`` are sent as they are. Raises ValueError for a dtype that is not floating-point.
     """
 
     param: torch.dtype | None = None
@@ -65,24 +63,24 @@ class Precision:
             )
 
     def of_parameter(self, param: torch.Tensor, holder: nn.Module) -> torch.dtype:
-        """Return the dtype in which ``param``, held by ``holder``, computes."""
+        """Return the dtype of ``param``, held by ``holder``, while its unit computes."""
         if self.param is None or isinstance(holder, self.keep) or not param.is_floating_point():
             return param.dtype
         return self.param
 
     def of_gradient(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients computed in ``compute`` are summed up, and move as they are."""
+        """Return the dtype in which gradients computed in ``compute`` are sent (int8 apart) and summed."""
         if self.reduce is None or self.reduce is torch.int8 or not compute.is_floating_point:
             return compute
         return self.reduce
 
     @property
     def quantises(self) -> bool:
-        """Whether anything is to move as int8."""
+        """Whether anything is sent as int8."""
         return torch.int8 in (self.gather, self.reduce)
 
     def quantised(self, param: torch.Tensor, holder: nn.Module) -> bool:
-        """Return whether ``param`` moves as int8: matrices and filters, unless ``holder`` is in ``keep``."""
+        """Return whether ``param`` is sent as int8: matrices and filters, but not in modules of ``keep``."""
         wide = param.ndim < 2 or isinstance(holder, self.keep) or not param.is_floating_point()
         return self.quantises and not wide
 
@@ -92,7 +90,7 @@ class Precision:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is inside nested containers, as modules take and return: pytrees, mappings, dataclasses."""
+    """Yield the leaves of nested arguments or outputs of a module: pytrees, mappings, dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -110,13 +108,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every floating-point tensor that `leaves` sees as ``dtype``.
+    """Return ``value`` with every floating-point tensor that `leaves` yields cast to ``dtype``.
 
-    A container in which there is nothing to cast stays itself: a unit may append to a list that it was given.
+    A container without anything to cast is returned itself: a unit may append to a list that it was given.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if type(value) is tuple:  # the arguments of each call: mostly one tensor
+    if type(value) is tuple:  # the fast path: positional arguments, mostly one tensor
         return tuple([cast(item, dtype) for item in value])
     if all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors_in(value)):
         return value

@@ -1,17 +1,17 @@
-"""What runs inside a unit's forward: compiled code, and activations computed again for backward.
+"""Compile units, and checkpoint activations: both replace what runs inside a unit's forward.
 
-The engine's hooks are on a unit's module. This file replaces the ``forward`` that they enclose::
+The engine's hooks are on a unit's module. This file replaces the ``forward`` between them::
 
     hooks before     gather, cast inputs
       checkpoint       run now, keep the inputs alone; run again in backward, once the unit is gathered
         compiled         the module's own forward
     hooks after      announce backward, release
 
-So nothing is gathered for recomputing, and the compiler never meets a hook of the engine or a parameter that
+So recomputation gathers nothing more, and the compiler never sees a hook of the engine or a parameter that
 shows its piece. Each new forward is a bound method of its module, which ``copy.deepcopy`` binds to the copy.
-Only units that hold no other unit are concerned, and never the root, whose parameters are whole anyway.
+Only units that contain no other unit are changed, and never the root.
 
-Checkpointing is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174), with a segment for each unit.
+Checkpointing is that of Chen et al., 2016 (https://arxiv.org/abs/1604.06174), with one segment per unit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardtrain.engine.hooks import Engine, engine_of
 from shardtrain.engine.precision import tensors_in
 from shardtrain.engine.unit import Unit
 
-Forward = Callable[..., Any]  # takes the module, then what the module takes
+Forward = Callable[..., Any]  # called with the module, then its inputs
 
 
 def compile_units(
@@ -42,14 +42,14 @@ def compile_units(
     fullgraph: bool = True,
     **options: Any,
 ) -> None:
-    """Run each unit of a sharded module by ``torch.compile``; each is compiled when it first runs.
+    """Apply ``torch.compile`` to each unit of a sharded module. A unit is compiled when it first runs.
 
-    Units of one class with the same shapes and settings share what is compiled. With `checkpoint_activations`
+    Units of one class with the same shapes and settings share compiled code. To use `checkpoint_activations`
     too, compile first. ``fullgraph``: refuse a unit that does not become one graph. All options are torch's.
 
-    Raises ValueError if there are no units; a unit is compiled or checkpointed already, or holds parameters
-    of the root; inductor lacks what it needs; CUDA graphs are asked for. At the first forward: a unit is not
-    one graph.
+    Raises ValueError if there are no units, if a unit is compiled or checkpointed already or holds parameters
+    of the root, if inductor lacks a compiler, or if CUDA graphs are asked for; at the first forward, if a
+    unit does not become one graph.
     """
     engine = engine_of(module)
     units = _innermost_units(engine, "compile", _compiled, _checkpointed)
@@ -73,7 +73,7 @@ def compile_units(
     for unit in units:
         forward = _forward_of(unit)
         shapes = tuple(member.part.shape for member in unit.members)
-        kind = (forward, shapes, repr(unit.module))  # settings too: each probability is compiled on its own
+        kind = (forward, shapes, repr(unit.module))  # `repr` has settings, such as dropout's probability
         if kind not in kinds:
             entry = _entry(forward, f"{type(unit.module).__name__}_{len(kinds)}")
             run = torch.compile(entry, backend=backend, fullgraph=fullgraph, **options)
@@ -82,13 +82,13 @@ def compile_units(
 
 
 def checkpoint_activations(module: nn.Module) -> None:
-    """Keep each unit's inputs for backward and compute the rest again: less memory, one more forward.
+    """Keep only each unit's inputs for backward and recompute the rest: less memory, one more forward.
 
     Results are bit-equal: random draws (dropout) repeat, and BatchNorm counts each batch once. ``module`` is
     what `shard` returned.
 
-    Raises ValueError if there are no units, or they are checkpointed already. In backward: a unit's inputs,
-    or a buffer other than a BatchNorm's, have changed in place, so that computing again would differ.
+    Raises ValueError if there are no units, or if they are checkpointed already; in backward, if a unit's
+    inputs or a buffer other than a BatchNorm's have changed in place, since recomputation would differ.
     """
     for unit in _innermost_units(engine_of(module), "checkpoint", _checkpointed):
         forward = partial(_checkpointed, _forward_of(unit), unit.title)
@@ -96,7 +96,7 @@ def checkpoint_activations(module: nn.Module) -> None:
 
 
 def require_inductor(device: torch.device) -> None:
-    """Raise ValueError if inductor lacks what compiles its code: a C++ compiler for the CPU, else Triton."""
+    """Raise ValueError if inductor lacks its compiler: a C++ compiler for the CPU, Triton for a GPU."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -113,7 +113,7 @@ def require_inductor(device: torch.device) -> None:
 
 
 def _compiled(run: Forward, title: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the compiled forward of all units of one kind; ``title``: the first of them."""
+    """Run the compiled forward that units of one kind share. ``title`` names the first of them."""
     try:
         return run(module, *args, **kwargs)
     except torch._dynamo.exc.Unsupported as error:
@@ -125,7 +125,7 @@ def _compiled(run: Forward, title: str, module: nn.Module, *args: Any, **kwargs:
 
 
 def _checkpointed(forward: Forward, title: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of one unit, drop its activations, and compute them again in backward."""
+    """Run the forward of one unit, drop its activations, and recompute them in backward."""
     if not torch.is_grad_enabled():
         return forward(module, *args, **kwargs)
     needed = [("inputs", tensor) for tensor in tensors_in((args, kwargs))]
@@ -148,7 +148,7 @@ def _checkpointed(forward: Forward, title: str, module: nn.Module, *args: Any, *
         with _reparametrize_module(module, statistics):  # BatchNorms update copies
             yield
 
-    # Both go in as arguments: that is where torch looks for devices whose random state it is to keep.
+    # Both are arguments, since torch saves the random states of the devices that it finds in arguments.
     return checkpoint(run, args, kwargs, use_reentrant=False, context_fn=lambda: (nullcontext(), again()))
 
 
@@ -159,7 +159,7 @@ def _buffers(module: nn.Module, of_norms: bool) -> list[tuple[str, torch.Tensor]
 
 
 def _innermost_units(engine: Engine, what: str, *before: Forward) -> list[Unit]:
-    """Return the units that hold no other one; refuse if forwards of theirs run one of ``before``."""
+    """Return the units that contain no other. Raises ValueError if a forward runs one of ``before``."""
     units = [u for u in engine.units[1:] if not any(u.holds(other) for other in engine.units)]
     if not units:
         raise ValueError(f"there is nothing to {what}: the model has no unit besides the root; choose units")
@@ -180,10 +180,10 @@ def _forward_of(unit: Unit) -> Forward:
 
 
 def _entry(forward: Forward, name: str) -> Forward:
-    """Return ``forward`` behind a code object of its own.
+    """Return ``forward`` wrapped in a function with its own code object.
 
-    Torch keeps what it has compiled, the sizes that varied, and a limit of eight compilations per code
-    object. All blocks of a ResNet share one, in seven shapes or more, and so do all modules of torch.
+    Per code object torch keeps compiled code and dynamic sizes, and allows eight compilations. All blocks of
+    a ResNet share one code object, in seven shapes or more.
     """
 
     def enter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,23 +1,22 @@
-"""From full gradients to this rank's averaged interval: the only place that makes gradient intervals.
+"""Reduce full gradients to this rank's averaged interval. No other file makes gradient intervals.
 
-collect  take a parameter's new gradient: what other ranks own goes into the unit's flat gradient, what
-         this rank owns stays where autograd left it; on an accelerator one launch lays out all gradients
-launch   start sending every owner its interval, and adding up what comes
-finish   wait until that is done
+collect  take a parameter's new gradient. The elements that other ranks own go into the unit's flat gradient.
+         This rank's own stay in autograd's tensor; on an accelerator one launch copies all gradients
+launch   start the reduce-scatter: send every owner its interval, and sum what arrives
+finish   wait for it
 give     give each parameter its piece of the mean, when backward is over
 
 On a single rank nothing belongs to others, so nothing is copied and nothing is sent.
 
-A parameter without a gradient on this rank may have one on another, and if it has none anywhere it must
-get none, as in the unwrapped model: weight decay and momentum move a parameter with a zero gradient. So
-absence travels in what is sent anyway, as ``-0.0``: the sum of values is ``-0.0`` only where all of them
-are. Two ranks, a parameter of two elements::
+A parameter without a gradient on this rank may have one on another. If no rank has one, ``.grad`` must stay
+None: weight decay and momentum would change a parameter whose gradient is zero. So "none" is sent as
+``-0.0``: a sum is ``-0.0`` only where all its terms are. Two ranks, a parameter of two elements::
 
     rank 0 has none   -0.0 -0.0      rank 0 has none   -0.0 -0.0
     rank 1 has        +0.0  3.0      rank 1 has none   -0.0 -0.0
     mean              +0.0  1.5      mean              -0.0 -0.0    -> no gradient
 
-A gradient that is there never starts with ``-0.0``: 0.0 is added to the first element of every piece.
+An existing gradient never begins with ``-0.0``: 0.0 is added to the first element of every piece.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from shardtrain.engine.unit import Unit
 
 
 class FlatGradient:
-    """The gradient of one segment while it comes together.
+    """Collect the gradients of one segment.
 
-    ``arrived``: indices of parameters with a gradient from the backward under way, of ``expected`` ones.
-    ``filled``: indices with a gradient of any backward since the last reduction (under ``no_sync``).
-    ``_sent``: of what was sent in this backward, the indices that have a gradient on this rank, those that
-    may have one on another, and of each parameter this rank's part, which becomes the mean.
+    Parameters are given by their index in the segment. ``arrived``: those whose gradient of this backward has
+    arrived, ``expected`` in number. ``filled``: those with a gradient of any backward since the last
+    reduction (`no_sync`). ``_sent``: for each reduction of this backward, the indices with a gradient on this
+    rank, those that may have one on another, and each parameter's own part, which becomes the mean.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -52,7 +51,7 @@ class FlatGradient:
         self.expected = 0
         self.filled: set[int] = set()
         self._elsewhere, self._cuts = segment.layout.elsewhere(segment.transport.rank)
-        # Where any rank's piece of a parameter starts: at the parameter's start, or at an interval's.
+        # Where any rank's piece of a parameter starts: at a parameter's start, or at an interval's.
         layout = segment.layout
         starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
@@ -62,25 +61,25 @@ class FlatGradient:
 
     def _clear(self) -> None:
         self.filled.clear()
-        # What `.grad` shows meanwhile: tensor, version, whether it is this rank's part of what waits.
+        # What `.grad` shows under `no_sync`: the tensor, its version, whether `show_waiting` put it there.
         self._shown: dict[int, tuple[torch.Tensor, int, bool]] = {}
         self._full: torch.Tensor | None = None
-        self._parts: Sequence[torch.Tensor] = ()  # of it, as `_cuts` cut it, or a whole parameter's each
-        self._own: dict[int, torch.Tensor] = {}
+        self._parts: Sequence[torch.Tensor] = ()  # views of `_full`: by `_cuts`, or by parameter if `_whole`
+        self._own: dict[int, torch.Tensor] = {}  # by index, this rank's part
         self._whole = False  # whether `_full` takes this rank's own part, too
-        self._late: dict[int, torch.Tensor] = {}  # gradients yet to be laid out there
+        self._late: dict[int, torch.Tensor] = {}  # by index, gradients not yet copied into `_full`
 
     def begin_backward(self) -> None:
-        """Expect a gradient of every trainable parameter; take in what users did to waiting ones."""
+        """Expect a gradient of every trainable parameter; check what users did to waiting ones."""
         self.arrived.clear()
         self.expected = sum([member.param.requires_grad for member in self.members])
         while self._shown:
             self._check_waiting(*self._shown.popitem())
 
     def show_waiting(self) -> None:
-        """Let parameters without a gradient show this rank's part of the one that waits.
+        """Let parameters show this rank's part of the gradient that waits under `no_sync`.
 
-        Only so is it seen when a user clears gradients, or changes them, before the next backward.
+        Otherwise a user's `zero_grad` or change before the next backward would go unnoticed.
         """
         self._lay_out()
         for index in self.filled:
@@ -96,7 +95,7 @@ class FlatGradient:
             self._shown[index] = grad, grad._version, own
 
     def _check_waiting(self, index: int, shown: tuple[torch.Tensor, int, bool]) -> None:
-        """Clear a waiting gradient if a user cleared ``.grad``; refuse any other change of it."""
+        """Drop a waiting gradient if a user cleared ``.grad``. Raises ValueError for any other change."""
         member, (grad, version, own) = self.members[index], shown
         now = member.held_grad
         if now is grad and now._version == version:
@@ -112,7 +111,7 @@ class FlatGradient:
             )
 
     def collect(self, index: int) -> bool:
-        """Take the gradient just accumulated in parameter ``index``; return whether it is the segment's last.
+        """Take the gradient just accumulated in parameter ``index``; return whether all have arrived.
 
         Raises ValueError if the gradient is sparse.
         """
@@ -131,14 +130,14 @@ class FlatGradient:
         return len(self.arrived) == self.expected
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Add or copy ``grad`` (1-D): others' parts into the full gradient, this rank's into ``_own``."""
+        """Add or copy ``grad`` (1-D): other ranks' parts into ``_full``, this rank's into ``_own``."""
         member = self.members[index]
         start, stop = member.part.start, member.part.stop
         again, wide = index in self.filled, self.segment.local.dtype
         if self._full is None:
             self._open()
         if self._whole:
-            if index in self._late:  # reentrant checkpoints
+            if index in self._late:  # a second gradient in one backward, by reentrant checkpointing
                 self._lay_out()
             self._late[index] = grad
             return
@@ -152,12 +151,13 @@ class FlatGradient:
             self._own[index] = member.no_grad
         else:
             own = grad[start:stop]
-            if own.dtype != wide or stop - start < grad.numel():  # a view of a part would keep all of it
+            # A view of a part would keep the memory of the whole gradient.
+            if own.dtype != wide or stop - start < grad.numel():
                 own = own.to(wide, copy=True)
             self._own[index] = own
 
     def _lay_out(self) -> torch.Tensor:
-        """Add or copy what `collect` has kept into the full gradient, in one launch; return it."""
+        """Add or copy the gradients of ``_late`` into ``_full``, in one launch each; return ``_full``."""
         new = {index for index in self._late if index not in self.filled}
         for lay_out, indices in ((torch._foreach_copy_, new), (torch._foreach_add_, self._late.keys() - new)):
             if indices:
@@ -179,7 +179,7 @@ class FlatGradient:
         return self._full
 
     def send(self) -> Gradient:
-        """Return what has come together, -0.0 where nothing arrived on this rank, and start anew."""
+        """Return the collected gradient, with -0.0 where this rank has none, and begin a new one."""
         segment, transport = self.segment, self.segment.transport
         full = self._lay_out()
         missing = [index for index in range(len(self.members)) if index not in self.filled]
@@ -187,7 +187,8 @@ class FlatGradient:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
             full.index_add_(0, self._starts, self._zeros)
-        if self._own and not self._whole and transport.all_ranks.world > transport.world:  # replicas get it
+        # Averages over replicas send this rank's own parts, too.
+        if self._own and not self._whole and transport.all_ranks.world > transport.world:
             torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
         for index in missing:
             size = 0 if self._whole else self.members[index].part.numel
@@ -202,10 +203,10 @@ class FlatGradient:
         return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
 
     def give(self, absent: Iterator[bool]) -> list[nn.Parameter]:
-        """Give every parameter its piece of the mean, if any rank has a gradient; return those that got one.
+        """Give each parameter its piece of the mean if any rank has a gradient; return those that got one.
 
-        An empty piece tells nothing, and gets an empty gradient; but none where the parameter is whole on
-        another rank: not every optimizer takes it. ``absent``: of each unsure one, whether no rank has it.
+        ``absent``: for each unsure parameter, whether no rank has a gradient. An empty piece cannot tell, and
+        gets an empty gradient; but None if the parameter is whole on another rank, for some optimizers.
         """
         given = []
         for filled, unsure, own in self._sent:
@@ -230,28 +231,28 @@ class FlatGradient:
 
 
 class Reduction:
-    """The reduction of one unit: gradients on their way in, then one movement under way."""
+    """Reduce one unit: collect its gradients, then run one reduce-scatter at a time."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.gradients = [FlatGradient(segment) for segment in unit.segments]
         self._moving = Pending()
-        # Gradients are kept until they have moved: a stream may still read them.
+        # Keeps gradients alive until the reduction has ended: a stream may still read them.
         self._under_way: list[Gradient] = []
 
     def begin_backward(self) -> None:
-        """Expect gradients, if any parameter is ``trainable``."""
+        """Expect gradients, and note whether any parameter is ``trainable``."""
         for gradient in self.gradients:
             gradient.begin_backward()
         self.trainable = any(gradient.expected for gradient in self.gradients)
 
     def begin_again(self) -> None:
-        """Expect every gradient once more in this backward: reentrant checkpoints use a unit in parts."""
+        """Expect every gradient again in this backward: reentrant checkpointing uses a unit in parts."""
         for gradient in self.gradients:
             gradient.arrived.clear()
 
     def collect(self, segment: int, index: int) -> bool:
-        """Take the gradient of one parameter; return whether it is the last one of this backward."""
+        """Take the gradient of one parameter; return whether it is the unit's last one."""
         last = self.gradients[segment].collect(index)
         return last and all(len(gradient.arrived) == gradient.expected for gradient in self.gradients)
 
@@ -285,10 +286,10 @@ class Reduction:
 
 
 def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
-    """Give parameters their means, not before the last fence; return those that got one, some twice."""
+    """Give parameters their means, after backward's last barrier; return those given one, perhaps twice."""
     gradients = [gradient for reduction in reductions for gradient in reduction.gradients]
     means = [own[index] for each in gradients for _, unsure, own in each._sent for index in unsure]
-    # Means of nothing but -0.0 are absent. The host waits for the device once, for those of all units.
+    # A mean of -0.0 throughout is absent. The host waits for the device once, for the means of all units.
     answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
     known = iter(torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else [])
     absent = (bool(mean.numel()) and next(known) for mean in means)

@@ -1,24 +1,24 @@
-"""When units are gathered, prefetched, released and reduced.
+"""Schedule gathers, prefetches, releases and reductions of units.
 
-One step over units ``A B`` and the root ``R`` (what no unit took)::
+One step over units ``A B`` and the root ``R`` (the parameters of no other unit)::
 
     forward   gather R | gather A, prefetch B, compute A, release A | compute B, release B
     backward  gather B, prefetch A, compute, reduce B, release B | compute A, reduce A, release A | reduce R
     end       wait for the last reduction; every parameter shows its local piece again
 
-The root is never released between forward and backward, which would buy nothing. Besides the root at most two
-units are gathered at once: the one that computes and the next one. At most one reduction is under way.
+The root is not released between forward and backward: its backward begins at once. Besides the root at most
+two units are gathered: the one that computes and the next one. At most one reduction is under way.
 
-Ranks must start the same movements in the same order. Forward follows the order in which units are called,
-and notes each call with the moments at which it began and ended. Backward replays the calls from the last to
-the first. Autograd runs the node that was made last first. So once the gradient of an output of one call is
-known, all that was computed after that call is over: the calls noted later are replayed if they have not
-been, and a unit whose calls all began later is released, and gets no further gradient. That holds for calls
-inside others, for repeated ones and for frozen parameters. A unit whose outputs the loss does not depend on,
-here, is gathered and reduced when its turn comes: on another rank the loss may depend on them.
+All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
+are called, and records each call with the moments at which it began and ended. Backward replays the calls
+from the last to the first. Autograd runs the node that was made last first. So once the gradient of a call's
+output exists, backward is done with all that was computed after that call. Calls recorded later are replayed
+unless they have been. A unit whose calls all began later is released, and gets no further gradient. This
+holds for nested calls, repeated calls and frozen parameters. If the loss of this rank does not depend on a
+unit's outputs, the unit is gathered and reduced at its turn all the same: another rank's loss may.
 
-Reductions are started in the reverse of the order in which forward first entered the units. A parameter whose
-gradient never comes (it is unused here) counts as zero.
+Reductions start in the reverse of the order in which forward first entered the units. A parameter that is
+unused on this rank counts as zero in the mean, and has no gradient if no rank uses it (see ``reduce.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardtrain.engine.user_hooks import call_postponed, postpone
 
 
 class Schedule:
-    """The life of all units of one sharded module. Hooks call it, and nothing else does."""
+    """Drive all units of one sharded module. Only hooks call it."""
 
     def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
         self.units = tuple(units)
@@ -52,19 +52,19 @@ class Schedule:
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}
         self._moment = 0
-        self._calls: dict[Unit, Call] = {}  # under way
-        self._record: list[Call] = []  # of the root's forward; calls of units by themselves leave nothing
+        self._calls: dict[Unit, Call] = {}  # calls under way
+        self._record: list[Call] = []  # ended calls of the root's forward; a unit called by itself adds none
         self._entries: list[Unit] = []  # units in the order in which this forward has called them
-        self._expected: list[Unit] = []  # the same of the last forward
+        self._expected: list[Unit] = []  # `_entries` of the last forward
         self._forward: FrameType | None = None  # the root module's call under way
         self._backward: Backward | None = None
-        self._awaited: set[Unit] = set()  # units left in full, of whose backward no output may tell
+        self._awaited: set[Unit] = set()  # units left gathered, since no output may announce their backward
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
-        self._earliest: dict[Unit, int] = {}  # when the first call began of which no backward has come
+        self._earliest: dict[Unit, int] = {}  # when a unit's first call without a backward so far began
 
     @property
     def at_rest(self) -> bool:
-        """Whether no step is under way, so that every parameter shows its local piece."""
+        """Whether no step is under way: every parameter shows its local piece."""
         return not (self._forward or self._backward or self.root.pinned)
 
     @property
@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def unanswered(self) -> bool:
-        """Whether the last forward was followed by no backward, and prepared for one."""
+        """Whether the last forward prepared for a backward that has not come."""
         return any(call.hooked for call in self._record)
 
     def _fence(self, what: Movement) -> None:
@@ -91,9 +91,9 @@ class Schedule:
     # forward
 
     def begin_forward(self) -> None:
-        """Release all units as the root module is called: what is gathered may precede the last update.
+        """Release all units as the root module is called, since gathered values may be from before an update.
 
-        A forward that is still under way was interrupted from the keyboard, which runs no hooks.
+        A forward that is still under way was interrupted by Ctrl-C, after which torch runs no hooks.
         """
         if self._backward:
             return
@@ -106,7 +106,7 @@ class Schedule:
         self._forward = calling_frame()
 
     def _refresh(self, units: Sequence[Unit]) -> None:
-        """Release ``units``, and let the next gathers see what has been done to local pieces."""
+        """Release ``units``, and let their next gathers include changes to local pieces."""
         for unit in units:
             unit.release()
             for segment in unit.segments:
@@ -114,7 +114,7 @@ class Schedule:
         self._fence(ENTER)
 
     def _forget_nodes(self) -> None:
-        """Keep apart what the root's forward computes and what users compute from pieces around it."""
+        """Give computations in the root's forward and users' computations on pieces different nodes."""
         for unit in self.units if torch.is_grad_enabled() else ():
             for segment in unit.segments:
                 segment.forget_nodes()
@@ -127,17 +127,18 @@ class Schedule:
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.release()
-        if not failed:  # an exception must be heard at once, not after the others
+        if not failed:  # an exception must not wait for other ranks
             self._forget_nodes()
             self._fence(LEAVE)
 
     def before_forward(self, unit: Unit) -> None:
-        """Make ``unit`` whole as one of its modules is entered."""
+        """Gather ``unit`` as one of its modules is called."""
         if unit in self._calls:
             self._calls[unit].depth += 1
             return
+        # Called by itself, perhaps after an update; or changed in this forward, as a momentum encoder is.
         if not self._backward and (not self._forward or unit.take_edits()):
-            self._refresh([unit])  # called by itself, perhaps after an update; or a momentum encoder's
+            self._refresh([unit])
         unit.open_full()
         self._moment += 1
         self._calls[unit] = Call(self._before_backward, unit, self._record, self._moment)
@@ -149,18 +150,18 @@ class Schedule:
         trace.begin("forward", unit.title)
 
     def call_to_hook(self, unit: Unit) -> Call | None:
-        """Return the call of ``unit`` under way, unless it only computes again in backward."""
+        """Return the call of ``unit`` under way; None in backward, which only recomputes."""
         return None if self._backward else self._calls.get(unit)
 
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
-        """Release ``unit`` as one of its modules is left, if this was the outermost call.
+        """Release ``unit`` as one of its modules returns, if this was its outermost call.
 
-        What may be needed without notice, or is still shown by ``output``, stays until the end of backward.
+        It stays through backward if backward may need it unannounced, or ``output`` shows parameters.
         """
         hooked = self.call_to_hook(unit)
         stays = hooked is not None and hooked.watch(output)
         call = self._calls.get(unit)
-        if call is None:  # an error kept it from beginning
+        if call is None:  # an error prevented its begin
             return
         call.depth -= 1
         if call.depth:
@@ -179,7 +180,7 @@ class Schedule:
             self._fence(LEAVE)
         unit.refuse_edits()
         if torch.is_grad_enabled() and not failed:
-            if stays or unit is self.root:  # a loss may use the root's parameters: CLIP's temperature is one
+            if stays or unit is self.root:  # a loss may use the root's parameters, as CLIP's temperature
                 self._awaited.add(unit)
                 for member in unit.members:
                     member.show_grad()
@@ -190,17 +191,18 @@ class Schedule:
             unit.release()
 
     def show_pieces(self) -> None:
-        """Show local pieces where a forward without its backward has left whole parameters on show."""
+        """Show local pieces where a forward without a backward has left full parameters shown."""
         for unit in self._awaited:
             unit.show_local()
 
     # backward
 
     def _before_backward(self, call: Call) -> None:
-        """Come to ``call``, as the gradient of something that it computed is known."""
+        """Reach ``call``, since the gradient of one of its outputs exists."""
         backward = self._backward or self._begin_backward(call.record)
+        # The latter: a tensor that passed through the call, while autograd is already below it.
         if call is backward.call or call.began > backward.moment:
-            return  # the latter is a tensor that passed through: autograd has come below this call
+            return
         if call.record is not backward.record:  # two forwards, one backward
             backward.record, backward.ahead = call.record, list(call.record)
         self._replay(backward, call.ended)
@@ -208,16 +210,16 @@ class Schedule:
         backward.call = call
 
     def _replay(self, backward: Backward, moment: int) -> None:
-        """Come to the calls that ended at ``moment`` or later, and to which autograd has not come."""
+        """Reach the calls that ended at ``moment`` or later and have not been reached."""
         while backward.ahead and backward.ahead[-1].ended >= moment:
             skipped = backward.ahead.pop()
             if skipped.hooked:
                 self._enter(backward, skipped)
 
     def _enter(self, backward: Backward, call: Call) -> None:
-        """Make the unit of ``call`` whole; close every unit that was called only after ``call`` ended.
+        """Gather the unit of ``call``; complete every unit that was called only after ``call`` ended.
 
-        The same movements in the same order, whether the gradient of an output has come or never will.
+        Collectives and their order are the same whether or not an output's gradient ever arrives.
         """
         unit = call.unit
         if call.ended < backward.moment:
@@ -240,10 +242,7 @@ class Schedule:
             trace.begin("backward", unit.title)
 
     def _begin_backward(self, record: list[Call]) -> Backward:
-        """Prepare at the first sign of a backward.
-
-        Raises ValueError inside `unsharded`, and if the backward is to be differentiated in turn.
-        """
+        """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
         if self.root.pinned:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
         if torch.is_grad_enabled():
@@ -265,7 +264,7 @@ class Schedule:
         return backward
 
     def gradient_arrives(self, number: int, segment: int, index: int, grad: torch.Tensor) -> None:
-        """Make way for the gradient that autograd is about to accumulate in a parameter of a unit."""
+        """Prepare a parameter for its next gradient. Raises ValueError if that comes from its piece."""
         unit = self.units[number]
         member = unit.segments[segment].members[index]
         if grad.shape != member.part.shape or not (member.shows_full or unit in self._awaited):
@@ -276,7 +275,7 @@ class Schedule:
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
         if not member.shows_full:
-            unit.open_full()  # which `show_pieces` has hidden since forward
+            unit.open_full()  # `show_pieces` has shown pieces since forward
         backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
         backward.arriving[member] = True
@@ -293,14 +292,14 @@ class Schedule:
             self._launch_completed(backward)
 
     def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
-        """Note that ``unit`` gets no further gradient, unless another forward called it by ``moment``."""
+        """Record that ``unit`` gets no further gradient, unless another forward called it by ``moment``."""
         trace.end("backward", unit.title)
         self._reductions[unit].begin_again()
         if self._earliest.get(unit, sys.maxsize) > moment:
             backward.completed.add(unit)
 
     def _launch_completed(self, backward: Backward) -> None:
-        """Start the reductions whose turn it is."""
+        """Start the reductions whose turn has come, in `order`."""
         for unit in backward.order[backward.turn :]:
             over = unit not in backward.entered and backward.first.get(unit, 0) > backward.moment
             if not over and unit not in backward.completed:
@@ -319,7 +318,7 @@ class Schedule:
             self._reductions[backward.launched[-1]].finish()
 
     def _end_backward(self, backward: Backward) -> None:
-        """Reduce what had to wait, now that autograd is done; return to rest, and tell users."""
+        """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
         if backward.arriving:
             names = ", ".join(member.name for member in backward.arriving)
             self._forget(backward)
@@ -344,7 +343,7 @@ class Schedule:
         call_postponed(given)
 
     def require_reduced(self, what: str) -> None:
-        """Refuse ``what`` while gradients wait under `no_sync`. Raises ValueError if some do."""
+        """Raise ValueError, naming ``what``, if gradients wait under `no_sync`."""
         if self._unreduced:
             raise ValueError(
                 f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
@@ -354,12 +353,12 @@ class Schedule:
     # after errors
 
     def recover(self) -> None:
-        """Forget a backward that an exception ended."""
+        """Reset the state of a backward that an exception ended."""
         if self._backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
             self._forget(self._backward)
 
     def recover_forward(self) -> None:
-        """Return to rest after a forward that Ctrl-C interrupted, which runs no hooks."""
+        """Return to rest after a forward that Ctrl-C interrupted, after which torch runs no hooks."""
         if self._forward and all(frame is not self._forward for frame, _ in traceback.walk_stack(None)):
             self._forward = None
             self._calls.clear()
@@ -374,7 +373,7 @@ class Schedule:
         self._rest()
 
     def _rest(self) -> None:
-        """Release what no forward under way computes with."""
+        """End backward, and release all units that no forward under way computes with."""
         self._backward = None
         if not self._forward:
             self._awaited.clear()

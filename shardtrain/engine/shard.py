@@ -1,20 +1,20 @@
-"""A segment: what one rank owns of a unit's parameters, and what these parameters show.
+"""Hold one rank's shard of a unit's parameters, and switch what the parameters show.
 
-A unit's parameters fall into segments of one dtype and one ``requires_grad``, so that frozen parameters never
-enter a reduction. A segment has two or three storages:
+A unit's parameters fall into segments, each of one dtype and one ``requires_grad``: so frozen parameters
+never enter a reduction. A segment has two or three storages:
 
 ``local``  this rank's shard: its interval of the flat vector. The optimizer updates it; it is always valid
 ``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
 ``full``   the full flat vector in that dtype; a gather fills it from ``wire``, a release empties it
 
-With offload, ``local`` lies in host memory, of which each gather casts a copy, and ``full`` on the device.
+With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device.
 
-At rest each parameter shows its piece of ``local`` with that piece's gradient (`shown`). While its unit
-computes it shows its shaped view of ``full``, and has no gradient but the one that autograd just hands over.
-The parameter objects stay the same: only ``.data`` and ``.grad`` change, and no version counter of autograd.
+At rest each parameter shows its piece of ``local``, with the piece's gradient. While its unit computes it
+shows its shaped view of ``full``. Its ``.grad`` is None then, except while autograd accumulates into it.
+Parameter objects stay the same: only ``.data`` and ``.grad`` change, and autograd's version counters do not.
 
 ``full`` is one tensor for the life of the segment. Autograd may have saved a parameter or a view of one, such
-as ``weight.t()``. Resizing the storage and filling it again makes both valid again; a new tensor would leave
+as ``weight.t()``. Resizing the storage and filling it again makes both valid again. A new tensor would leave
 the view with stale memory.
 """
 
@@ -35,18 +35,18 @@ from shardtrain.engine.part import Part, dense_stride
 from shardtrain.engine.precision import Precision
 from shardtrain.layout import Cut, Layout
 
-ALIGN_BYTES = 16  # NCCL's fast path, and 1,024 ranks waste no more than 0.2 % of a ResNet-50
+ALIGN_BYTES = 16  # what NCCL's fast path needs; 1,024 ranks waste at most 0.2 % of a ResNet-50
 
 
 class ParamInfo(NamedTuple):
-    """One parameter of a unit: its fully qualified name, and every (module, attribute) that holds it."""
+    """Name one parameter of a unit, and every (module, attribute) that holds it."""
 
     name: str
     holders: tuple[tuple[nn.Module, str], ...]
 
     @property
     def holder(self) -> nn.Module:
-        """The first module that holds it."""
+        """The first module that holds the parameter."""
         return self.holders[0][0]
 
     @property
@@ -62,12 +62,12 @@ class ParamInfo(NamedTuple):
 
 
 class ShardedParam:
-    """One parameter of a segment, and what it shows: its local piece, or all of it.
+    """Switch one parameter of a segment between its local piece and its full value.
 
-    ``part``: which of its elements this rank owns; they lie from ``offset`` on in the rank's interval.
-    ``local_view``, ``full_view``: of ``local`` and ``full``, in the shapes in which they are shown.
-    ``owners``: what makes a gradient a piece; None where it is whole. ``no_grad``: this rank's piece of a
-    gradient that others own whole; one each, since users may see and change it.
+    ``part``: the elements that this rank owns, which begin at ``offset`` in the rank's interval.
+    ``local_view``, ``full_view``: views of ``local`` and ``full`` in the shapes that the parameter shows.
+    ``owners``: marks gradients as pieces, for norms; None on a single rank and on simulated ones.
+    ``no_grad``: an empty gradient, where others own all of it. Each parameter has its own: users may edit it.
     """
 
     def __init__(self, info: ParamInfo, part: Part, offset: int) -> None:
@@ -75,23 +75,23 @@ class ShardedParam:
         self.param = info.parameter
         self.part, self.offset = part, offset
         self.shows_full = False
-        self.grad_away: torch.Tensor | None = None  # that of the local piece, while the parameter is full
-        self.version = 0  # of the parameter at the last cast, or when last shown in full
+        self.grad_away: torch.Tensor | None = None  # the piece's gradient, while the parameter shows full
+        self.version = 0  # autograd's version of the parameter at the last cast or `show_full`
         self._address = 0
 
     def see(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
-        """Take what is to be shown: of this rank's interval ``local`` at rest, and in full."""
+        """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view, self.full_view = self.part.shown(self.piece_of(local)), full_view
         self.owners = owners
         self.no_grad = full_view.new_empty(0, dtype=local.dtype)
         self._address = _address(self.local_view)
 
     def piece_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's piece in an interval that is laid out as ``local`` is; 1-D."""
+        """Return this parameter's piece (1-D) of ``local``, which is laid out as the rank's interval."""
         return local[self.offset : self.offset + self.part.numel]
 
     def show_full(self) -> None:
-        """Show the parameter in full; put the gradient of its local piece away."""
+        """Show the full value, and put the piece's gradient away."""
         self.put_grad_away()
         param = self.param
         param.data = self.full_view
@@ -105,24 +105,24 @@ class ShardedParam:
         self.shows_full = False
 
     def put_grad_away(self) -> None:
-        """Let the parameter have no gradient until it shows its local piece again."""
+        """Set ``.grad`` to None until the parameter shows its local piece again."""
         if self.param.grad is not None:
             self.grad_away, self.param.grad = self.param.grad, None
 
     def show_grad(self) -> None:
-        """Show the gradient of the local piece, so that users may clear it; the parameter stays in full."""
+        """Show the piece's gradient, so that users may clear it, while the parameter shows its full value."""
         if self.grad_away is not None:
-            self.show_local()  # torch compares shapes
+            self.show_local()  # since assigning `.grad` compares shapes
             self.param.data = self.full_view
             self.shows_full = True
 
     @property
     def held_grad(self) -> torch.Tensor | None:
-        """The gradient of the local piece, on show or put away."""
+        """The gradient of the local piece, shown or put away."""
         return self.param.grad if self.grad_away is None else self.grad_away
 
     def set_grad(self, grad: torch.Tensor | None) -> None:
-        """Replace the gradient of the local piece, on show or put away."""
+        """Replace the gradient of the local piece, shown or put away."""
         if grad is not None and self.owners is not None:
             grad = GradientPiece.of(grad, self.owners)
         self.param.grad = None if self.shows_full else grad
@@ -137,7 +137,7 @@ class ShardedParam:
             self.set_grad(piece)
 
     def cut_state(self, state: dict[str, Any]) -> None:
-        """Keep this rank's part of the state that an optimizer has made of the whole parameter."""
+        """Cut the optimizer state of the full parameter, in place, to this rank's part."""
         for key, value in state.items():
             whole = isinstance(value, torch.Tensor) and value.shape == self.part.shape
             if whole and key != "step" and self.part.at_rest != self.part.shape:
@@ -146,20 +146,20 @@ class ShardedParam:
     # what users change
 
     def changed(self) -> bool:
-        """Return whether users changed the parameter since its last cast, or since it is shown in full."""
+        """Return whether users changed the parameter since its last `cast` or `show_full`."""
         view = self.full_view if self.shows_full else self.local_view
         return self.param._version != self.version or self.param.data_ptr() != view.data_ptr()
 
     def was_replaced(self) -> bool:
-        """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave it other storage.
+        """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave the parameter other storage.
 
-        The old storage is held here, so a new one has another address.
+        The old storage is still held here, so a new one has another address.
         """
         module, attribute = self.info.holders[0]
         return module._parameters.get(attribute) is not self.param or _address(self.param) != self._address
 
     def check_like(self, first: ShardedParam) -> None:
-        """Raise ValueError unless what it holds now is a piece of its size, of the kind that ``first`` is."""
+        """Raise ValueError unless the value is a piece of the right size, dtype and device (``first``'s)."""
         param, expected = self.param, first.param
         if not param.is_leaf:
             raise ValueError(
@@ -179,18 +179,18 @@ class ShardedParam:
             )
 
     def copied(self, memo: Mapping[int, Any]) -> ShardedParam:
-        """Return the same of a copy of its modules; see `Segment.copied`."""
+        """Return the counterpart for copies of its modules; see `Segment.copied`."""
         holders = tuple((memo[id(module)], attribute) for module, attribute in self.info.holders)
         return ShardedParam(ParamInfo(self.name, holders), self.part, self.offset)
 
 
 class Segment:
-    """The parameters of one unit that share their dtypes and ``requires_grad``, as one flat vector.
+    """Hold the parameters of one unit that share dtype and ``requires_grad``, as one flat vector.
 
-    Making one is collective: all ranks get rank 0's values.
+    The constructor is collective: all ranks get rank 0's values.
 
-    ``like_gradient``: empty, of the dtype in which gradients are summed up. ``reduces_int8``: whether they
-    move as int8.
+    ``like_gradient``: an empty tensor of the dtype in which gradients are summed. ``reduces_int8``: whether
+    they are sent as int8.
     """
 
     def __init__(
@@ -226,10 +226,10 @@ class Segment:
         return self.members[0].shows_full
 
     def from_rank_0(self, values: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
-        """Broadcast rank 0's ``values`` of the parameters; return this rank's interval of them.
+        """Broadcast rank 0's ``values`` of the parameters; return this rank's interval of them (1-D).
 
-        Frees the full vector before the next one is made. Other ranks' values are not looked at. ``like``: of
-        the dtype and device to use; on the meta device, nothing is sent.
+        Values of other ranks are ignored. The full vector is freed on return, before the next segment's is
+        made. ``like`` has the dtype and device to use; on the meta device nothing is sent.
         """
         full = like.new_zeros(self.layout.padded)
         all_ranks = self.transport.all_ranks
@@ -242,18 +242,19 @@ class Segment:
         return own if own.numel() == full.numel() else own.clone()
 
     def _adopt(self, local: torch.Tensor) -> None:
-        """Give the segment memory, and this rank's interval the values of ``local``."""
+        """Allocate the segment's storages, and copy ``local`` into this rank's interval."""
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
         reduced = self._precision.of_gradient(compute)
         like = local.new_empty(0, dtype=compute)
         self.full, wire = self.transport.allocate(self.layout, like, reduced)
         self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
-        self.wire = self.local if self.transport.uploads else wire  # each gather casts it then
+        self.wire = self.local if self.transport.uploads else wire  # with offload each gather casts
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
-        differs = self.full.dtype != local.dtype or self.full.device != self.local.device  # forgotten anyway
+        # If dtype or device differ, `show_full` already makes autograd forget the node.
+        differs = self.full.dtype != local.dtype or self.full.device != self.local.device
         self._other = None if differs else self.local.new_empty(0, dtype=other)
         self.flat = Flat(self.full, self.wire, self.layout, self._gathers_int8)
         self._storage = self.full.untyped_storage()
@@ -266,32 +267,32 @@ class Segment:
         self.empty_full()
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return each parameter's shaped view of a full flat vector."""
+        """Return each parameter's view of the flat vector ``full``, in its own shape."""
         rows = zip(self.layout.offsets, self.layout.sizes, self.members, strict=True)
         return [full[at : at + n].as_strided(m.part.shape, m.part.stride) for at, n, m in rows]
 
     def cast(self) -> None:
-        """Bring ``wire`` up to date with ``local``, while no rank reads it."""
+        """Copy ``local`` into ``wire``, while no rank reads it."""
         for member in self.members:
             member.version = member.param._version
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
     def hold_full(self) -> None:
-        """Give ``full`` its memory."""
+        """Allocate the memory of ``full``."""
         if self._releases:
             self._storage.resize_(self.full.nbytes)
 
     def empty_full(self) -> None:
-        """Give the memory of ``full`` back."""
+        """Free the memory of ``full``."""
         if self._releases:
             self._storage.resize_(0)
 
     def forget_nodes(self) -> None:
-        """Let autograd make other nodes for what is computed from now on, unless parameters are in full.
+        """Make autograd create new accumulation nodes from now on, unless parameters show full values.
 
-        It keeps one node per parameter while a graph holds it, and checks gradients against the shape that
-        the parameter had when the node was made. Data of another dtype, for a moment, make it forget the
+        Autograd keeps one node per parameter while a graph holds it, and checks gradients against the shape
+        that the parameter had when the node was made. Assigning data of another dtype makes it forget the
         node. So a loss on pieces reaches the hook that refuses it by name.
         """
         if self._other is not None and not self.shows_full:
@@ -302,9 +303,9 @@ class Segment:
     # what users change
 
     def held(self) -> torch.Tensor:
-        """Return the pieces that the parameters hold now, laid out as ``local`` is.
+        """Return the pieces that the parameters hold now, laid out like ``local``.
 
-        Raises ValueError if a piece has another size than this rank's part, or dtypes or devices differ.
+        Raises ValueError if a piece is not of its part's size, or if dtypes or devices differ.
         """
         assert not self.shows_full
         for member in self.members:
@@ -316,7 +317,7 @@ class Segment:
         return local
 
     def take_over(self, held: torch.Tensor) -> None:
-        """Make what `held` returned the local interval."""
+        """Use ``held``, which `held` returned, as this rank's interval."""
         if (held.dtype, held.device) == (self.local.dtype, self.local.device):
             self.local.copy_(held)
         else:
@@ -325,17 +326,17 @@ class Segment:
             member.show_local()
 
     def copied(self, memo: Mapping[int, Any]) -> Segment:
-        """Return a segment over copies of its modules, whose parameters hold copied pieces. Collective.
+        """Return a segment for copies of its modules, whose parameters hold copied pieces. Collective.
 
-        ``memo``: from the ids of modules to their copies, as ``copy.deepcopy`` leaves it.
+        ``memo`` maps ids of modules to their copies, as ``copy.deepcopy`` leaves it.
         """
         twin = copy.copy(self)
         twin.members = [member.copied(memo) for member in self.members]
-        twin._adopt(twin.held())  # in memory of its own
+        twin._adopt(twin.held())  # allocates its own storages
         twin.take_over(twin.local)
         return twin
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where it lies; an empty tensor has no address, so its storage identifies it on all ranks."""
+    """Return an identifier of where ``tensor`` lies: its address, or an empty one's storage."""
     return tensor.data_ptr() or int(tensor.untyped_storage()._cdata)

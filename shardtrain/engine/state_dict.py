@@ -1,6 +1,6 @@
-"""Whole parameters for users: to look at and edit, to save, to load; and buffers made equal.
+"""Give users full parameters, to read, edit, save and load; and make buffers equal on all ranks.
 
-Everything here but `optimizer_state_dict` is collective: every rank must call it.
+All public functions here but `optimizer_state_dict` are collective: every rank must call them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardtrain.engine.unit import Unit
 
 
 class Spec(NamedTuple):
-    """What a whole parameter or buffer is, without its values."""
+    """Describe a full parameter or buffer without its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,13 +35,13 @@ class Spec(NamedTuple):
 
 @contextmanager
 def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False) -> Iterator[None]:
-    """Make every parameter whole and shaped inside, on every rank; with ``grads``, gradients too.
+    """Show full parameters in their own shapes inside, on every rank; with ``grads``, full gradients too.
 
-    ``writeback``: keep the edits made inside, or drop them. Each rank keeps those to its own intervals, so
+    ``writeback``: keep the edits made inside, or drop them. Each rank keeps edits of its own interval, so
     make the same edits on all ranks.
 
-    Raises ValueError if a step or another ``unsharded`` is under way; gradients asked for wait under
-    `no_sync`; or, at the end, an edit gave a parameter or gradient another shape.
+    Raises ValueError if a step or another ``unsharded`` is under way, if ``grads`` wait under `no_sync`, or,
+    at the end, if an edit gave a parameter or gradient another shape.
     """
     engine = engine_of(module)
     engine.require_rest("unsharded() cannot be called")
@@ -59,14 +59,14 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     finally:
         for member in engine.members:
             if member.shows_full:
-                member.param.grad = None  # the whole one
+                member.param.grad = None  # the full gradient
         for unit in engine.units:
             unit.pinned = False
             unit.release()
 
 
 def _open(unit: Unit, grads: bool) -> None:
-    """Show private whole copies: nobody sees edits before they are written back."""
+    """Show full copies that are private to this rank: no other rank sees edits before they are kept."""
     unit.release()
     for segment in unit.segments:
         values = _whole(unit, segment, segment.local)
@@ -78,7 +78,7 @@ def _open(unit: Unit, grads: bool) -> None:
 
 
 def _write_back(member: ShardedParam, grads: bool) -> None:
-    """Keep this rank's part of the whole copies."""
+    """Copy this rank's part of the full copies into its shard."""
     member.local_view.copy_(_piece_of(member, member.param.data))
     if grads:
         grad = member.param.grad
@@ -86,7 +86,7 @@ def _write_back(member: ShardedParam, grads: bool) -> None:
 
 
 def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
-    """Gather every rank's ``local`` interval; return private whole tensors where the unit computes."""
+    """Gather every rank's interval ``local``; return private full tensors on the unit's device."""
     if unit.transport.world == 1:
         return segment.views_of(local.to(segment.full.device, copy=True))
     full = segment.full.new_empty(segment.layout.padded, dtype=local.dtype)
@@ -95,7 +95,7 @@ def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
 
 
 def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
-    """Gather and shape every parameter's gradient; None where there is none."""
+    """Return every parameter's full gradient, or None if no rank has one."""
     # Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
     params = [member.param for member in segment.members]
     present = segment.local.new_tensor([param.grad is not None and param.numel() > 0 for param in params])
@@ -109,7 +109,7 @@ def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
 
 
 def _piece_of(member: ShardedParam, whole: Tensor) -> Tensor:
-    """Return this rank's part of ``whole``, which must have the parameter's shape, as at rest."""
+    """Return this rank's part of ``whole``, in its shape at rest. Raises ValueError for another shape."""
     if whole.shape != member.part.shape:
         raise ValueError(
             f"parameter {member.name} or its gradient was given shape {tuple(whole.shape)} "
@@ -119,11 +119,11 @@ def _piece_of(member: ShardedParam, whole: Tensor) -> Tensor:
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """Return whole parameters and persistent buffers on the CPU, as the unwrapped model's ``state_dict()``.
+    """Return full parameters and persistent buffers on the CPU, as the unwrapped model's ``state_dict()``.
 
-    Same keys in the same order, same shapes and dtypes. One unit is gathered at a time. Floating-point
-    buffers (BatchNorm's running statistics) are the mean over ranks, others are rank 0's, so the result is
-    the same on every rank. With ``rank0_only`` the other ranks return an empty dict.
+    Keys, their order, shapes and dtypes are the same. One unit is gathered at a time. Floating-point buffers
+    (BatchNorm's running statistics) are the mean over ranks, others are rank 0's, so the result is the same
+    on every rank. With ``rank0_only`` the other ranks return an empty dict.
 
     Raises ValueError inside forward, backward or `unsharded`.
     """
@@ -145,13 +145,13 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """Load whole parameters and buffers; rank 0's ``state`` is used on every rank.
+    """Load full parameters and buffers. Every rank uses rank 0's ``state``.
 
-    ``state``: as `full_state_dict` or the unwrapped model's ``state_dict()`` give it. ``strict=False``: what
-    ``state`` lacks keeps its value, and what the model lacks is ignored.
+    ``state``: as returned by `full_state_dict` or the unwrapped model's ``state_dict()``. ``strict=False``:
+    what ``state`` lacks keeps its value, and what the model lacks is ignored.
 
     Raises ValueError on every rank, naming each key that is missing, unexpected, of another shape or dtype.
-    Nothing has been loaded then.
+    Then nothing has been loaded.
     """
     engine = engine_of(module)
     engine.require_rest("load_full_state_dict() cannot be called")
@@ -177,11 +177,11 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
 
 
 def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state by parameter names, as torch's ``get_optimizer_state_dict`` lays it out.
+    """Return the optimizer's state by parameter names, in the format of ``get_optimizer_state_dict``.
 
     Its tensors are the optimizer's own, as pieces (see ``pieces.py``): ``torch.distributed.checkpoint`` saves
-    them as parts of the whole and loads into them. Options reach the optimizer by ``load_state_dict`` of the
-    result. An optimizer without state gets some first, by a step with a learning rate of 0.
+    them as parts of the whole and loads into them. Pass the result to ``load_state_dict`` to set options such
+    as learning rates. An optimizer without state first makes a step with a learning rate of 0.
 
     Raises ValueError inside forward, backward or `unsharded`.
     """
@@ -194,17 +194,17 @@ def optimizer_state_dict(module: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
-    """Return what does not fit between ``state`` and the module, and which names ``state`` lacks."""
+    """Return the differences between ``state`` and the module, and the names that ``state`` lacks."""
     expected = {member.name: Spec(member.local_view.dtype, member.part.shape) for member in engine.members}
     expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]
-    further = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # names of what is tied
+    further = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # of tied parameters
     given = {name: Spec.of(value) for name, value in state.items() if name not in further}
     return differences(expected, given, strict), missing
 
 
 def _uncut(engine: Engine) -> list[tuple[str, Tensor]]:
-    """Return what every rank holds whole of the module's state, by name: ignored parameters and buffers."""
+    """Return the state that is not sharded, by name: ignored parameters and persistent buffers."""
     cut = {member.param for member in engine.members}
     named = engine.module.named_parameters()
     ignored = [(name, param.data) for name, param in named if param not in cut]
@@ -212,7 +212,7 @@ def _uncut(engine: Engine) -> list[tuple[str, Tensor]]:
 
 
 def differences(expected: Mapping[str, Spec], given: Mapping[str, Spec], strict: bool = True) -> list[str]:
-    """Return what is misshapen, of another dtype or (``strict``) missing or unexpected, a line each."""
+    """Return one line per tensor of another shape or dtype, or (``strict``) missing or unexpected."""
     missing = [f"{name} is missing" for name in expected if name not in given]
     unexpected = [f"{name} is unexpected" for name in given if name not in expected]
     problems = [*missing, *unexpected] if strict else []
@@ -226,17 +226,17 @@ def differences(expected: Mapping[str, Spec], given: Mapping[str, Spec], strict:
 
 
 def average_buffers(module: nn.Module) -> None:
-    """Give every rank the same buffers: floating-point ones the mean over ranks, others rank 0's.
+    """Make buffers equal on all ranks: floating-point ones the mean over ranks, others rank 0's.
 
-    BatchNorm's running statistics differ between ranks during training; call this before evaluation. One
-    all-reduce for each floating-point dtype, one broadcast for each other.
+    BatchNorm's running statistics differ between ranks during training: call this before evaluation. It takes
+    one all-reduce per floating-point dtype, and one broadcast per other dtype.
     """
     for buffer, value in equal_buffers(module, engine_of(module).transport.all_ranks):
         buffer.copy_(value)
 
 
 def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
-    """Return every buffer with the value that all ranks are to have, and leave the buffers alone."""
+    """Return every buffer with the value that `average_buffers` gives it, without changing the buffer."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in dict.fromkeys(module.buffers()):
         groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -254,6 +254,6 @@ def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[Tensor, Ten
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers that belong to the module's state, by name."""
+    """Return the buffers that are in the module's ``state_dict()``, by name."""
     persistent = module.state_dict(keep_vars=True)
     return [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]

@@ -1,4 +1,4 @@
-"""A unit: the segments that are gathered and reduced together, and how far they are."""
+"""Gather and release a unit: the segments that are gathered and reduced together, and their state."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class State(Enum):
 
 
 class Gathered(NamedTuple):
-    """How much of a model is gathered: units, the root among them, and bytes of their full vectors.
+    """Count what is gathered of a model: units, the root included, and bytes of their full vectors.
 
-    Ranks that share memory have those bytes once between them, gathered or not.
+    Ranks that share memory hold these bytes once per host, whether gathered or not.
     """
 
     units: int
@@ -34,7 +34,7 @@ class Gathered(NamedTuple):
 
 
 class Account:
-    """What is gathered ``now``, and the most that was since `take_peak`."""
+    """Track what is gathered ``now``, and the peak since the last `take_peak`."""
 
     def __init__(self) -> None:
         self.now = self._peak = Gathered(0, 0)
@@ -51,10 +51,10 @@ class Account:
 
 
 class Unit:
-    """A group of parameters that is gathered and reduced together.
+    """Gather and release parameters that are gathered and reduced together.
 
-    ``title``: its name, for messages. ``pinned``: `unsharded` holds it in full, so that a release does
-    nothing. ``account``: one for all units of a model.
+    ``title``: the unit's name in messages. ``pinned``: `unsharded` keeps it gathered, so `release` does
+    nothing. ``account``: shared by all units of a model.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Unit:
         self.account = Account()
 
     def copied(self, memo: Mapping[int, Any]) -> Unit:
-        """Return a unit over copies of its modules; see `Segment.copied`. Collective."""
+        """Return a unit for copies of its modules; see `Segment.copied`. Collective."""
         segments = [segment.copied(memo) for segment in self.segments]
         return Unit(self.name, self.index, memo[id(self.module)], segments, self.transport)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes; the CPU for a unit without parameters."""
+        """The device on which the unit computes; the CPU for a unit without parameters."""
         return self.segments[0].full.device if self.segments else torch.device("cpu")
 
     def holds(self, other: Unit) -> bool:
@@ -94,7 +94,7 @@ class Unit:
 
     @property
     def holders(self) -> dict[nn.Module, Segment]:
-        """The modules that hold the unit's parameters themselves, each with a segment of theirs."""
+        """The modules that directly hold parameters of the unit, each with the segment of its last one."""
         return {m: s for s in self.segments for member in s.members for m, _ in member.info.holders}
 
     def shows(self, tensor: torch.Tensor) -> bool:
@@ -103,15 +103,15 @@ class Unit:
         return any(segment.memory == memory for segment in self.segments)
 
     def show_local(self) -> None:
-        """Let the parameters show their local pieces; the full vector stays."""
+        """Let the parameters show their local pieces. The full vector stays allocated."""
         for member in self.members:
             if member.shows_full:
                 member.show_local()
 
     def take_over(self) -> bool:
-        """Take in pieces that users have replaced; return whether there were any.
+        """Adopt the pieces that users have replaced; return whether there were any.
 
-        Raises ValueError if one does not fit; nothing is changed then.
+        Raises ValueError if one does not fit. Then nothing has changed.
         """
         replaced = [s for s in self.segments if not s.shows_full and any(m.was_replaced() for m in s.members)]
         held = [(segment, segment.held()) for segment in replaced]
@@ -120,13 +120,13 @@ class Unit:
         return bool(held)
 
     def take_edits(self) -> bool:
-        """Take in what users have changed of local pieces since `cast`; return whether there was anything."""
+        """Adopt users' changes to local pieces since `Segment.cast`; return whether there were any."""
         if changed := any(member.changed() for member in self.members if not member.shows_full):
             self.take_over()
         return changed
 
     def refuse_edits(self) -> None:
-        """Raise ValueError if a parameter was changed since it was shown in full: ranks would not agree."""
+        """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost."""
         edited = [member.name for member in self.members if member.shows_full and member.changed()]
         if edited:
             raise ValueError(
@@ -135,7 +135,7 @@ class Unit:
             )
 
     def launch(self) -> None:
-        """Start gathering the unit. Nothing may be read from its full vector before ``finish``."""
+        """Start gathering the unit. Its full vector must not be read before `finish`."""
         assert self.state is State.SHARDED, f"{self.name}: {self.state}"
         trace.begin(GATHER.traced, self.title)
         self.account.add(int(bool(self.segments)), self.full_bytes)
@@ -146,14 +146,14 @@ class Unit:
         self.state = State.GATHERING
 
     def finish(self) -> None:
-        """Return once the unit's full vector is valid."""
+        """Wait until the unit's full vector is valid."""
         assert self.state is State.GATHERING, f"{self.name}: {self.state}"
         with waiting(GATHER, self.title, self.device, self.moving.ended):
             self.moving.wait()
         self.state = State.GATHERED
 
     def open_full(self) -> None:
-        """Gather whatever is missing, and let the parameters show their full values."""
+        """Gather the unit unless it is gathered, and let its parameters show their full values."""
         if self.state is State.SHARDED:
             self.launch()
         if self.state is State.GATHERING:
@@ -163,7 +163,7 @@ class Unit:
                 member.show_full()
 
     def release(self) -> None:
-        """Let the parameters show their local pieces and empty the full vector."""
+        """Let the parameters show their local pieces, and free the full vector."""
         if self.pinned:
             return
         self.show_local()

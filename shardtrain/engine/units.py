@@ -1,4 +1,4 @@
-"""The choice of units: which modules become one, and which parameters each holds."""
+"""Choose which modules become units, and assign parameters to them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardtrain.engine.unit import Unit
 UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_SMALL = 16_384  # elements; a unit below this is not worth a message of its own
+_SMALL = 16_384  # elements; smaller units are not worth collectives of their own
 
 
 def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
-    """Return the units' modules by name, root first, outer before inner."""
+    """Return the units' modules by name, root first, outer before inner. Raises ValueError for wrong ones."""
     if units is None:
         chosen = choose_units(root)
     elif callable(units):
@@ -38,10 +38,10 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
 def infos_by_unit(
     root: nn.Module, anchors: Mapping[str, nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, list[ParamInfo]]:
-    """Return each parameter under the innermost unit that holds all of its uses.
+    """Return the parameters of each unit: a parameter belongs to the innermost unit of all its uses.
 
     A weight tied between ``enc.0`` and ``enc.1`` belongs to the unit ``enc`` if there is one, else to the
-    root: it is then whole while either runs, and gathered and reduced once. A module reachable by two names
+    root. So it is gathered while either runs, and gathered and reduced once. A module reachable by two names
     is one module, and its parameters stay with it.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -64,29 +64,28 @@ def infos_by_unit(
 
 
 def _innermost(name: str, modules: Mapping[str, nn.Module], units: Mapping[nn.Module, str]) -> str:
-    """Return the unit that the module called ``name`` is, or lies in."""
+    """Return the name of the innermost unit that is, or contains, the module ``name``."""
     while modules[name] not in units:
         name = name.rpartition(".")[0]
     return units[modules[name]]
 
 
 def choose_units(root: nn.Module) -> dict[str, nn.Module]:
-    """Choose units: walk down from the root and stop at the first real block.
+    """Choose units: descend from the root, and stop at the first module that is a block.
 
-    A block is what a model's author wrote a class with a ``forward`` for, and repeated. So a module becomes a
-    unit unless it is
+    A module is a block, and becomes a unit, unless it is
 
-    - a container (``Sequential``, or what has no ``forward``): its children are looked at;
-    - more than half of the model (an "encoder" that is nearly everything): its children are looked at, but
+    - a container (``Sequential``, or a module without ``forward``): its children are considered;
+    - more than half of the model (an "encoder" that is nearly everything): its children are considered, but
       not those of ``nn.MultiheadAttention``, which reads its children's weights without calling them;
     - a single layer whose parameters a module around it reads (``F.linear(x, self.embedding.weight)``): it
-      stays with that module;
-    - small, at most 16,384 elements or 1/64 of the model, whichever is less: it stays with the root,
-      which is whole during the entire step. A message costs as much as moving some 10,000 elements.
+      belongs to that module's unit;
+    - small, at most 16,384 elements or 1/64 of the model, whichever is less: it belongs to the root, which
+      is gathered during the entire step. A message costs as much as moving some 10,000 elements.
 
-    That gives one unit per residual block of a ResNet, per encoder block of a ViT or Swin, per layer of a
-    DenseNet, per auxiliary head, and one for a classifier; a VGG, which has no blocks, is cut into its
-    convolutions. Stem and norms stay with the root.
+    This gives one unit per residual block of a ResNet, per encoder block of a ViT or Swin, per layer of a
+    DenseNet, per auxiliary head, and per classifier. In a VGG, which has no blocks, each convolution is a
+    unit. Stem and norms belong to the root.
     """
     sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in root.named_modules()}
     small = min(_SMALL, sizes[""] // 64)
@@ -111,9 +110,9 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
-    """Return whether code of a module ``around`` reads a parameter of its ``layer``, other than to set it up.
+    """Return whether code of a module ``around`` reads a parameter of ``layer`` outside of initialization.
 
-    That is code that mentions both names, as ``self.embedding.weight`` does.
+    Such code mentions both names, as ``self.embedding.weight`` does.
     """
     attribute = name.rpartition(".")[2]
     methods = [method for module in around for method in vars(type(module)).values()]
@@ -126,7 +125,7 @@ def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
 
 
 def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
-    """Add to ``error`` which parameter the code that raised it reads, though that shows a piece there."""
+    """Add to ``error`` the parameter that shows a piece where the code that raised it reads it, if any."""
     shown = [(m.info, unit) for unit in units for m in unit.members if not m.shows_full]
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names, module = frame.f_code.co_names, frame.f_locals.get("self")
@@ -142,7 +141,7 @@ def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
 
 
 def check_forward(name: str, module: nn.Module) -> None:
-    """Refuse a module that is never called itself."""
+    """Raise ValueError if ``module`` has no forward, so that it is never called itself."""
     if type(module).forward is nn.Module.forward:
         raise ValueError(
             f"{name} is a {type(module).__name__}, which has no forward of its own, so nothing tells when "
@@ -151,5 +150,5 @@ def check_forward(name: str, module: nn.Module) -> None:
 
 
 def parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
-    """Return the parameters that ``ignored`` names."""
+    """Return the set of parameters that ``items`` are or contain."""
     return {p for item in items for p in (item.parameters() if isinstance(item, nn.Module) else [item])}

@@ -1,10 +1,10 @@
-"""What keeps the engine's hooks and users' tools apart: users' own hooks, ``torch.compile``, ``torch.func``.
+"""Keep the engine's hooks compatible with users' own hooks, ``torch.compile`` and ``torch.func``.
 
 It has its own file because it knows nothing of the engine, and ``hooks.py`` would exceed 400 lines with it.
 
-Autograd would call a user's post-accumulate hook with a gradient that is whole, and this rank's alone. So
-such hooks are taken from autograd when a backward begins, and each is called once when one that reduces
-ends. Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
+Autograd would call a user's post-accumulate hook with this rank's full gradient, before the reduction. So
+such hooks are replaced when a backward begins, and each is called once when a backward that reduces ends.
+Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Hook = Callable[..., None]
 
 
 class OwnHook:
-    """A hook of the engine's on a parameter, which stays where autograd looks for it."""
+    """Mark a hook of the engine's on a parameter, which `postpone` leaves alone."""
 
 
 class Postponed:
-    """A user's hook in the place where autograd looks for it; does nothing there."""
+    """Stand in for a user's hook while autograd runs, and do nothing."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
@@ -37,7 +37,7 @@ class Postponed:
 
 
 def postpone(params: Iterable[nn.Parameter]) -> None:
-    """Take users' hooks from autograd, under the handles that they were given."""
+    """Replace users' hooks by `Postponed` ones. Their handles stay valid."""
     for param in params:
         hooks = param._post_accumulate_grad_hooks or {}
         for number, hook in hooks.items() if len(hooks) > 1 else ():
@@ -46,7 +46,7 @@ def postpone(params: Iterable[nn.Parameter]) -> None:
 
 
 def call_postponed(params: Iterable[nn.Parameter]) -> None:
-    """Call the hooks that were postponed, those of each parameter once."""
+    """Call the postponed hooks of ``params``, each once."""
     for param in dict.fromkeys(params):
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             if isinstance(hook, Postponed):
@@ -54,9 +54,9 @@ def call_postponed(params: Iterable[nn.Parameter]) -> None:
 
 
 def uncompiled(hook: Hook) -> Hook:
-    """Return ``hook`` such that a compiled model breaks its graph there, and runs it as it is.
+    """Return ``hook`` such that ``torch.compile`` breaks the graph there and runs it uncompiled.
 
-    Only where Dynamo is at work: elsewhere nobody is to wait until Dynamo is imported.
+    Uses Dynamo only while it compiles or runs compiled code: importing Dynamo takes seconds.
     """
     broken = _disable_dynamo(hook)
 
@@ -71,7 +71,7 @@ def uncompiled(hook: Hook) -> Hook:
 
 
 def refuse_transforms() -> None:
-    """Refuse to run inside ``torch.func``'s transforms, which see pieces where parameters belong."""
+    """Raise ValueError inside ``torch.func``'s transforms, which would see pieces instead of parameters."""
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         raise ValueError(
             "a sharded model cannot run inside jvp, vmap or another transform of torch.func: transform an "
