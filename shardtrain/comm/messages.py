@@ -1,20 +1,19 @@
-"""Collectives built from point-to-point messages: the algorithms for gloo, and the tags of all messages.
+"""Build collectives for gloo from point-to-point messages, and assign the tags of all messages.
 
-Gloo's own reduce-scatter is an all-reduce per rank, and its all-gather goes round a ring. Sending every
-interval straight to the rank that needs it takes about half the time at tens of megabytes. Two ranks,
-intervals ``[a b]``::
+Gloo's own reduce-scatter is an all-reduce per rank, and its all-gather a ring. Sending every interval
+directly to the rank that needs it takes about half the time at tens of megabytes. Two ranks, intervals ``[a
+b]``::
 
     exchange         rank 0 sends rank 1 its part, and rank 1 sends rank 0 its part
                      (a gather: the same part to everyone; an all-to-all: another part to each)
-    reduce-scatter   rank 0 sends its values of b, rank 1 its values of a; each merges what came with
-                     its own: rank 0 gets a = a0 + a1, rank 1 gets b = b0 + b1
+    reduce-scatter   rank 0 sends its values of b, rank 1 its values of a; each merges what it receives
+                     with its own: rank 0 gets a = a0 + a1, rank 1 gets b = b0 + b1
 
 Values are merged in rank order whichever message came first, so results do not depend on timing.
 
-Messages longer than ``CHUNK_BYTES`` go in chunks, cut by bytes. A reduction receives into an inbox of
-``WINDOW`` chunks per peer that is used again and again: a chunk is merged while it is in the cache and the
-next ones arrive. At 64 MiB that took 0.5 to 0.9 of the time of one message per peer (2 and 4 ranks on 2 busy
-cores).
+Messages longer than ``CHUNK_BYTES`` are sent in chunks. A reduction receives into an inbox of ``WINDOW``
+chunks per peer, which is used again and again: a chunk is merged while it is in the cache and the next ones
+arrive. At 64 MiB this took 0.5 to 0.9 of the time of one message per peer (2 and 4 ranks on 2 busy cores).
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ FOREVER = timedelta(days=300)
 
 
 class Mailbox(NamedTuple):
-    """This rank's end of the messages within ``group``. A group of one needs no process group.
+    """Send and receive messages within ``group``, which may be None for a single rank.
 
-    Both sides of a message must give it the same tag. Without one its size is its tag, so that messages of
-    different sizes never meet.
+    Sender and receiver must use the same tag. Without one a message's size is its tag, so that messages of
+    different sizes never match.
 
-    ``members``: the ranks of ``group`` that take part, if not all do; ranks here count among them.
-    ``guarded``: somebody else decides how long to wait. At gloo's own time-out all connections close.
+    ``members``: the ranks of ``group`` that take part, if not all do; ``rank`` and peers count among them.
+    ``guarded``: `Reports` decides how long to wait. At gloo's own time-out all connections would close.
     """
 
     group: dist.ProcessGroup | None
@@ -52,7 +51,7 @@ class Mailbox(NamedTuple):
     guarded: bool = False
 
     def peers(self) -> list[int]:
-        """Return the other ranks, nearest first, so that not all ranks turn to the same one at once."""
+        """Return the other ranks from the next one on, so that not all ranks begin with the same peer."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def receive(self, into: torch.Tensor, peer: int, tag: int | None = None) -> list[dist.Work]:
@@ -68,7 +67,7 @@ class Mailbox(NamedTuple):
             work.wait(FOREVER) if self.guarded else work.wait()
 
     def _post(self, method: str, vector: torch.Tensor, peer: int, tag: int | None) -> list[dist.Work]:
-        # The group's own method: `dist.irecv` around it takes as long again, twice per peer and call.
+        # The group's own method, since `dist.irecv` doubles the time of each call.
         post = getattr(self.group, method)
         peer = peer if self.members is None else self.members[peer]
         tag = size_tag(vector.nbytes) if tag is None else tag
@@ -80,8 +79,8 @@ def start_exchange(
 ) -> Pending:
     """Start sending ``outgoing[r]`` to rank ``r`` and filling ``incoming[r]`` with what rank ``r`` sends.
 
-    ``outgoing``, ``incoming``: ``world`` contiguous 1-D tensors; what one rank sends has as many bytes as
-    the other expects. A part without elements makes no message.
+    ``outgoing``, ``incoming``: ``world`` contiguous 1-D tensors. What one rank sends has as many bytes as
+    the other expects. A part without elements is no message.
     """
     works = []
     for peer in mailbox.peers():
@@ -102,12 +101,12 @@ def start_reduce_scatter(
     op: object,
     window: int = WINDOW,
 ) -> Pending:
-    """Start sending ``parts[r]`` to rank ``r``; finishing merges all ranks' of ours with ``op``.
+    """Start sending ``parts[r]`` to rank ``r``; finishing merges all ranks' ``parts[rank]`` with ``op``.
 
-    ``parts``: ``world`` contiguous 1-D tensors, on every rank of the same sizes and, but for
-    ``parts[rank]``, which may be wider, of one dtype. ``out``: see `arithmetic.merge`. ``window``: chunks per
-    peer that have room in the inbox. Beyond it receives are posted while finishing, so until then no other
-    collective between these ranks may use the same tag.
+    ``parts``: ``world`` contiguous 1-D tensors, of the same sizes on every rank and of one dtype, but
+    ``parts[rank]`` may be wider. ``out``: see `arithmetic.merge`. ``window``: chunks per peer in the inbox.
+    Receives of further chunks are posted while finishing. Until then no other collective between these
+    ranks may use the same tag.
     """
     own, sent = parts[mailbox.rank], parts[mailbox.rank - 1]
     own_tag = size_tag(own.nbytes) if tag is None else tag
@@ -137,29 +136,29 @@ def start_reduce_scatter(
 
 
 def open_inbox(like: torch.Tensor, world: int, elements: int, window: int = WINDOW) -> torch.Tensor:
-    """Return [slot, rank, element] of ``like``'s dtype: room for ``window`` chunks of each rank's part."""
+    """Return an inbox [slot, rank, element] of ``like``'s dtype for ``window`` chunks of each rank's part."""
     spans = chunks(elements, like.element_size())
     return like.new_empty((min(window, len(spans)), world, spans[0].stop if spans else 0))
 
 
 def chunks(elements: int, element_size: int) -> list[slice]:
-    """Cut so many elements into slices of ``CHUNK_BYTES``, the last one shorter; none if there are none."""
+    """Return slices of ``CHUNK_BYTES`` that cover ``elements`` elements, the last one shorter."""
     length = CHUNK_BYTES // element_size
     return [slice(start, min(start + length, elements)) for start in range(0, elements, length)]
 
 
-# Tags. A message meets one of the same tag from the same rank, the first sent the first received::
+# Tags. Messages of one tag between two ranks match in the order in which they are sent and received::
 #
 #     from        to          what
-#     0           2**20 - 1   nothing of ours: users' own messages on the same group
+#     0           2**20 - 1   users' own messages on the same group
 #     2**20       2**27 - 1   the engine's collectives: 2**20 numbers at each of 127 positions, in turn
-#     2**27       2**28 - 1   reports, two tags for each transport: a report, and the pulse beside it
-#     2**28                   the row in which a rank says which public collective it means
-#     2**28 + 1               its text, where the ranks do not mean the same
+#     2**27       2**28 - 1   reports, two tags per transport: a report, and its pulse
+#     2**28                   the row in which a rank announces a public collective
+#     2**28 + 1               its text, where ranks announce different ones
 #     2**29       2**30 - 1   payloads of public collectives, by their sizes
 #
-# A collective's number says which unit, which of its two collectives and which segment. After 4,096 units
-# numbers come again, which does no harm: two gathers and a reduction are under way at most.
+# A collective's number encodes the unit, gather or reduction, and the segment. After 4,096 units numbers
+# repeat, which is harmless: at most two gathers and a reduction are under way.
 
 _NUMBERS = 1 << 20
 _REPORTS = 1 << 27
@@ -189,10 +188,10 @@ def collective_tag(position: int, number: int) -> int:
 
 
 def report_tag(number: int) -> int:
-    """Return the tag of reports of the transport ``number``, below 2**24. The next tag is its pulse's."""
+    """Return the tag of reports of the transport ``number`` (below 2**24). The next tag is its pulse's."""
     return _REPORTS + 2 * number
 
 
 def size_tag(size: int) -> int:
-    """Return the tag of a payload of so many bytes, so that messages of different sizes never meet."""
+    """Return the tag of a payload of ``size`` bytes. Messages of different sizes so never match."""
     return _SIZES + size % _PRIME

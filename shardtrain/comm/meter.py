@@ -1,11 +1,11 @@
-"""Counts what this rank sends and how long it waits for others, by the kind of movement.
+"""Count what this rank sends and how long it waits for others, by the kind of collective.
 
-A movement is counted under its own name whatever carried it: a gather built from point-to-point messages is
+A collective is counted under its own name whatever carried it: a gather built from point-to-point messages is
 one ``all_gather``. N ranks gathering K bytes in all send (N-1)/N * K bytes each.
 
-A wait that computation does not hide is *exposed*: the time between asking for a movement's result and having
-it, with adding up what came on the CPU. On an accelerator it is the time that the compute stream stands
-still, measured by events, so that the host need not stop.
+Communication that computation does not hide is *exposed*: the time from asking for a collective's result
+until it is there, on the CPU with the summation. On an accelerator it is the time for which the compute
+stream waits, measured by events, so that the host does not wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardtrain.comm.trace import Movement
 
 
 class Wait(NamedTuple):
-    """What was waited for: a `Movement`, as it is counted, and the unit's name; and `Meter.during` then."""
+    """Name a wait: the collective's kind as it is counted, the unit, and `Meter.during` at that time."""
 
     kind: str
     unit: str
@@ -31,10 +31,10 @@ class Wait(NamedTuple):
 
 
 class Meter:
-    """This rank's traffic while the meter is open.
+    """Hold this rank's traffic while the meter is open.
 
-    ``calls[kind]``, ``bytes[kind]``: movements and bytes sent, for kinds such as ``"all_gather"``: see
-    `Movement.counted`. ``during``: what its owner is doing; waits are filed under it.
+    ``calls[kind]``, ``bytes[kind]``: collectives and bytes sent, for kinds such as ``"all_gather"``: see
+    `Movement.counted`. ``during``: what its owner is doing, by which waits are grouped.
     """
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class Meter:
         self.bytes: Counter[str] = Counter()
         self.during = ""
         self._seconds: dict[Wait, float] = {}
-        self._moments: list[tuple[Wait, Any, Any]] = []  # what is not among the seconds yet
+        self._moments: list[tuple[Wait, Any, Any]] = []  # begins and ends not yet added to the seconds
 
     def exposed(self) -> dict[Wait, float]:
-        """Return seconds of exposed communication; the host waits for an accelerator."""
+        """Return seconds of exposed communication. The host waits for an accelerator."""
         for what, start, end in self._moments:
             self._seconds[what] = self._seconds.get(what, 0.0) + devices.seconds(start, end)
         self._moments.clear()
         return self._seconds
 
     def add_wait(self, movement: Movement, unit: str, start: Any, end: Any) -> None:
-        """Add a wait between two moments."""
+        """Add a wait between the moments ``start`` and ``end``."""
         self._moments.append((Wait(movement.counted, unit, self.during), start, end))
-        if isinstance(start, float):  # at once: a meter may be open for as long as a run
+        if isinstance(start, float):  # add at once, since a meter may be open for a whole run
             self.exposed()
 
 
@@ -65,7 +65,7 @@ _open: list[Meter] = []
 
 @contextmanager
 def meter() -> Iterator[Meter]:
-    """Count every movement of this process inside the ``with`` block. Meters may be nested."""
+    """Count every collective of this process inside the ``with`` block. Meters may be nested."""
     current = Meter()
     _open.append(current)
     try:
@@ -75,7 +75,7 @@ def meter() -> Iterator[Meter]:
 
 
 def count(movement: Movement, sent: Iterable[int]) -> None:
-    """Add one ``movement`` in which this rank sends ``sent`` bytes, added up if anyone counts."""
+    """Count one ``movement`` in which this rank sends ``sent`` bytes. Sums them only if a meter is open."""
     if not _open:
         return
     total = sum(sent)
@@ -86,9 +86,9 @@ def count(movement: Movement, sent: Iterable[int]) -> None:
 
 @contextmanager
 def waiting(movement: Movement, unit: str, device: torch.device, ended: Any = None) -> Iterator[None]:
-    """Count the block as waiting on ``device`` for a movement of ``unit``, unless it ends in an error.
+    """Count the block as a wait on ``device`` for a collective of ``unit``, unless it raises.
 
-    ``ended``: the moment at which the movement itself ends, if it is another: see `Pending`.
+    ``ended``: the moment at which the collective ends, if that differs from the block's end: see `Pending`.
     """
     if not (_open or trace.opened):
         yield

@@ -1,8 +1,8 @@
-"""The process-group transport: NCCL's own collectives, and on gloo point-to-point messages.
+"""Move bytes over a process group: by NCCL's own collectives, on gloo by point-to-point messages.
 
-Gloo's own collectives take about twice as long as messages sent straight to the rank that needs them:
-``messages.py`` has these, and ``reports.py`` guards them. ``native.py`` has the backend's own collectives,
-which `Digests` guards.
+Gloo's own collectives take about twice as long as messages sent directly to the rank that needs them. These
+are in ``messages.py``, guarded by ``reports.py``. The backend's own collectives are in ``native.py``, guarded
+by `Digests`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Tr
 
 
 class ProcessGroupTransport(Transport):
-    """Collectives between the ranks of ``group``, or a `part` of it."""
+    """Run collectives between the ranks of ``group``, or between those of a `part` of it."""
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         self._group = weakref.ref(group)
-        self._members: Sequence[int] | None = None  # of a part, their ranks in the group
+        self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
         self._reports = reports
         self._number = 0 if reports is None else reports.number  # in the tags of all messages
         self._digests = Digests(group)
@@ -42,10 +42,10 @@ class ProcessGroupTransport(Transport):
         self._backend = Backend(group)
 
     def part(self, members: Sequence[int], backend: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
-        """Return a transport between some ranks of the group, this one among them, under the group's guard.
+        """Return a transport between the ranks ``members`` of the group, this one included, with its guard.
 
-        All ranks of the group make its collectives alike, each within a part. Messages need no group of
-        ``members``' own, the backend's collectives need ``backend``.
+        All ranks of the group make the same collectives, each within its part. Messages need no process group
+        of the members; the backend's own collectives need ``backend``.
         """
         part = copy.copy(self)
         part._members = members
@@ -103,12 +103,12 @@ class ProcessGroupTransport(Transport):
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
 
     def backend_for(self, kind: Movement, tag: Tag) -> Backend:
-        """Return the backend's own collectives, for a collective that the guard then knows of."""
+        """Return the backend's own collectives, after adding this one to the guard's digest."""
         self._digests.add(kind, tag)
         return self._backend
 
     def by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``fulls`` move by messages, not by the backend's own collectives."""
+        """Return whether ``fulls`` are sent as messages, not by the backend's own collectives."""
         return self.has_gloo and all(full.is_cpu for full in fulls)
 
     def send_to_all(
@@ -117,9 +117,9 @@ class ProcessGroupTransport(Transport):
         pairs: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
         kind: Movement = GATHER,
     ) -> Pending:
-        """By messages: start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
+        """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks', by messages.
 
-        ``pairs``: of ``local`` and ``parts``, one for each rank. ``kind``: what the guard calls it.
+        ``pairs``: of ``local`` and ``parts``, one part per rank. ``kind``: its name for the guard.
         """
         starts = [
             partial(start_exchange, outgoing=[local] * len(parts), incoming=parts) for local, parts in pairs
@@ -127,9 +127,9 @@ class ProcessGroupTransport(Transport):
         return self._watched(kind, tag, starts)
 
     def combine(self, tag: Tag, sets: Sequence[list[torch.Tensor]], kind: Movement = REDUCE) -> Pending:
-        """By messages: start sending ``parts[r]`` to rank r, and making this rank's own the mean over ranks.
+        """Start sending ``parts[r]`` to rank r, and turning ``parts[rank]`` into the mean, by messages.
 
-        ``sets``: of each segment the ``parts``, one for each rank. ``kind``: what the guard calls it.
+        ``sets``: for each segment the ``parts``, one per rank. ``kind``: its name for the guard.
         """
         starts = [
             partial(start_reduce_scatter, parts=parts, out=parts[self.rank], op=dist.ReduceOp.AVG)
@@ -140,7 +140,7 @@ class ProcessGroupTransport(Transport):
     def _watched(
         self, kind: Movement, tag: Tag, starts: Sequence[Callable[[Mailbox, int], Pending]]
     ) -> Pending:
-        """Start the messages of every segment, each under a tag of its own, and guard them."""
+        """Start the messages of every segment, each with its own tag, under the guard."""
         reports, first, mailbox = self._reports, tag.number + self._number, self._mailbox
         position = 0 if reports is None else reports.post(kind, tag)
         tags = [
@@ -153,10 +153,10 @@ class ProcessGroupTransport(Transport):
 
     @contextmanager
     def _handshake(self, kind: Movement, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Inside, all ranks call the same collective of the backend, on the tensor that is yielded.
+        """Make sure that all ranks call the same collective of the backend, on the yielded tensor.
 
-        Gloo does not check that. So all ranks exchange messages first, whose tags only meet where it is so.
-        The tensor is ``tensor``, or a copy of it on a device whose tensors the backend moves.
+        Gloo does not check that. So all ranks exchange messages first, whose tags match only if it is so.
+        The yielded tensor is ``tensor``, or a copy of it on a device that the backend supports.
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
         moved = tensor if tensor.device.type in self._device_types else tensor.to(self._device_types[0])

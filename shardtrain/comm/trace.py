@@ -1,9 +1,9 @@
-"""The movements between ranks by their names, and a trace: spans of time with a kind and a name.
+"""Name the collectives between ranks, and record a trace: spans of time with a kind and a name.
 
-A rank computes units, starts movements and waits for them; each says so here by `begin` and `end`. With no
-trace open that is a look at an empty list. Times are those of ``time.perf_counter``. On an accelerator a
-moment is an event in the compute stream, so a span lasts from when the device came there, and not the host. A
-collective ends at an event in its own stream.
+Whoever computes a unit, or starts a collective and waits for it, calls `begin` and `end`. They cost nothing
+while no trace is open. Times are those of ``time.perf_counter``. On an accelerator a moment is an event in
+the compute stream, so a span begins when the device reaches it, not the host. A collective ends at an event
+in its own stream.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from shardtrain import device as devices
 
 
 class Movement(Enum):
-    """What ranks do together.
+    """List what ranks do together: collectives, barriers, and steps of the optimizer.
 
-    ``counted``: its key in `Meter`, as torch calls it. ``traced``: the kind of its span in a `Trace`; empty
-    where it has none of its own. ``doing``: what the guard says that a rank is doing. ``number``: stands for
-    it in the guard's messages.
+    ``counted``: the key in `Meter`, as torch calls it. ``traced``: the kind of its span in a `Trace`; empty
+    if it has none. ``doing``: the verb in the guard's errors. ``number``: its code in the guard's messages.
     """
 
     GATHER = "all_gather", "gather", "gathering"
@@ -43,16 +42,16 @@ class Movement(Enum):
         self.number = len(type(self).__members__)
 
 
-# Every unit of every step makes some: on Python 3.11 `Movement.GATHER` takes ten times as long as a global.
+# Globals, since every unit of every step uses them: `Movement.GATHER` takes ten times as long (Python 3.11).
 MOVEMENTS = tuple(Movement)
 GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE = Movement
 
 
 class Span(NamedTuple):
-    """``start``, ``end``: seconds of ``time.perf_counter`` on this rank. ``kind``: what happens between them.
+    """Hold one span. ``start``, ``end``: seconds of ``time.perf_counter`` on this rank.
 
-    ``forward``, ``backward``: a unit computes. ``gather``, ``reduce``: a movement is under way, until its
-    result is there. ``wait``: nothing else is done meanwhile. ``step``, ``phase``: as the program says.
+    ``kind``: ``forward``, ``backward``: a unit computes. ``gather``, ``reduce``: a collective is under way.
+    ``wait``: the rank waits. ``step``, ``phase``: named by the program.
     """
 
     kind: str
@@ -62,17 +61,17 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The spans that began and ended while the trace was open; see `begin` and `end`."""
+    """Hold the spans that began and ended while the trace was open; see `begin` and `end`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         devices.synchronize(device)
         self._zero, self._zero_s = devices.moment(device), time.perf_counter()
-        self.begun: dict[tuple[str, str], Any] = {}  # the moments
+        self.begun: dict[tuple[str, str], Any] = {}  # by kind and name, the moments of begin
         self.noted: list[tuple[str, str, Any, Any]] = []
 
     def spans(self) -> list[Span]:
-        """Return all that have ended, by their start."""
+        """Return all ended spans, ordered by start."""
         spans = [
             Span(kind, name, *(self._zero_s + devices.seconds(self._zero, at) for at in (start, end)))
             for kind, name, start, end in self.noted
@@ -80,13 +79,13 @@ class Trace:
         return sorted(spans, key=lambda span: span.start)
 
 
-# Process-wide for the reason that open meters are: backward runs in other threads.
+# Process-wide like open meters, since backward runs in other threads.
 opened: list[Trace] = []
 
 
 @contextmanager
 def record(device: torch.device) -> Iterator[Trace]:
-    """Record the spans on ``device`` inside the ``with`` block."""
+    """Record spans on ``device`` inside the ``with`` block."""
     current = Trace(device)
     opened.append(current)
     try:
@@ -96,13 +95,13 @@ def record(device: torch.device) -> Iterator[Trace]:
 
 
 def begin(kind: str, name: str) -> None:
-    """Begin a span now, and forget one of the same kind and name that has not ended."""
+    """Begin a span now. An open one of the same kind and name is dropped."""
     for current in opened:
         current.begun[kind, name] = devices.moment(current.device)
 
 
 def end(kind: str, name: str, ended: Any = None) -> None:
-    """End the span now, or at the moment ``ended``, if it began since the trace was opened."""
+    """End a span now, or at the moment ``ended``, if it began while the trace was open."""
     for current in opened:
         start = current.begun.pop((kind, name), None)
         if start is not None:

@@ -1,13 +1,13 @@
-"""What the engine asks of a transport: memory for flat vectors, and two movements between ranks.
+"""Define what the engine needs of a transport: memory for flat vectors, and two collectives.
 
-A transport moves the intervals of one shard group; buffers and the gradient's norm concern all ranks. With
-several replicas there are more ranks than one shard group has::
+A transport moves the intervals of one shard group. Buffers and the gradient's norm concern all ranks. With
+several replicas there are more ranks than in one shard group::
 
     all ranks      ranks 0, 1, 2, 3
     shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
 
-A movement is started now and finished later. Between movements, `fence` keeps ranks that write parameters
-apart from ranks that read them where ranks share memory. Elsewhere it costs nothing.
+A collective is started now and finished later. `fence` is a barrier between ranks that share memory: it keeps
+ranks from writing parameters that others read. Elsewhere it costs nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardtrain.layout import Layout, Piece
 
 
 class Tag(NamedTuple):
-    """Which movement: ``number`` is unique to it within a step, ``name`` is for people."""
+    """Identify a collective: ``number`` is unique within a step, ``name`` is for messages."""
 
     number: int
     name: str
 
 
 class Flat(NamedTuple):
-    """One flat vector to be gathered, with this rank's interval of it.
+    """Hold one flat vector to be gathered, and this rank's interval of it.
 
-    ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, same
-    dtype and device, unless the transport ``uploads``. A gather reads ``local`` and fills ``full``.
-    ``quantised``: it may travel as int8.
+    ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, of the same
+    dtype and device unless the transport ``uploads``. A gather reads ``local`` and fills ``full``.
+    ``quantised``: it may be sent as int8.
     """
 
     full: Tensor
@@ -44,16 +44,16 @@ class Flat(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """One flat gradient to be reduced.
+    """Hold one flat gradient to be reduced.
 
-    ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`: this rank's gradient in the other
-    ranks' intervals; its own interval is the transport's to use. ``own``: this rank's gradient in its own
-    interval, 1-D, one tensor for each of ``pieces``, its ``layout.pieces(rank)``, of ``full``'s dtype or a
-    wider one. When the reduction is done ``own`` holds the mean over all ranks, in the same tensors or in
-    others. ``quantised``: it may travel as int8.
+    ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`. It holds this rank's gradient in the
+    other ranks' intervals; the transport may use the rank's own interval. ``own``: this rank's gradient in
+    its own interval: one 1-D tensor for each of ``pieces``, which are ``layout.pieces(rank)``, of ``full``'s
+    dtype or a wider one. After the reduction ``own`` holds the mean over all ranks, in the same tensors or in
+    others. ``quantised``: it may be sent as int8.
 
-    ``mean``: the dtype of the mean, where ``full`` has this rank's own gradient, too, and ``own`` nothing yet
-    but empty pieces. So one launch lays out all gradients.
+    ``mean``: if given, the mean's dtype; ``full`` then holds this rank's own gradient, too, and ``own`` only
+    empty tensors, since one launch copies all gradients.
     """
 
     full: Tensor
@@ -64,11 +64,11 @@ class Gradient(NamedTuple):
     mean: torch.dtype | None = None
 
     def sent_by(self, rank: int) -> int:
-        """Return the bytes that rank ``rank`` sends to the others."""
+        """Return the bytes that rank ``rank`` sends to other ranks."""
         return (self.layout.padded - self.layout.length(rank)) * self.full.element_size()
 
     def new_mean(self, rank: int) -> Tensor:
-        """Return memory for the mean of rank ``rank``'s interval, which ``own`` shows from now on."""
+        """Allocate the mean of rank ``rank``'s interval, and make ``own`` views of it; return it (1-D)."""
         wide = self.mean or (self.own[0].dtype if self.own else self.full.dtype)
         interval = self.full.new_empty(self.layout.length(rank), dtype=wide)
         for index, (start, stop, offset) in enumerate(self.pieces):
@@ -77,9 +77,9 @@ class Gradient(NamedTuple):
         return interval
 
     def pack_own(self, rank: int) -> Tensor:
-        """Let ``own`` lie in one interval, that of rank ``rank``; return the interval.
+        """Copy ``own`` into one vector, rank ``rank``'s interval, unless it lies so; return the vector.
 
-        Empty pieces stay as they are: on many ranks most are.
+        Empty pieces keep their tensors: on many ranks most pieces are empty.
         """
         own, length = self.own, self.layout.length(rank)
         held = [(index, piece.offset, piece.numel) for index, piece in enumerate(self.pieces) if piece.numel]
@@ -90,7 +90,7 @@ class Gradient(NamedTuple):
                 own[index].untyped_storage()._cdata == memory._cdata and own[index].storage_offset() == offset
                 for index, offset, _ in held
             ):
-                return first.as_strided((length,), (1,), 0)  # they lie in one already
+                return first.as_strided((length,), (1,), 0)  # the pieces lie in one interval already
         given = list(own)
         interval = self.new_mean(rank)
         if self.mean is not None:
@@ -101,9 +101,9 @@ class Gradient(NamedTuple):
 
 
 class Shipment(NamedTuple):
-    """A flat vector of which every rank sends the others their intervals, whatever these hold.
+    """Hold a flat vector of which every rank sends every other rank's interval to that rank.
 
-    ``incoming``: [world, ``layout.length(rank)``], of ``full``'s dtype; a row for what each rank sends.
+    ``incoming``: [world, ``layout.length(rank)``], of ``full``'s dtype: row r receives what rank r sends.
     """
 
     full: Tensor
@@ -112,23 +112,23 @@ class Shipment(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Values that are to be averaged in place; ``wire``: the dtype in which they move."""
+    """Hold values that are averaged in place; ``wire``: the dtype in which they are sent."""
 
     values: Tensor
     wire: torch.dtype
 
 
 class Pending:
-    """A movement under way. ``wait()`` takes the ``steps`` that are left; then its results may be read.
+    """Represent a collective under way. ``wait()`` runs its ``steps``; then its results may be read.
 
-    ``ended``: if a trace is open, the moment at which it ends in a stream of its own.
+    ``ended``: if a trace is open, the moment at which it ends in its own stream.
     """
 
     def __init__(self, *steps: Callable[[], None], ended: Any = None) -> None:
         self._steps, self.ended = steps, ended
 
     def then(self, step: Callable[[], None]) -> Pending:
-        """Return this movement with a further ``step``, which makes its results what they are to be."""
+        """Return this collective with a further ``step``, which completes its results."""
         return Pending(self.wait, step, ended=self.ended)
 
     def wait(self) -> None:
@@ -138,11 +138,11 @@ class Pending:
 
 
 class Transport:
-    """Moves bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
+    """Move bytes between the ranks of one shard group, of which this one is ``rank`` of ``world``.
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
-    nothing and a release gives nothing back. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``silent``: there are no other ranks to hear from.
+    nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
+    ``silent``: no other rank exists that could send anything.
     """
 
     rank: int
@@ -151,23 +151,23 @@ class Transport:
 
     @property
     def reserved(self) -> int:
-        """Bytes of this rank's memory that are set aside for gradients under way."""
+        """Bytes of this rank's memory that are reserved for gradients under way."""
         return 0
 
     @property
     def all_ranks(self) -> Transport:
-        """All ranks that train the model, of one shard group or of several; errors name their numbers."""
+        """The transport of all ranks that train the model. Errors name ranks by their numbers here."""
         return self
 
     @property
     def primary_ranks(self) -> Sequence[int]:
-        """The ranks of the first shard group in their order: they answer for what all replicas hold alike."""
+        """The ranks of the first shard group, in order. They count for what all replicas hold alike."""
         return range(self.world)
 
-    # These two concern all ranks: a transport needs them whose shard group is all of them.
+    # A transport whose shard group is all ranks needs these two.
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Overwrite ``tensor`` on every rank with rank ``src``'s, and return when that is done."""
+        """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
         raise NotImplementedError
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
@@ -175,40 +175,40 @@ class Transport:
         raise NotImplementedError
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a full vector and this rank's interval, of ``like``'s dtype and device; values undefined.
+        """Return a full vector and this rank's interval of ``like``'s dtype and device, uninitialized.
 
-        ``reduced``: the dtype that its gradients will have. Collective. Unless ``in_place``, the full
-        vector's storage may be resized at will.
+        ``reduced``: the dtype that its gradients will have. Collective. Unless ``in_place``, the caller may
+        resize the full vector's storage.
         """
         return like.new_empty(layout.padded), like.new_empty(layout.length(self.rank))
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        """Return memory for a full gradient that `reduce` will read; 1-D, ``like``'s dtype, undefined."""
+        """Return a full gradient for `reduce`: 1-D, of ``like``'s dtype, uninitialized."""
         return like.new_empty(layout.padded)
 
     def discard(self, gradient: Tensor) -> None:
-        """Take back memory that `gradient` gave and that will not be reduced."""
+        """Free a result of `gradient` that will not be reduced."""
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         """Start filling every ``full`` from all ranks' ``local``."""
         raise NotImplementedError
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        """Start turning each ``own`` into the mean over all ranks; each ``full`` is then the transport's."""
+        """Start turning each ``own`` into the mean over all ranks. The transport owns each ``full`` now."""
         raise NotImplementedError
 
     def fence(self, what: Movement) -> None:
-        """Return when every rank is there: at ``ENTER``, before parameters are read, or at ``LEAVE``.
+        """Wait for every rank: at ``ENTER``, before parameters are read, and at ``LEAVE``, afterwards.
 
-        ``STEP`` waits for nobody: it lets the others know that an optimizer has stepped on this rank.
+        ``STEP`` does not wait. It tells the other ranks that an optimizer has stepped on this rank.
         """
 
-    # For other transports, which make collectives of their own of these: int8 packets, say.
+    # For transports around this one, which build other collectives from it (int8 packets).
 
     def exchange(self, tag: Tag, shipments: Sequence[Shipment]) -> Pending:
         """Start sending each rank its interval of every ``full``, and filling the rows of every ``incoming``.
 
-        This carries a reduction: whoever asks for that counts it.
+        It carries a reduction, which the caller counts.
         """
         raise NotImplementedError
 
@@ -217,7 +217,7 @@ Ranks = Transport  # where `Transport.all_ranks` is meant
 
 
 class TransportWrapper(Transport):
-    """A transport around ``inner``, to which it passes on what subclasses do not change."""
+    """Wrap the transport ``inner``, and forward all that subclasses do not override."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -250,7 +250,7 @@ class TransportWrapper(Transport):
 
 
 class Alone(Transport):
-    """The transport of a single rank: the interval is the whole vector, and nothing ever moves."""
+    """Serve a single rank: its interval is the full vector, and nothing moves."""
 
     rank = 0
     world = 1
@@ -262,7 +262,7 @@ class Alone(Transport):
         return full, full
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        return like.new_empty(0)  # nothing is for other ranks
+        return like.new_empty(0)  # no element belongs to another rank
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         return Pending()
@@ -281,5 +281,5 @@ class Alone(Transport):
 
 
 def intervals(full: Tensor, layout: Layout) -> list[Tensor]:
-    """Return every rank's interval of ``full``; views."""
+    """Return every rank's interval of ``full``, as views."""
     return [full[layout.interval(rank)] for rank in range(layout.world)]
