@@ -1,18 +1,18 @@
-"""Everything that moves between ranks goes through this package, and nothing else calls a collective.
+"""Move bytes between ranks. No other package calls a collective.
 
-Read in this order; imports point upwards:
+Read the files in this order. Each imports only from those before it:
 
-- ``trace``, ``meter``: which movements there are, and when; what moves, and what is waited for
-- ``transport``: what the engine asks of a transport
-- ``arithmetic``, ``messages``, ``native``: sums; movements by messages, and by the backend's own collectives
-- ``guard``, ``reports``: who takes another path through the model, and who is lost
+- ``trace``, ``meter``: the kinds of collectives and their times; bytes sent and seconds waited
+- ``transport``: what the engine needs of a transport
+- ``arithmetic``, ``messages``, ``native``: sums; collectives by messages, and the backend's own
+- ``guard``, ``reports``: ranks that diverge, and ranks that are lost
 - ``process_group``; ``signals``, ``shared_memory``: the two transports, and messages between hosts
-- ``replicated``, ``quantised``, ``offload``: around these, and without other ranks
-- ``opening``: which of these it is to be
-- ``agreement``, ``public``: texts between ranks; collectives for everybody, under torch's names
+- ``replicated``, ``quantised``, ``offload``: wrappers of these; simulated ranks
+- ``opening``: the choice among them
+- ``agreement``, ``public``: texts between ranks; public collectives, under torch's names
 
-The functions below serve the code around the engine, over the default process group. Without one they act as
-a single rank. ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``: the
+The functions below serve code outside the engine, over the default process group. Without one they act as
+a single rank. ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``. The
 few other names that these need are torch's own, and their traffic is not metered.
 """
 
@@ -65,18 +65,18 @@ from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag
 Op = str | ReduceOp.RedOpType
 Group = dist.ProcessGroup
 
-# What torch calls them from 2.13 on.
+# Their names in torch from 2.13 on.
 all_gather_single = all_gather_into_tensor
 reduce_scatter_single = reduce_scatter_tensor
 
 
 def rank() -> int:
-    """Return this rank in the default process group; 0 without one."""
+    """Return this process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the ranks in the default process group; 1 without one."""
+    """Return the number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -84,10 +84,10 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async
     """Overwrite ``tensor`` with its ``sum``, ``max`` or ``min`` over all ranks of ``group``.
 
     Returns:
-        ``tensor``; with ``async_op``, at once, torch's ``Work``.
+        ``tensor``; with ``async_op``, torch's ``Work``, at once.
 
     Raises:
-        ValueError: ``op`` is neither one of these, nor the ``ReduceOp`` of that name.
+        ValueError: ``op`` is none of these, and not the ``ReduceOp`` of such a name.
     """
     name = op if isinstance(op, str) else op_name(op).lower()
     if name not in ("sum", "max", "min"):
@@ -110,11 +110,11 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op
 
 
 def plain_transport(group: Group | None = None) -> Ranks:
-    """Return movements over ``group`` (default: the world), for use outside the engine: without a guard."""
+    """Return a transport over ``group`` (default: the world) without a guard, for use outside the engine."""
     group = group or dist.group.WORLD
     return Alone() if group is None or group.size() == 1 else ProcessGroupTransport(group)
 
 
 def barrier(*args: Any, **keywords: Any) -> Any:
-    """Do as torch's, and nothing without a process group."""
+    """Call torch's ``barrier``; do nothing without a process group."""
     return dist.barrier(*args, **keywords) if dist.is_initialized() else None

@@ -1,7 +1,7 @@
-"""The arithmetic of a reduction that is summed here, not in the backend.
+"""Merge the parts of a reduction that the backend does not sum.
 
-Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end; integers stay integers. Parts
-are taken in rank order, so the result is the same bits every time.
+Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end. Integers stay integers. Parts
+are merged in rank order, so the result is the same bit for bit every time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _MERGES: dict[object, Callable[..., Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-# Elements merged at a time: 512 KiB of fp32 a part. Sum and mean of 2.4 million elements in place took 0.78
-# of the time of two passes over all of them (2 MiB of L2 cache a core); half or double as many are no better.
+# Elements merged at a time: 512 KiB of fp32 per part. Sum and mean of 2.4 million elements in place took 0.78
+# of the time of two passes over all of them (2 MiB of L2 cache per core). Half or twice as many are no
+# better.
 SPAN = 1 << 17
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -31,7 +32,7 @@ _LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def check_op(op: object, dtype: torch.dtype) -> None:
-    """Refuse an operation that is unknown or has no meaning for ``dtype``."""
+    """Raise ValueError for an operation that is unknown or undefined for ``dtype``."""
     if op not in _MERGES:
         raise ValueError(f"expected op to be one of {', '.join(map(op_name, _MERGES))}, found {op}")
     if dtype.is_complex and op not in _LINEAR:
@@ -50,14 +51,14 @@ def op_name(op: object) -> str:
 def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
     """Merge ``out = ((parts[0] op parts[1]) op parts[2]) ...``, divided by ``len(parts)`` for AVG.
 
-    ``parts``: 1-D, of one length, floating-point ones of any dtypes. ``out``: as long, of the widest of
-    their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and
-    ``[3.0 5.0]`` give ``[2.0 3.5]``.
+    ``parts``: 1-D, of one length; floating-point parts may differ in dtype. ``out``: as long, of the widest
+    of their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and ``[3.0
+    5.0]`` give ``[2.0 3.5]``.
 
-    Long ones are taken in spans that stay in the cache from the first operation to the last; on a GPU, where
-    each operation is a launch, all at once.
+    On the CPU long parts are merged in spans that stay in the cache through all operations; on a GPU, where
+    each operation is a launch, at once.
     """
-    if out.is_complex():  # a complex quotient would lose the sign of zero, which says that nothing is there
+    if out.is_complex():  # a complex quotient would lose the sign of zero, which means "no gradient"
         parts, out = [torch.view_as_real(part).flatten() for part in parts], torch.view_as_real(out).view(-1)
     wide = torch.float32 if out.is_floating_point() and out.itemsize < 4 else out.dtype
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)

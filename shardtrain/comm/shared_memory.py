@@ -1,15 +1,15 @@
-"""The shared-memory transport, for CPU ranks of one host, or of several hosts with messages between them.
+"""Share memory between CPU ranks of one host, or of several hosts with messages between them.
 
 The full flat vector of a unit exists once per host, and every rank maps it. A rank's interval *is* that part
 of the vector. So a gather moves nothing, and what the optimizer writes to an interval is what the others read
-in the next forward. Two fences keep writers from readers::
+in the next forward. Two barriers keep owners from writing while others read::
 
     entering forward            every rank has left its optimizer step, so all intervals are final
-    leaving forward, backward   every rank is through, so owners may write again
+    leaving forward, backward   every rank has finished reading, so owners may write again
 
-Gradients are collected in an arena: memory of each rank that all others map. To reduce a unit, a rank says
-where in its arena the unit's gradient lies, and waits until all have said so. Then it averages its interval
-straight from everyone's arena, in rank order: each gradient is written once and read once.
+Gradients are collected in an arena: memory of each rank that all others map. To reduce a unit, a rank posts
+where in its arena the unit's gradient lies, and waits for the posts of all ranks. Then it averages its
+interval directly from all arenas, in rank order: each gradient is written once and read once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, TransportWrapper
 from shardtrain.layout import Layout
 
-_ALIGN = 64  # bytes; a cache line, so that no two ranks write to the same one
+_ALIGN = 64  # bytes of a cache line, so that no two ranks write to the same one
 
 
 class Arena:
-    """A rank's memory for gradients, given out first fit; uint8, 1-D.
+    """Allocate a rank's memory for gradients (uint8, 1-D), first fit.
 
-    There is far more of it than is ever used. Memory that nobody has written takes none of the machine's.
+    It is far larger than ever used: pages that nobody has written take no physical memory.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class Arena:
         self._used: dict[int, int] = {}  # offset → bytes
 
     def take(self, size: int) -> int:
-        """Return the offset of ``size`` free bytes."""
+        """Allocate ``size`` bytes; return their offset."""
         size, start = _aligned(size), 0
         for offset, used in sorted(self._used.items()):
             if offset - start >= size:
@@ -59,21 +59,21 @@ class Arena:
         return self.memory[offset : offset + elements * dtype.itemsize].view(dtype)
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Return where ``tensor`` lies, which this arena gave out."""
+        """Return the offset of ``tensor``, which lies in this arena."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
         assert offset in self._used, "`Transport.gradient` gave it"
         return offset
 
 
 def _aligned(size: int) -> int:
-    """Return the bytes that ``size`` bytes take: some even for none, since offsets must differ."""
+    """Return ``size`` rounded up to ``_ALIGN``, and not to 0, since offsets must differ."""
     return max(1, -(-size // _ALIGN)) * _ALIGN
 
 
 class SharedMemoryTransport(TransportWrapper):
-    """Collectives between ranks that share memory; what is not shared goes through ``inner``, guarded.
+    """Run collectives between ranks that share memory; ``inner``, guarded, moves what is not shared.
 
-    ``signals`` connects the ranks of this host, and gives them their numbers: those in ``host``.
+    ``signals`` connects the ranks of this host. ``host``: their numbers, ascending.
     """
 
     def __init__(self, inner: ProcessGroupTransport, signals: Signals) -> None:
@@ -83,11 +83,11 @@ class SharedMemoryTransport(TransportWrapper):
         self._largest = self._size = 0  # bytes of the largest gradient, and of all
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
-        self._unread: dict[int, int] = {}  # position → offset, averaged here but not yet read by all
+        self._unread: dict[int, int] = {}  # position → offset of gradients that others may still read
 
     @property
     def reserved(self) -> int:
-        """Bytes of this rank's arena that a step normally uses: three times the largest gradient."""
+        """Bytes of this rank's arena that a step usually uses: three times the largest gradient."""
         return 3 * self._largest
 
     def allocate(
@@ -133,13 +133,13 @@ class SharedMemoryTransport(TransportWrapper):
         return Pending(finish)
 
     def fence(self, what: Movement) -> None:
-        """Return when every rank of the host is at the same fence."""
+        """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
         if what is STEP:
             self.signals.post(STEP, 0, "the optimizer")
             return
         self.inner.fence(what)
         if what is ENTER:
-            self._open_arena()  # all ranks come here alike; not all of them ask for a unit's first gradient
+            self._open_arena()  # here, since it is collective: not every rank needs every gradient
         self.signals.wait(self.signals.post(what, 0, "the model"))
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -147,7 +147,7 @@ class SharedMemoryTransport(TransportWrapper):
         return Pending()
 
     def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
-        """Tell the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
+        """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
         positions = []
         for index, gradient in enumerate(gradients):
             offset = self._open_arena().offset_of(gradient.full)
@@ -155,9 +155,9 @@ class SharedMemoryTransport(TransportWrapper):
         return positions
 
     def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[torch.Tensor]:
-        """Turn ``own`` into the mean over the host, once all ranks offer theirs.
+        """Wait for all ranks' gradients, and turn ``own`` into the mean over the host.
 
-        Returns the means of the intervals ``others`` too, each in new memory and of ``full``'s dtype.
+        Returns the means of the intervals ``others``, each a new tensor of ``full``'s dtype.
         """
         full, own, layout, pieces, *_ = gradient
         flats = {
@@ -187,8 +187,8 @@ class SharedMemoryTransport(TransportWrapper):
     def _open_arena(self) -> Arena:
         """Return this rank's arena. Collective the first time: in the first forward, when sizes are known.
 
-        It has room for two gradients of each unit, of which others may still read one, and as much again
-        for gaps between them.
+        It has room for two gradients of each unit, since others may still read one, and as much again for
+        fragmentation.
         """
         if self._arena is None:
             self._theirs = {owner: self.signals.share(owner, 4 * self._size) for owner in self.host}
@@ -197,10 +197,10 @@ class SharedMemoryTransport(TransportWrapper):
 
 
 class HostsTransport(SharedMemoryTransport):
-    """Shared memory inside a host, messages between hosts of equally many ranks.
+    """Share memory inside a host, and send messages between hosts of equally many ranks.
 
-    Each host holds one copy of every full vector. Ranks at the same place on their hosts form a *column*, and
-    only they exchange messages. Two hosts of two ranks, intervals ``[a b c d]``::
+    Each host holds one copy of every full vector. Ranks with the same index on their hosts form a *column*,
+    and only they exchange messages. Two hosts of two ranks, intervals ``[a b c d]``::
 
         host 0   rank 0  owns a        column 0: ranks 0 and 2, intervals a and c
                  rank 1  owns b        column 1: ranks 1 and 3, intervals b and d
@@ -212,9 +212,9 @@ class HostsTransport(SharedMemoryTransport):
         reduce   rank 0 averages a and c over its host's gradients, sends c to rank 2, and averages its own
                  a with what rank 2 sends
 
-    So every interval reaches a host once, however many ranks it has, and the bytes between two hosts are
-    those of two ranks. A mean of means rounds otherwise than a sum in rank order: the bits are the same in
-    every run on such hosts, but may differ from those of one host in the last place.
+    So every interval reaches a host once, however many ranks it has: two hosts exchange as many bytes as two
+    ranks. A mean of means rounds differently from a sum in rank order. Runs on such hosts repeat bit for bit,
+    but may differ from a run on one host in the last bit.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class HostsTransport(SharedMemoryTransport):
         return self._between.combine(tag, sets)
 
     def _host_means(self, position: int, gradient: Gradient) -> list[torch.Tensor]:
-        """Return the host's means of the column's intervals, in its order."""
+        """Return the host's means of the column's intervals, in the column's order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
         means = self._average(position, gradient, others)
         means.insert(self._column.index(self.rank), gradient.pack_own(self.rank))

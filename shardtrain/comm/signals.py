@@ -1,17 +1,17 @@
-"""Signals between the ranks of one host: which collective each of them has come to.
+"""Synchronise the ranks of one host by signals, and share memory between them.
 
-Every two ranks share a Unix socket. A rank *posts* its collectives in order, and one that must not go on
-before the others have come as far *waits* for their posts. The kernel does the rest: a waiting rank sleeps,
-what a rank wrote to shared memory before it posted is visible to those that receive the post, and a rank that
-dies closes its sockets, however it dies.
+Every two ranks share a Unix socket. A rank *posts* its collectives in order. A rank that must not continue
+before the others have reached the same collective *waits* for their posts. The kernel provides the rest: a
+waiting rank sleeps, what a rank wrote to shared memory before a post is visible to its receivers, and a rank
+that dies closes its sockets, however it dies.
 
-A post carries a hash of all that its rank has posted. Where ranks differ in it, or one of them skipped the
-position of another, they take different paths: `Reports` then finds out where, as it does for ranks that wait
-for too long. Nobody waits for gathers in place, so these are in the hash only. Every 128th of them in a row
-is waited for, or a report would not reach back to where ranks differ.
+A post carries a hash of all earlier posts of its rank. If the hashes differ, or a rank skips a position, the
+ranks have diverged, and `Reports` finds out where, as it does for ranks that wait too long. No rank waits for
+gathers in place, so these only enter the hash. Every 128th of them in a row is waited for: otherwise a report
+would not reach back to the position at which ranks differ.
 
-Memory comes from ``memfd_create``: one file per rank, which the others receive when they connect, and which
-grows by what is shared of it. Files and sockets have no name in any file system, so nothing is left behind
+Memory comes from ``memfd_create``: one file per rank, which its peers receive when they connect, and which
+grows when more of it is shared. Files and sockets have no name in any file system, so nothing is left behind
 however a rank ends, and the size of ``/dev/shm`` does not matter.
 """
 
@@ -35,12 +35,12 @@ from shardtrain.comm.reports import KEPT, Reports
 from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
 from shardtrain.comm.transport import Ranks, Tag
 
-_POST = struct.Struct("<?qqq")  # whether the collective at this position is read; position, hash, value
-_UNHEARD = KEPT // 2  # posts in a row that are not sent
+_POST = struct.Struct("<?qqq")  # whether it means `done`; position, hash, value
+_UNHEARD = KEPT // 2  # the most posts in a row that are not sent
 
 
 class Peer:
-    """The socket to one other rank, and what it has said."""
+    """Hold the socket to one other rank, and what has arrived from it."""
 
     def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank, self.link = rank, link
@@ -49,7 +49,7 @@ class Peer:
         self.has_ended = False
 
     def receive(self) -> None:
-        """Take in what has arrived."""
+        """Receive what has arrived, without waiting."""
         try:
             data = self.link.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -65,10 +65,10 @@ class Peer:
 
 
 class Signals:
-    """This rank's sockets to the other ranks of its host, and the memory that they share.
+    """Hold this rank's sockets to the other ranks of its host, and the memory that they share.
 
-    ``files``: the descriptor of every rank's file, this one's too. ``reports``: their guard, from the first
-    post on.
+    ``files``: the descriptor of every rank's file, this rank's included. ``reports``: the guard, which must
+    be set before the first post.
     """
 
     reports: Reports
@@ -76,7 +76,7 @@ class Signals:
     def __init__(self, rank: int, peers: list[Peer], files: Mapping[int, int]) -> None:
         self.rank, self.peers = rank, peers
         self._files = files
-        self._sizes = dict.fromkeys(files, 0)  # bytes that are shared
+        self._sizes = dict.fromkeys(files, 0)  # bytes shared so far, by rank
         self._digest = 0  # of all posts
         self._digests: dict[int, int] = {}  # by position, of posts that `wait` will ask for
         self._unheard = 0  # posts since the last one that was sent
@@ -84,15 +84,15 @@ class Signals:
         self._poll = select.poll()
         for number in self._open:
             self._poll.register(number, select.POLLIN)
-        # Ends all waiting, here and at the peers: something else has failed. Any thread may call it.
+        # Ends all waits here and on the peers, after a failure. Any thread may call it.
         self.abort = partial(_shut_down, [peer.link for peer in peers])
         self.close = weakref.finalize(self, _close, tuple(peers), tuple(files.values()))
         _all.add(self)
 
     def post(self, kind: Movement, number: int, name: str, value: int = 0) -> int:
-        """Let every peer know of this rank's next collective. Return its position.
+        """Post this rank's next collective to every peer. Return its position.
 
-        All but ``GATHER`` and ``STEP`` must be waited for.
+        The caller must wait for all kinds but ``GATHER`` and ``STEP``.
         """
         position = self.reports.post(kind, Tag(number, name))
         self._digest = hash((self._digest, kind.number, number, self.reports.paths.step))
@@ -106,11 +106,11 @@ class Signals:
         return position
 
     def done(self, position: int) -> None:
-        """Tell every peer that this rank has read what their collective at ``position`` offered."""
+        """Post to every peer that this rank has read what they offered at ``position``."""
         self._send(_POST.pack(True, position, 0, 0))
 
     def wait(self, position: int) -> dict[int, int]:
-        """Wait until every peer has come to ``position``. Return the value that each rank offered there.
+        """Wait until every peer has reached ``position``. Return the value that each offered there, by rank.
 
         Raises:
             Diverged: a peer made another collective there, or earlier.
@@ -125,18 +125,18 @@ class Signals:
         return values
 
     def wait_done(self, position: int) -> None:
-        """Wait until every peer has read what this rank's collective at ``position`` offered."""
+        """Wait until every peer has read what this rank offered at ``position``."""
         self._wait_until(lambda peer: position in peer.done, position)
         for peer in self.peers:
             peer.done.discard(position)
 
     def is_done(self, position: int) -> bool:
-        """Return whether `wait_done` would return at once."""
+        """Return whether `wait_done` would return without waiting."""
         self._take_in(0)
         return all(position in peer.done for peer in self.peers)
 
     def share(self, owner: int, size: int) -> torch.Tensor:
-        """Return ``size`` bytes of rank ``owner``'s file, which every rank maps; uint8, zeros. Collective."""
+        """Map ``size`` bytes of rank ``owner``'s file on every rank: uint8 zeros. Collective."""
         start, page = self._sizes[owner], mmap.ALLOCATIONGRANULARITY
         self._sizes[owner] += max(page, -(-size // page) * page)
         if owner == self.rank:
@@ -146,13 +146,13 @@ class Signals:
         return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
     def _send(self, message: bytes) -> None:
-        """Send ``message`` to every peer; a buffer has room for far more than ranks are ever apart."""
+        """Send ``message`` to every peer. Socket buffers hold far more messages than ranks are ever apart."""
         for peer in self.peers:
-            with suppress(OSError):  # it has ended, which `_wait_until` finds
+            with suppress(OSError):  # the peer has ended, which `_wait_until` reports
                 peer.link.send(message)
 
     def _wait_until(self, is_there: Callable[[Peer], bool], position: int) -> None:
-        """Take in what any peer sends until ``is_there(peer)`` holds for every peer."""
+        """Receive from all peers until ``is_there(peer)`` holds for every peer."""
         if all(map(is_there, self.peers)):
             return
         with self.reports.waiting(position):
@@ -162,7 +162,7 @@ class Signals:
                 self._take_in(None)
 
     def _take_in(self, milliseconds: int | None) -> None:
-        """Receive what peers send within ``milliseconds``; with ``None`` wait for something."""
+        """Receive what peers send within ``milliseconds``; with ``None`` wait for the next message."""
         for number, _ in self._poll.poll(milliseconds):
             peer = self._open[number]
             peer.receive()
