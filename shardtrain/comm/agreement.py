@@ -1,21 +1,21 @@
-"""Texts between ranks, and how they find out whether they all mean the same.
+"""Exchange texts between ranks, and check that all ranks call the same public collective.
 
-Texts travel as bytes in small collectives, never as pickles.
+Texts are sent as bytes in small collectives, never as pickles.
 
 In a public collective every rank sends every other one a row of numbers: what it is about to do, or that its
-arguments are wrong. All ranks judge the same table, so they come to the same verdict; a table that was agreed
-once is known. Only a refusal needs texts. Two ranks, one gathering int64 ``[2]`` and the other ``[3]``::
+arguments are wrong. All ranks have the same table of rows, so they reach the same verdict. Known tables are
+cached. Only a refusal needs texts. Two ranks, one gathering int64 ``[2]``, the other ``[3]``::
 
     row of rank 0    0   digest of (all_gather, int64, [2], cpu)   1   16 16   16 16
     row of rank 1    0   another digest                            1   24 24   24 24
 
-On gloo a row is the head of a message, and a part of at most ``EAGER_BYTES`` follows it there: agreeing takes
-a small call no round of its own. Receives have room for the longest such message, which gloo lets a shorter
-one fill in part, so these meet whatever the ranks mean. Longer parts are messages of their own, sent at once.
-Where ranks disagree that does no harm: tags hold sizes, so only messages of one size meet, and a refusal
-sends or receives what has no counterpart. On other backends the rows are one small all-gather before the
-payload, for which the host waits. Over torch's fake process group, which moves nothing, a rank checks its own
-arguments only.
+On gloo a row is the head of a message, and a part of at most ``EAGER_BYTES`` follows in the same message: a
+small call needs no extra round trip. Receives have room for the longest such message, and gloo lets a shorter
+one fill it in part, so these match whatever ranks call. Longer parts are messages of their own, sent at once.
+If ranks disagree that is harmless: tags hold sizes, so only messages of one size match, and a refusal sends
+or receives the missing counterparts. On other backends the rows are one small all-gather before the payload,
+for which the host waits. Over torch's fake process group, which moves nothing, a rank only checks its own
+arguments.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from shardtrain.comm.transport import Pending, Ranks
 
 _TEXT_BYTES = 1024
 _NAMED = 4  # ranks that a refusal names in full
-EAGER_BYTES = 1 << 15  # parts up to here go with the row
+EAGER_BYTES = 1 << 15  # parts up to this size are sent with the row
 
-# Address and bytes of a part in host memory: views of torch's cost 10 us each where caches are cold.
+# Address and bytes of a part in host memory, since a view of torch's costs 10 us where caches are cold.
 Part = tuple[int, int]
 
 
 def broadcast_text(text: str, ranks: Ranks, src: int = 0) -> str:
-    """Return rank ``src``'s ``text`` on every rank; an empty one where ``src`` is only simulated."""
+    """Return rank ``src``'s ``text`` on every rank; an empty one if ``src`` is only simulated. Collective."""
     return gather_texts(text if ranks.rank == src else "", ranks)[src]
 
 
 def gather_texts(text: str, ranks: Ranks) -> list[str]:
-    """Return every rank's ``text``, in rank order, on every rank, by two all-reduces."""
+    """Return every rank's ``text``, in rank order, on every rank. Collective: two all-reduces."""
     data = text.encode()
     lengths = torch.zeros(ranks.world, dtype=torch.int64, device="cpu")
     lengths[ranks.rank] = len(data)
@@ -64,10 +64,10 @@ def gather_texts(text: str, ranks: Ranks) -> list[str]:
 
 
 def require_same(lines: Sequence[str], what: str, ranks: Ranks) -> None:
-    """Return if all ranks have the same ``lines``. Collective: two all-reduces of one number.
+    """Check that all ranks have the same ``lines``. Collective: two all-reduces of one number.
 
     Raises:
-        ValueError: they differ; on every rank, with the first line in which each differs from rank 0.
+        ValueError: on every rank, with the first line in which each rank differs from rank 0.
     """
     digest = zlib.crc32("\n".join(lines).encode())
     low, high = (torch.tensor([digest], device="cpu") for _ in range(2))
@@ -85,11 +85,11 @@ def require_same(lines: Sequence[str], what: str, ranks: Ranks) -> None:
 
 
 class Agreement:
-    """What all ranks say that they are about to do; their rows are on their way from construction on.
+    """Exchange what ranks are about to call. The constructor starts to send this rank's row.
 
-    ``row``: int64s: whether this rank is at fault, a digest of what must be the same on every rank, whether
-    its payload goes as messages, then bytes for each rank, and bytes from each. ``words``: the call in words,
-    or what is wrong with it. ``parts``: see `Part`; for each rank, if they go as messages.
+    ``row``: int64s: whether this rank's arguments are wrong, a digest of what must be the same on every rank,
+    whether its payload is sent as messages, then the bytes for each rank, and the bytes from each. ``words``:
+    the call in words, or what is wrong with it. ``parts``: one per rank if they are sent as messages.
     """
 
     def __init__(self, mailbox: Mailbox, row: list[int], words: str, parts: Sequence[Part]) -> None:
@@ -101,9 +101,9 @@ class Agreement:
             self._came, self._pending = self._share(self._row, ROW, parts, EAGER_BYTES)
 
     def settle(self, moving: Pending) -> None:
-        """Wait for all rows; raise the refusal that every rank raises, if there is one.
+        """Wait for all rows. Raises ValueError, the same on every rank, if they do not agree.
 
-        ``moving``: the payload, if it is under way already. A refusal completes it first.
+        ``moving``: the payload, if it is under way. A refusal completes it first.
         """
         if self._alone:
             if self._row[0]:
@@ -121,11 +121,11 @@ class Agreement:
             raise ValueError("; ".join(rows.complaints(texts)))
 
     def arrived(self) -> list[Tensor]:
-        """Return what has come behind each rank's row: uint8, as much as may be there; after `settle`."""
+        """Return what followed each rank's row, as uint8 with room for the longest part; after `settle`."""
         return [came[len(self._row) :] for came in self._came]
 
     def deliver(self, into: Sequence[Part]) -> None:
-        """Copy the short parts that have come, and this rank's own, to where they belong; after `settle`."""
+        """Copy the short parts that have arrived, and this rank's own, to ``into``; after `settle`."""
         for rank, (address, size) in enumerate(into):
             if rank == self._mailbox.rank:
                 ctypes.memmove(address, self._parts[rank][0], size)
@@ -135,10 +135,10 @@ class Agreement:
     def _share(
         self, mine: bytes, tag: int, parts: Sequence[Part] = (), room: int = 0
     ) -> tuple[list[Tensor], Pending]:
-        """Start sending ``mine`` to every rank, and behind it ``parts[r]`` to rank r if that is short.
+        """Start sending ``mine`` to every rank, followed by ``parts[r]`` to rank r if that is short.
 
         Returns:
-            What comes from each rank, uint8, with ``room`` for that many bytes behind its ``mine``.
+            The message from each rank, uint8, with ``room`` bytes after its ``mine``.
         """
         mailbox, group, head = self._mailbox, self._mailbox.group, len(mine)
         assert group is not None, "a rank alone shares nothing"
@@ -160,7 +160,7 @@ class Agreement:
 
 
 class Rows:
-    """All ranks' rows: ``s`` sends ``sent[s][r]`` bytes to ``r``, which expects ``expected[s][r]``."""
+    """Hold all ranks' rows: ``s`` sends ``sent[s][r]`` bytes to ``r``, which expects ``expected[s][r]``."""
 
     def __init__(self, *rows: bytes) -> None:
         world, table = len(rows), [memoryview(row).cast("q").tolist() for row in rows]
@@ -170,10 +170,10 @@ class Rows:
         self.agree = not any(self.faults) and len(set(self.digests)) == 1 and self.sent == self.expected
 
     def supply(self, mailbox: Mailbox) -> list[dist.Work]:
-        """Post the counterpart, of any content, of every message to or from this rank that has none.
+        """Post the counterpart of every message to or from this rank that has none, with any content.
 
-        If rank 0 sends 48,000 bytes to rank 1, which expects 64,000: rank 1 receives 48,000 more, and rank 0
-        sends 64,000 more.
+        If rank 0 sends 48,000 bytes to rank 1, which expects 64,000, then rank 1 also receives 48,000, and
+        rank 0 also sends 64,000.
         """
         works = []
         for peer in mailbox.peers():
@@ -188,7 +188,7 @@ class Rows:
         return works
 
     def complaints(self, texts: list[str]) -> list[str]:
-        """Return one sentence for each rank at odds, the first few of them."""
+        """Return one sentence per rank that differs, at most ``_NAMED`` of them."""
         usual = Counter(self.digests).most_common(1)[0][0]
         model, every = self.digests.index(usual), range(len(texts))
         found = [f"rank {rank}: {texts[rank]}" for rank in every if self.faults[rank]] or [

@@ -7,9 +7,9 @@ The k-th collective of one rank is the k-th of every rank. Where one rank's diff
     rank 1    0 entering the model    1 gathering the root    2 gathering layer1
     rank 2    0 entering the model    1 gathering the root    2 gathering layer2     <- differs at 2
 
-This file compares; how ranks learn of one another's collectives depends on the medium. Over gloo, and where
-ranks share memory, a rank that has waited too long reports its latest collectives (``reports.py``). On NCCL
-and other backends, whose collectives carry no tag, `Digests` compares a hash of all collectives now and then.
+This file compares collectives. How ranks learn of one another's depends on the backend. Over gloo and shared
+memory, a rank that has waited too long reports its latest collectives (``reports.py``). Over NCCL and other
+backends, whose collectives carry no tag, `Digests` compares a hash of all collectives from time to time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP_HINT = (
     ". Ranks must step alike: torch.amp.GradScaler lets each rank decide by itself, use shardtrain.GradScaler"
 )
 
-# Why a rank is lost, and what is said of one and of several.
+# Why a rank is lost, and how the error says so of one rank and of several.
 ENDED, SILENT, ELSEWHERE = range(3)
 _STATES = (
     ("has ended", "have ended"),
@@ -43,17 +43,17 @@ _STATES = (
 
 
 class PeerLost(RuntimeError):
-    """Another rank has ended, or has been silent for too long."""
+    """Tell that another rank has ended, or has been silent for too long."""
 
 
 class Diverged(RuntimeError):
-    """Another rank takes another path through the model."""
+    """Tell that ranks take different paths through the model."""
 
 
 class Entry(NamedTuple):
-    """One collective of one rank. ``kind``, ``number`` and ``step`` must be the same on every rank.
+    """Describe one collective of one rank. ``kind``, ``number`` and ``step`` must be equal on all ranks.
 
-    ``kind``: the number of a `Movement`.
+    ``kind``: `Movement.number`.
     """
 
     kind: int
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``gathering layer1``"""
+        """What the rank is doing, such as ``gathering layer1``."""
         return f"{MOVEMENTS[self.kind].doing} {self.name.decode(errors='replace').rstrip(chr(0))}"
 
     def packed(self, position: int) -> bytes:
@@ -77,11 +77,11 @@ def unpack(data: bytes) -> Iterator[tuple[int, Entry]]:
 
 
 class Paths:
-    """The latest collectives of this rank, and of the others as far as they are known, by position.
+    """Hold the latest collectives of this rank, and those known of the others, by position.
 
-    ``time_out_s``: callable; returns the time-out of the moment. ``step``: forwards begun. ``end``: the
-    position of this rank's next collective. ``difference``: the first position at which ranks are known to
-    differ.
+    ``time_out_s``: a function that returns the current time-out in seconds. ``step``: forwards begun.
+    ``end``: the position of this rank's next collective. ``difference``: the first position at which ranks
+    are known to differ.
     """
 
     def __init__(self, rank: int, others: Iterable[int], time_out_s: Callable[[], float]) -> None:
@@ -109,7 +109,7 @@ class Paths:
             self._compare(position, self.own[position], entry)
 
     def compare_others(self) -> None:
-        """Compare the other ranks with one another: they may differ before this rank comes as far."""
+        """Compare the other ranks with one another, since they may differ at a later position."""
         for one, other in itertools.combinations(self.theirs.values(), 2):
             for position in one.keys() & other.keys():
                 self._compare(position, one[position], other[position])
@@ -119,7 +119,7 @@ class Paths:
             self.difference = position
 
     def diverged(self, position: int) -> Diverged:
-        """Return the error that says which rank makes which collective at ``position``."""
+        """Return the error that names each rank's collective at ``position``."""
         logs = sorted({self.rank: self.own, **self.theirs}.items())
         made = {rank: log[position] for rank, log in logs if position in log}
         keys = {rank: entry[:3] for rank, entry in made.items()}
@@ -137,19 +137,19 @@ class Paths:
     def lost(
         self, ranks: Sequence[int], position: int, state: int = ENDED, waited_s: float | None = None
     ) -> PeerLost:
-        """Return the error for ``ranks`` that are lost, while this one was, or waited, at ``position``."""
+        """Return the error for lost ``ranks``, while this rank was, or has waited, at ``position``."""
         verb = _STATES[state][len(ranks) > 1]
         was = "was" if waited_s is None else f"has waited {waited_s:.0f} s"
         return PeerLost(f"{named(ranks)} {verb}: rank {self.rank} {was} at {self.where(position)}")
 
     def where(self, position: int) -> str:
-        """``step 3, gathering layer1``"""
+        """Return a text such as ``step 3, gathering layer1``."""
         entry = self.own.get(position)
         return f"step {self.step}, {entry.text if entry else 'an earlier collective'}"
 
 
 def odd_ones_out(keys: Mapping[int, object]) -> str:
-    """Describe ranks whose keys are not all equal: ``rank 2 takes another path than ranks 0 and 1``."""
+    """Return which ranks' keys differ, such as ``rank 2 takes another path than ranks 0 and 1``."""
     most, *others = sorted(_equal_ranks(keys), key=len, reverse=True)
     odd = sorted(rank for ranks in others for rank in ranks)
     if len(most) == len(others[0]):
@@ -158,7 +158,7 @@ def odd_ones_out(keys: Mapping[int, object]) -> str:
 
 
 def _equal_ranks(keys: Mapping[int, object]) -> list[list[int]]:
-    """Group the ranks by their keys, in the order of the groups' first ranks."""
+    """Return the ranks grouped by equal keys, in the order of the groups' first ranks."""
     groups: dict[object, list[int]] = {}
     for rank in sorted(keys):
         groups.setdefault(keys[rank], []).append(rank)
@@ -166,7 +166,7 @@ def _equal_ranks(keys: Mapping[int, object]) -> list[list[int]]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0 and 1``, ``ranks 0, 1 and 3``"""
+    """Return a text such as ``rank 2``, ``ranks 0 and 1`` or ``ranks 0, 1 and 3``."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
@@ -175,11 +175,11 @@ EVERY = 100  # steps from one check to the next, after the first two steps
 
 
 class Digests:
-    """The guard where collectives carry no tag: a hash of this rank's collectives, compared now and then.
+    """Guard collectives that carry no tag, by comparing a hash of each rank's collectives.
 
-    Ranks compare in one small all-gather, when a forward or a backward of steps 1 and 2 ends, and then of
-    every 100th step. A difference is found there, unless the backend stops at unequal sizes before. Between
-    two checks, units of equal size that one rank swaps go unnoticed.
+    Ranks compare in one small all-gather when a forward or a backward ends, in steps 1, 2 and every 100th. A
+    difference is found there, unless the backend already fails at unequal sizes. If one rank swaps two units
+    of equal size between two checks, nothing notices.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -191,11 +191,11 @@ class Digests:
         self._made = 0  # collectives since the last check
 
     def add(self, kind: Movement, tag: Tag) -> None:
-        self._digest = hash((self._digest, kind.number, tag.number))  # of integers: the same everywhere
+        self._digest = hash((self._digest, kind.number, tag.number))  # integers hash alike on all ranks
         self._made += 1
 
     def fence(self, what: Movement) -> None:
-        """Count the steps that begin (``ENTER``); check at the end of a forward or backward (``LEAVE``).
+        """Count steps at ``ENTER``; compare at ``LEAVE``, the end of a forward or backward.
 
         Raises:
             Diverged: the ranks have not made the same collectives.

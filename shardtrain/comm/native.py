@@ -1,6 +1,6 @@
-"""The backend's own collectives, movements made of them, and what a process group can do.
+"""Run the backend's own collectives, and tell what a process group can do.
 
-Only this file knows what torch renames.
+Only this file knows of names that differ between versions of torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group of the moment of their import as a default argument. Dynamo imports
-# them, so the first step of any torch optimizer: a group opened before would live to the interpreter's end,
-# and gloo's threads with it, which now and then abort the process there. Now there is no group yet.
+# Import it before any group exists. Its functions keep the default group at import as a default argument, and
+# Dynamo imports it at the first step of any torch optimizer. A group that exists then would live until the
+# interpreter ends, with gloo's threads, which sometimes abort the process there.
 import torch.distributed.nn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -30,7 +30,7 @@ from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Shipmen
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Calls of one collective inside it become one launch. torch has no public name for it.
+# Makes one launch of several calls of one collective. torch has no public name for it.
 _coalescing = dist.distributed_c10d._coalescing_manager
 
 # Gloo cannot average, so the sum is divided.
@@ -41,14 +41,14 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 
 
 def set_time_out(time_out: timedelta) -> None:
-    """Set the time-out of whatever any group of this rank begins from now on."""
+    """Set the time-out of all later collectives of all process groups of this rank."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if moves_bytes(group):
             _set_timeout(time_out, group)
 
 
 def time_out_of(group: dist.ProcessGroup) -> Callable[[], float]:
-    """Return a function that returns the time-out of ``group`` at the moment, in seconds."""
+    """Return a function that returns the current time-out of ``group``, in seconds."""
     known, device = weakref.ref(group), torch.device("cpu" if has_gloo(group) else device_types(group)[0])
 
     def seconds() -> float:
@@ -71,26 +71,26 @@ def moves_bytes(group: dist.ProcessGroup) -> bool:
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
-    """Return the types of device whose tensors the group's backends move, ``["cpu"]`` say."""
+    """Return the types of device whose tensors the group's backends move, such as ``["cpu"]``."""
     return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
 
 class Backend:
-    """The movements of a `Transport` between all ranks of ``group``, by the group's own collectives.
+    """Run the collectives of a `Transport` between all ranks of ``group`` by the group's own collectives.
 
-    On an accelerator they run on a stream of their own. That stream waits for the compute stream when a
-    movement starts, and the compute stream waits for an event when its result is needed; until then whatever
-    the movement uses is held. So memory is allocated and freed in the compute stream's order alone,
-    ``record_stream`` is not needed, and what a release gives back is available at once to the next gather,
-    however far the host is ahead of the device. Gathers and reductions share the stream: one communicator
-    runs one at a time anyway. The segments of a unit move in one launch, whatever their dtypes.
+    On an accelerator they run on a separate stream. That stream waits for the compute stream when a
+    collective starts, and the compute stream waits for an event when the result is needed. Until then all
+    tensors of the collective are kept alive. So memory is allocated and freed in the order of the compute
+    stream only, ``record_stream`` is not needed, and memory that a release frees is available at once to the
+    next gather, however far the host is ahead. Gathers and reductions share the stream, since a communicator
+    runs one collective at a time. The segments of a unit move in one launch, whatever their dtypes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._streams: dict[torch.device, Any] = {}  # the communication stream of each device
         self._size = group.size()
-        # Dividing by a tensor takes a third of the time that dividing by a number does.
+        # Dividing by a tensor takes a third of the time of dividing by a number.
         self._world = torch.tensor(float(self._size), device="cpu")
 
     @property
@@ -103,13 +103,13 @@ class Backend:
                 for full, local, layout, *_ in flats:
                     if layout.equal:
                         all_gather(full, local, self.group)
-                    elif moves_bytes(self.group):  # the fake one would copy the input to every output
+                    elif moves_bytes(self.group):  # the fake group would copy the input to every output
                         dist.all_gather(intervals(full, layout), local, group=self.group)
 
         return self._run(flats[0].full.device, run)
 
     def reduce(self, gradients: Sequence[Gradient]) -> Pending:
-        """Allocate the memory of means now, in the compute stream's order; ``own`` becomes views of it."""
+        """Start reducing. Means are allocated now, in the compute stream's order; ``own`` views them."""
         rank, means = self.group.rank(), []
         for gradient in gradients:
             if gradient.mean is None:
@@ -118,7 +118,7 @@ class Backend:
         return self._run(gradients[0].full.device, partial(self._reduce, gradients, means))
 
     def average(self, values: Sequence[Interval], after: Pending) -> Pending:
-        """Start averaging ``values``, which ``after`` makes, in place."""
+        """Start averaging ``values``, which ``after`` computes, in place."""
         moved = [x if x.dtype == wire else x.new_empty(x.shape, dtype=wire) for x, wire in values]
         return self._run(moved[0].device, after.wait, partial(self._average, values, moved))
 
@@ -132,9 +132,9 @@ class Backend:
         return self._run(shipments[0].full.device, run)
 
     def _run(self, device: torch.device, *movements: Callable[[], None]) -> Pending:
-        """Run ``movements`` in turn, on an accelerator on the communication stream of ``device``.
+        """Run ``movements`` in turn, on an accelerator in the communication stream of ``device``.
 
-        The result holds ``movements``, and so the memory that they use, until it is waited for.
+        The result keeps ``movements``, and so their memory, alive until it is waited for.
         """
         if device not in self._streams:
             # Of high priority, so that copies around a collective do not queue behind computation.
@@ -153,23 +153,23 @@ class Backend:
         return Pending(finish, ended=ended)
 
     def _together(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
-        """Inside, collectives of one kind for ``tensors`` are one launch, on an accelerator."""
+        """Return a context in which collectives of one kind for ``tensors`` are one launch."""
         if len(tensors) > 1 and devices.on_accelerator(tensors[0]):
             return _coalescing(self.group)
         return nullcontext()
 
     def _op(self, tensors: Sequence[Tensor]) -> dist.ReduceOp.RedOpType:
-        """Return the mean where it costs nothing and is right, else the sum, which is divided afterwards.
+        """Return AVG where the backend's mean is exact, else SUM, after which `_widen` divides.
 
-        For a mean NCCL multiplies by 1 / world first, in the dtype that moves: fp16 would underflow (a sum
-        that overflows lowers the scale), and bf16 is exact for a power of two. Alone, a sum is a mere copy.
+        For a mean NCCL multiplies by 1 / world first, in the dtype that is sent. fp16 would underflow, while
+        a sum that overflows lowers the scale. bf16 is exact for a power of two. A single rank only copies.
         """
         world, dtypes = self._size, {tensor.dtype for tensor in tensors}
         inexact = torch.float16 in dtypes or (torch.bfloat16 in dtypes and world & (world - 1))
         return _SUM if world == 1 or inexact or not devices.on_accelerator(tensors[0]) else _AVG
 
     def _reduce(self, gradients: Sequence[Gradient], means: Sequence[Tensor]) -> None:
-        """Fill ``means``. What moves in a narrower dtype lands in ``full`` first, which the caller holds."""
+        """Fill ``means``. A narrower dtype is reduced into ``full`` first, which the caller keeps alive."""
         rank, op = self.group.rank(), self._op([gradient.full for gradient in gradients])
         own = [gradient.full[gradient.layout.interval(rank)] for gradient in gradients]
         outs = [mean if mean.dtype == out.dtype else out for mean, out in zip(means, own, strict=True)]
@@ -182,7 +182,7 @@ class Backend:
         self._widen(means, outs, op)
 
     def _widen(self, means: Sequence[Tensor], outs: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
-        """Fill ``means`` from ``outs``, what ``op`` has made."""
+        """Fill ``means`` from ``outs``, the results of ``op``."""
         for mean, out in zip(means, outs, strict=True):
             if mean is not out:
                 mean.copy_(out)
@@ -201,9 +201,9 @@ class Backend:
 
 
 def living(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return ``group``, unless it has been destroyed.
+    """Return ``group``. Raises ValueError if it has been destroyed.
 
-    A model may outlive its group, and must not keep it: gloo's threads would live on with it.
+    A model may outlive its group, and must not keep it alive: gloo's threads would live on with it.
     """
     alive = group()
     if alive is None:

@@ -1,4 +1,4 @@
-"""Gradients that know that they are pieces, so that their norms are those of the whole gradients.
+"""Compute norms of whole gradients from their pieces: tensor subclasses for pieces and for norms of pieces.
 
 ``torch.nn.utils.clip_grad_norm_``, which most training loops and trainers call, takes a norm of norms::
 
@@ -31,15 +31,15 @@ _SAME_NORMS = {*_SAME, torch.stack}
 
 
 class Owners(NamedTuple):
-    """Between which ranks gradients are cut (``whole``: not each by itself), and where these add up norms."""
+    """Name the ranks over which gradients are cut (``whole``: only between them), and the norms' device."""
 
-    transport: ReferenceType[Transport]  # who keeps a gradient does not keep a model's threads
+    transport: ReferenceType[Transport]  # weak, so that a gradient does not keep a model's threads alive
     device: torch.device
     whole: bool = False
 
 
 class GradientPiece(Tensor):
-    """This rank's piece of a gradient, possibly empty. Results of arithmetic are mostly plain tensors."""
+    """Mark this rank's piece of a gradient, possibly empty. Most results of arithmetic are plain tensors."""
 
     owners: Owners
 
@@ -70,7 +70,7 @@ class GradientPiece(Tensor):
 
 
 class PieceNorm(Tensor):
-    """The norm of ``order`` of this rank's piece of a gradient, or several such."""
+    """Mark norms of order ``order`` of this rank's pieces of gradients."""
 
     order: float
     owners: Owners
@@ -89,7 +89,7 @@ class PieceNorm(Tensor):
             if transport and func in _NORMS and _order(func, *args, **kwargs) == one.order:
                 return _over_all_ranks(one.as_subclass(Tensor), one.order, transport, one.owners.device)
             if transport and func in _SAME_NORMS:
-                if func is torch.stack and transport.all_ranks.rank:  # what all ranks have counts once
+                if func is torch.stack and transport.all_ranks.rank:  # replicated gradients count once
                     args = ([n if isinstance(n, cls) else torch.zeros_like(n) for n in args[0]], *args[1:])
                 return cls.of(func(*args, **kwargs), one.order, one.owners)
             if func.__name__ != "__get__" and not one.owners.whole:
@@ -98,22 +98,22 @@ class PieceNorm(Tensor):
 
 
 def total_norm(grads: Sequence[Tensor], order: float, owners: Owners) -> Tensor:
-    """Return the norm of pieces and of whole gradients: 0-dim fp32, the same on all ranks. Collective."""
+    """Return the norm of all gradients, pieces or whole: 0-dim fp32, equal on all ranks. Collective."""
     transport = owners.transport()
-    if transport is not None and transport.silent:  # its gradients are plain tensors, or torch's fake ones
+    if transport is not None and transport.silent:  # gradients are then plain tensors, or torch's fake ones
         return _over_all_ranks(get_total_norm(grads, order), order, transport, owners.device)
     device = grads[0].device if grads else owners.device
-    none = GradientPiece.of(torch.empty(0, device=device), owners)  # of a rank that has no gradient
+    none = GradientPiece.of(torch.empty(0, device=device), owners)  # so that every rank has a piece
     return get_total_norm([none, *grads], order, foreach=True)
 
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
-    """Return the first tensor of ``kind`` among ``args`` and in lists of theirs."""
+    """Return the first tensor of ``kind`` in ``args``, lists included."""
     return next(arg for arg in tree_leaves(args) if isinstance(arg, kind))
 
 
 def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:
-    """Return the order of the ``norm`` of all elements that was asked for; None if it is of another kind."""
+    """Return the order of a call of ``norm`` over all elements; None for a norm of another kind."""
     order, dim = named.get("p", named.get("ord", order)), named.get("dim", dim)
     if order in (None, "fro") and dim is None:
         return 2.0
@@ -121,7 +121,7 @@ def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **na
 
 
 def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Return the norm of each of ``grads``; 0 of an empty one."""
+    """Return the norm of each of ``grads``; 0 for an empty one."""
     plain = [grad.as_subclass(Tensor) for grad in grads]
     present = [grad for grad in plain if grad.numel()]
     norms = iter(torch._foreach_norm(present, order) if present else ())
@@ -133,7 +133,7 @@ def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: t
     local: Tensor = torch.linalg.vector_norm(norms, order).to(device, torch.float32, non_blocking=True)
     all_ranks = transport.all_ranks
     if all_ranks.rank not in transport.primary_ranks:
-        local.zero_()  # replicas have the same gradient, which counts once
+        local.zero_()  # the gradients of replicas are equal and count once
     with waiting(ALL_REDUCE, "the gradient's norm", device):
         if order == math.inf:  # gloo's maximum of a nan and a number is the number
             both = torch.stack([local.nan_to_num(torch.inf, torch.inf), local.isnan().float()])

@@ -1,4 +1,4 @@
-"""Shards in host memory, units on a device: a transport around the one that moves between ranks.
+"""Keep shards in host memory while units compute on a device: a wrapper around a transport between ranks.
 
 At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks, a unit of four elements::
 
@@ -8,11 +8,11 @@ At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks
     reduce            A A                       reduce                B B
     download          A A       to the host     download              B B   to the host
 
-On an accelerator copies run on a stream of their own, so that both ways are hidden behind the units that
-compute meanwhile. An upload reads pinned memory into which the host has copied, and cast, the shard as the
-gather began. So users may change shards at any time, and only what is on its way is pinned; torch hands that
-memory out again once the copies that use it are done. The host waits once per backward that reduces, at its
-end, until gradients have come: whatever follows may read them.
+On an accelerator copies run on a separate stream, hidden behind the units that compute meanwhile. An upload
+reads pinned memory, into which the host has copied and cast the shard when the gather began. So users may
+change shards at any time, and only data on its way is pinned. torch reuses pinned memory once the copies from
+it are done. The host waits once per backward that reduces, at its end, until the gradients have arrived:
+whatever follows may read them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shardtrain.layout import Layout
 
 
 class Offloaded(TransportWrapper):
-    """``inner``'s movements on ``device``, for shards that lie in host memory.
+    """Run ``inner``'s collectives on ``device``, for shards that lie in host memory.
 
-    ``inner`` must not share memory between ranks, whose shards are in host memory as it is.
+    ``inner`` must not share memory between ranks: such shards are in host memory anyway.
     """
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Offloaded(TransportWrapper):
         super().__init__(inner)
         self.device, self.in_place, self.uploads = device, False, True
         self._stream = devices.new_stream(device)
-        self._downloaded: Any = None  # event of the newest gradient that is on its way to the host
+        self._downloaded: Any = None  # event after the latest copy of a gradient to the host
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the full vector on the device, and the interval in host memory."""
@@ -65,7 +65,7 @@ class Offloaded(TransportWrapper):
             uploaded = current_stream(self.device).record_event()
 
         def join() -> None:
-            """Let both streams wait for each other: int8 packets, read by now, are given back to this one."""
+            """Make both streams wait for each other, since int8 packets are freed in the compute stream."""
             current_stream(self.device).wait_event(uploaded)
             read = current_stream(self.device).record_event()
             with devices.inside(self._stream):
@@ -74,7 +74,7 @@ class Offloaded(TransportWrapper):
         return pending.then(join)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        """Start reducing. Once waited for, the means are on their way to the host; see `fence`."""
+        """Start reducing. After the wait the means are on their way to the host; see `fence`."""
         pending, launched = self.inner.reduce(tag, gradients), current_stream(self.device).record_event()
 
         def finish() -> None:
@@ -86,14 +86,14 @@ class Offloaded(TransportWrapper):
                     host = self._pinned(mean).copy_(mean, non_blocking=True)
                     gradient.own[:] = [host[offset : offset + b - a] for a, b, offset in gradient.pieces]
                 self._downloaded = current_stream(self.device).record_event()
-            # Memory of means is given back in the order of the stream that computes, so it waits: for copies
-            # of the unit before, since this is called when the next one's gradients are complete.
+            # Means are freed in the order of the compute stream, so that must wait for the copies. These are
+            # the unit before's, since this runs when the next unit's gradients are complete.
             current_stream(self.device).wait_event(self._downloaded)
 
         return Pending(finish, ended=pending.ended)
 
     def fence(self, what: Movement) -> None:
-        """At ``LEAVE`` return when gradients have come to the host."""
+        """At ``LEAVE`` also wait until gradients have arrived in host memory."""
         super().fence(what)
         if what is LEAVE and self._downloaded is not None:
             self._downloaded.synchronize()

@@ -1,16 +1,16 @@
-"""How ranks find out which transport they have between them. All of this is collective, and agreed upon.
+"""Open the transport between ranks. All functions here are collective, and choose the same on all ranks.
 
-``"auto"`` shares memory where it can. Without gloo it does not ask, since there are accelerators; else each
-rank says which host it is on, and::
+``"auto"`` shares memory where it can. Without gloo it does not try, since there are accelerators. Otherwise
+ranks exchange which host they are on::
 
     all on one host                          `SharedMemoryTransport`
     several hosts of equally many ranks      `HostsTransport`: memory inside a host, messages between hosts
     a host for every rank, or unequal ones,  `ProcessGroupTransport`, and one log line says why
     or no sockets between processes
 
-``"process_group"`` is the last of these at once, and ``"shared_memory"`` an error instead of it. With several
-replicas the same holds of every shard group, which must be on one host. A transport of another kind is one
-more entry in `TRANSPORTS`.
+``"process_group"`` chooses the last of these, and ``"shared_memory"`` raises an error instead of it. With
+several replicas the same holds for every shard group, which must be on one host to share memory. A transport
+of another kind is one more entry in `TRANSPORTS`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shardtrain.comm.transport import Alone, Transport
 
 
 class Opening:
-    """Who the ranks are, for the entries of `TRANSPORTS`.
+    """Describe the ranks to the entries of `TRANSPORTS`.
 
-    ``groups``: the ranks of every shard group. ``own``: those of this rank's; ``inside``: its process group.
-    ``plain``: movements between all ranks of all groups, without a guard. Raises ValueError where ranks ask
-    for different kinds.
+    ``groups``: the ranks of every shard group. ``own``: those of this rank's group; ``inside``: its process
+    group. ``plain``: a transport between all ranks of all groups, without a guard. Raises ValueError if ranks
+    ask for different kinds.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Opening:
         self.inside = inside or group
 
     def guarded(self, signals: Signals | None = None) -> ProcessGroupTransport:
-        """Put a guard over the messages of all ranks; return movements of the shard group. Collective.
+        """Start the guard of all ranks' messages; return the shard group's transport. Collective.
 
-        Without gloo there are no messages. ``signals``: by which this rank waits for some others besides.
+        Without gloo there are no messages. ``signals``: by which this rank waits for the ranks of its host.
         """
         if self.plain.has_gloo:
             reports = Reports(self.plain.group, signals.abort if signals is not None else lambda: None)
@@ -86,10 +86,10 @@ def _auto(opening: Opening) -> Transport:
 
 
 def _shared(opening: Opening) -> Transport:
-    """Let ranks share memory with those of their host.
+    """Return a transport that shares memory between the ranks of a host.
 
     Raises:
-        ValueError: they cannot, with the reason, on every rank.
+        ValueError: on every rank, with the reason, if they cannot share memory.
     """
     hosts = _hosts(opening)
     signals = connect(opening.plain, next(ranks for ranks in hosts if opening.plain.rank in ranks))
@@ -112,7 +112,7 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
     Collective.
 
     Raises:
-        ValueError: ranks ask for different kinds, or for shared memory, which they cannot share.
+        ValueError: ranks ask for different kinds, or for shared memory that is not possible.
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is None or group.size() == 1:
@@ -123,10 +123,10 @@ def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None 
 def open_replicated(
     kind: str, groups: Sequence[Sequence[int]], inside: dist.ProcessGroup, across: dist.ProcessGroup
 ) -> Transport:
-    """Do as `open_transport` between all ranks of the world, of which each of ``groups`` has a replica.
+    """Open the transport ``kind`` between all ranks of the world, where each of ``groups`` has a replica.
 
-    Memory is shared inside shard groups. ``groups``: their ranks, in ascending order, as its columns are.
-    ``inside``, ``across``: this rank's shard group and column, for the backend's own collectives.
+    Memory is shared inside shard groups. ``groups``: their ranks, ascending in rows and columns. ``inside``,
+    ``across``: the process groups of this rank's shard group and column, for the backend's own collectives.
     """
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
@@ -144,10 +144,10 @@ def open_replicated(
 def _hosts(opening: Opening) -> list[Sequence[int]]:
     """Return the groups of ranks that share memory, ordered by their first ranks. Collective.
 
-    With replicas these are the shard groups, else the ranks of each host.
+    With replicas these are the shard groups, otherwise the ranks of each host.
 
     Raises:
-        ValueError: not every rank can share memory with as many others.
+        ValueError: ranks cannot share memory, or not in groups of one size.
     """
     if not opening.plain.has_gloo:
         raise ValueError("that needs gloo")
@@ -170,7 +170,7 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
 
 
 def host_key() -> str:
-    """Return a text that is equal on ranks that can share memory; empty if this one cannot.
+    """Return a text that is equal on ranks that can share memory; empty if this rank cannot.
 
     ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts.
     """

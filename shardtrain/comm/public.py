@@ -1,14 +1,14 @@
-"""The public collectives: ``torch.distributed``'s names, arguments and results. The engine uses none of them.
+"""Provide public collectives with ``torch.distributed``'s names, arguments and results.
 
-``from shardtrain import comm as dist`` runs torch's documented examples. What is different:
+``from shardtrain import comm as dist`` runs torch's documented examples. The engine uses none. Differences:
 
 - on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
   twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
 - arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank
   (``agreement.py``). Outputs of calls under way on that group are then undefined; the group remains usable.
 
-With ``async_op=True`` a thread completes the call on gloo. On other backends the agreement is reached inside
-the call, and the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
+With ``async_op=True`` a thread completes the call on gloo. On other backends ranks agree inside the call, and
+the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# Where each rank's part is: in one tensor, all of it, or equal parts, or rows; or in a list of tensors.
+# A rank's part of an argument: all of a tensor, one of its equal parts, some of its rows, or a list's tensor.
 ALL, EQUAL, ROWS, LIST = "all", "equal", "rows", "list"
 
 
 class Side(NamedTuple):
-    """What a call reads, or what it writes, as the caller gave it. ``sizes``: rows per rank; none: equal."""
+    """Hold what a call reads or writes, as given. ``sizes``: rows per rank; None: equally many."""
 
     name: str
     given: Any
@@ -58,7 +58,7 @@ class Side(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a collective. ``own``: the backend's function for it, given flat outputs and inputs."""
+    """Describe one call of a collective. ``own``: the backend's function, for flat outputs and inputs."""
 
     name: str
     movement: Movement
@@ -69,7 +69,7 @@ class Call(NamedTuple):
 
 
 def _torchs_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function`` take torch's names of tensors, too: ``output_tensor``, ``output_tensor_list``."""
+    """Return ``function`` that also takes torch's keywords, such as ``output_tensor``."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -149,7 +149,7 @@ def all_to_all_single(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Split ``input`` by rows, send the ``r``-th part to rank ``r``, and concatenate what comes.
+    """Split ``input`` by rows, send the ``r``-th part to rank ``r``, and concatenate what arrives.
 
     Split sizes count rows (first dimension), one per rank; without them all parts have as many rows.
     Two ranks with ``[1 2 3]`` split 1, 2 and ``[4 5 6]`` split 2, 1: rank 0 gets ``[1 4 5]`` into output
@@ -160,7 +160,7 @@ def all_to_all_single(
 
 
 def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
-    """Check the arguments, agree with the other ranks, and move."""
+    """Check the arguments, agree with the other ranks, and run the collective."""
     group = group or dist.group.WORLD
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if rank < 0:
@@ -170,13 +170,13 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     try:
         words, row, reads, writes = _check(call, mailbox)
         if world == 1:
-            least = -1  # nothing goes with a row
+            least = -1  # no part is sent with a row
         elif row[2]:
             parts = _places(call.input, reads)
         else:
             own = _backends_own(call, reads, writes)
         count(call.movement, [sum(reads) - reads[rank]])
-    # Whatever it is, the others must hear of it, or they would wait for this rank until the time-out.
+    # The others must learn of any error, or they would wait for this rank until the time-out.
     except Exception as error:
         words, row, reads = str(error), [1, 0, 0] + [0] * 2 * world, []
     agreement, moving = Agreement(mailbox, row, words, parts), Pending()
@@ -199,8 +199,8 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         finish()
         return own(group=group, async_op=async_op)
     if reads and max(*reads, *writes) > least:
-        # Calls under way at the same time may have one size and so one tag: all their receives are posted at
-        # once, in the order of the calls, and none later.
+        # Concurrent calls may have one size and so one tag. So each posts all its receives at once, in the
+        # order of the calls.
         sides = _cut(call.input, reads), _cut(call.output, writes)
         outgoing, incoming = (
             [part[: part.numel() * (part.nbytes > least)] for part in side] for side in sides
@@ -217,7 +217,7 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
 
 
 class Background(Work):
-    """Runs ``move`` in a thread of its own, since gloo tells only who waits that a message has arrived."""
+    """Run ``move`` in a thread, since gloo reports an arrived message only to a thread that waits for it."""
 
     def __init__(self, move: Callable[[], None]) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Background(Work):
 
     def _run(self, move: Callable[[], None], inference: bool) -> None:
         try:
-            # Inference mode belongs to a thread, and tensors made in it may only be written in it.
+            # Inference mode is per thread, and tensors made in it may only be written in it.
             with torch.inference_mode(inference):
                 move()
             self._end.set_result(None)
@@ -242,9 +242,9 @@ class Background(Work):
 
 
 def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int], list[int], list[int]]:
-    """Return the call in words and its row, see `Agreement`; the bytes for each rank, and those from each.
+    """Return the call in words, its row (see `Agreement`), the bytes for each rank, and those from each.
 
-    Tensors must be dense, contiguous, of one dtype, on a device that the group moves.
+    Tensors must be dense, contiguous, of one dtype, and on a device that the group supports.
 
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
@@ -270,7 +270,7 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int], list[int], lis
         fit = f"expected {call.output.name} to fit {call.input.name} between {world} ranks"
         raise ValueError(f"{fit}, found {_shape(outputs)} for {read}")
     words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {read}"
-    # What must be the same on every rank. The shapes of an all-to-all need not.
+    # What must be the same on every rank; of an all-to-all, not the shapes.
     alike = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
     return words, [0, zlib.crc32(alike.encode()), by_messages, *reads, *writes], reads, writes
 
@@ -293,7 +293,7 @@ def _tensors(side: Side, world: int) -> list[Tensor]:
 
 
 def _sizes(side: Side, items: Sequence[Tensor], world: int) -> list[int]:
-    """Return the bytes of every rank's part. Split 3, 1 by rows, fp32 ``[4, 5]`` has parts of 60 and 20."""
+    """Return the bytes of every rank's part. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 60 and 20."""
     name, first, sizes = side.name, items[0], [item.nbytes for item in items]
     if side.parts in (LIST, ALL):
         return sizes if side.parts == LIST else sizes * world
@@ -309,14 +309,14 @@ def _sizes(side: Side, items: Sequence[Tensor], world: int) -> list[int]:
 
 
 def _shape(items: Sequence[Tensor]) -> str:
-    """Return ``float32 [3, 2], [3]``."""
+    """Return dtype and shapes as text, such as ``float32 [3, 2], [3]``."""
     where = "" if items[0].is_cpu else f" on {items[0].device.type}"
     shapes = ", ".join(str(list(item.shape)) for item in items)
     return f"{str(items[0].dtype).removeprefix('torch.')} {shapes}{where}"
 
 
 def _places(side: Side, sizes: Sequence[int]) -> list[Part]:
-    """Return where every rank's part of ``side`` is, of ``sizes`` bytes."""
+    """Return address and size of every rank's part of ``side``, of ``sizes`` bytes."""
     if side.parts == LIST:
         return [(item.data_ptr(), size) for item, size in zip(side.given, sizes, strict=True)]
     start, step = side.given.data_ptr(), side.parts != ALL
@@ -325,7 +325,7 @@ def _places(side: Side, sizes: Sequence[int]) -> list[Part]:
 
 
 def _cut(side: Side, sizes: Sequence[int]) -> list[Tensor]:
-    """Return every rank's part of ``side`` as a vector, of ``sizes`` bytes."""
+    """Return every rank's part of ``side``, of ``sizes`` bytes, as a vector."""
     if side.parts == LIST:
         return list(map(_flat, side.given))
     flat = _flat(side.given)
@@ -335,13 +335,13 @@ def _cut(side: Side, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _flat(item: Tensor) -> Tensor:
-    """Return ``item`` as a vector outside autograd; complex values as pairs of real ones."""
+    """Return ``item`` as a detached vector, complex values as pairs of real ones."""
     plain = item.detach()
     return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
 
 
 def _backends_own(call: Call, reads: Sequence[int], writes: Sequence[int]) -> Callable[..., Work | None]:
-    """Return the backend's own collective, given its tensors."""
+    """Return the backend's own collective, bound to its tensors."""
     sides = (call.output, call.input)
     flat = [_cut(side, reads) if side.parts == LIST else _flat(side.given) for side in sides]
     by_rows = [writes, reads] if call.input.parts == ROWS else []

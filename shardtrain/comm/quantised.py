@@ -1,22 +1,22 @@
-"""Gathers and reductions as int8 in blocks: a quarter of fp32's bytes, with a bound on the error.
+"""Gather and reduce in int8 by blocks: a quarter of fp32's bytes, with a bounded error.
 
 After ZeRO++ (Wang et al., 2023, https://arxiv.org/abs/2306.10209). A rank's interval is sent as a packet. For
 each block of ``BLOCK`` elements it has one fp32 scale, the block's largest magnitude over 127, and an 8-bit
-code per element, x / scale rounded to the nearest. So an element is off by at most half a scale,
+code per element, x / scale rounded to the nearest. So an element's error is at most half a scale,
 max|block| / 254, besides fp32's own rounding. Two ranks, a block of two elements::
 
     gather   rank 0 owns 12.7 3.14    scale 0.1, codes 127 31     every rank computes with 12.7 3.1
     reduce   rank 0 has  -1.0 0.30    rank 1 owns both, its own gradient is  0.5 0.1
              scale 1 / 127, codes -127 38: it arrives as -1.0 0.2992, within 1 / 254
-             mean  -0.25 0.1996       off by at most the mean of the ranks' bounds, (1 / 254 + 0) / 2
+             mean  -0.25 0.1996       error at most the mean of the ranks' bounds, (1 / 254 + 0) / 2
 
-What is not quantised (norms, vectors) moves as it is. In a gather the rank replaces its own interval, too, by
-what the others decode: replicas must compute with equal weights. Shards stay exact, and so does all that is
-gathered for users. A reduction adds up in rank order in fp32, with this rank's own gradient as it was.
+Norms and vectors are not quantised. In a gather a rank replaces its own interval, too, by the values that
+others decode: all ranks must compute with equal weights. Shards stay exact, and so does all that is gathered
+for users. A reduction sums in rank order in fp32, with this rank's own gradient unquantised.
 
-Codes go from -127 to 127. ``ABSENT`` stands for -0.0, which means that a rank has no gradient here (see
-``reduce.py``); what rounds to nothing arrives as +0.0. A block with an inf or a nan has no finite scale, so
-all of it arrives as inf or nan, except for what is absent.
+Codes are -127 to 127. ``ABSENT`` stands for -0.0, which means that a rank has no gradient here (see
+``reduce.py``). Values that round to zero arrive as +0.0. A block with an inf or a nan has no finite scale, so
+all its elements but the absent ones arrive as inf or nan.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from shardtrain.comm.trace import REDUCE
 from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Transport, TransportWrapper
 from shardtrain.layout import Layout
 
-BLOCK = 256  # elements; a scale adds 1.6 % to their codes
+BLOCK = 256  # elements; the scale adds 1.6 % to the bytes of their codes
 ABSENT = -128
 _LARGEST = 127
-_ALIGN = 16  # bytes; where each packet starts, so that its scales may be viewed as fp32
+_ALIGN = 16  # bytes; each packet starts at a multiple, so that its scales can be viewed as fp32
 
 
 @cache
 def packets_of(layout: Layout) -> Layout:
-    """Return where the packet of every rank's interval, scales and then codes, lies in a vector of bytes."""
+    """Return the layout, in bytes, of every rank's packet: its interval's scales, then its codes."""
     lengths = [layout.length(rank) for rank in range(layout.world)]
     sizes = [-(-(length + 4 * -(-length // BLOCK)) // _ALIGN) * _ALIGN for length in lengths]
     return Layout((sum(sizes),), (0,), tuple(accumulate(sizes, initial=0)))
@@ -67,14 +67,14 @@ def encode(rows: torch.Tensor, packets: torch.Tensor) -> None:
         values = rows[:, span].unflatten(1, codes.shape[1:]).to(torch.float32)
         scales.copy_(values.abs().amax(-1).div_(_LARGEST))
         exact = values / scales.unsqueeze(-1)
-        # 0 / 0, and all of a block that has no finite scale: any code but a rounded nan, which is none.
-        # x / 0, where x is so small that its scale underflows: nothing, whose sign must not be -0.0's.
+        # nan: 0 / 0, or a block without a finite scale. Any code will do, but a nan has none.
+        # inf: x / 0, where x is so small that its scale underflows. It becomes +0.0, since -0.0 means absent.
         exact.nan_to_num_(nan=1.0, posinf=0.0, neginf=0.0).round_().clamp_(-_LARGEST, _LARGEST)
         codes.copy_(exact.masked_fill_(values.eq(0).logical_and_(values.signbit()), ABSENT))
 
 
 def decode(packets: torch.Tensor, rows: torch.Tensor) -> None:
-    """Fill ``rows`` [row, element] from their ``packets`` [row, byte]: the reverse of `encode`."""
+    """Fill ``rows`` [row, element] from their ``packets`` [row, byte]: the inverse of `encode`."""
     for span, scales, codes in _blocks_of(packets, rows.shape[1]):
         values = rows[:, span].unflatten(1, codes.shape[1:])
         torch.mul(codes, scales.unsqueeze(-1), out=values)
@@ -82,9 +82,9 @@ def decode(packets: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def _blocks_of(packets: torch.Tensor, elements: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield the full blocks of ``packets``, then the shorter one: their elements, scales and codes.
+    """Yield elements, scales and codes of the full blocks of ``packets``, then those of the shorter one.
 
-    scales: fp32 [row, block]; codes: int8 [row, block, element].
+    Elements are a slice of each row; scales are fp32 [row, block], codes int8 [row, block, element].
     """
     if not elements:
         return
@@ -97,7 +97,7 @@ def _blocks_of(packets: torch.Tensor, elements: int) -> Iterator[tuple[slice, to
 
 
 class Quantised(TransportWrapper):
-    """``inner``, with int8 for what may be quantised (`Flat.quantised`)."""
+    """Wrap ``inner``, and send as int8 what may be quantised (`Flat.quantised`)."""
 
     def __init__(self, inner: Transport) -> None:
         """
@@ -130,7 +130,7 @@ class Quantised(TransportWrapper):
         return moving.then(finish)
 
     def _packed(self, flat: Flat) -> Flat:
-        """Return room for the packets of all ranks, of which this one fills its own."""
+        """Allocate the packets of all ranks; the caller fills this rank's own."""
         layout = packets_of(flat.layout)
         packets = flat.full.new_empty(layout.padded, dtype=torch.uint8)
         return Flat(packets, packets[layout.interval(self.rank)], layout)
@@ -155,10 +155,10 @@ class Quantised(TransportWrapper):
         return moving.then(finish)
 
     def _shipment(self, gradient: Gradient) -> Shipment:
-        """Return what all ranks send this one, to be filled, and what it sends them."""
+        """Return what this rank sends to all ranks, and memory for what they send to it."""
         full, layout = gradient.full, gradient.layout
         if gradient.quantised:
-            for gap in layout.gaps:  # whatever is there must not make a scale
+            for gap in layout.gaps:  # padding must not influence a scale
                 full[gap].zero_()
             packets = full.new_empty(packets_of(layout).padded, dtype=torch.uint8)
             for interval, packet in _rows(full, layout, packets):

@@ -1,20 +1,20 @@
-"""Hybrid sharding (HSDP): several shard groups, each with a whole copy of the model, train as one.
+"""Train several shard groups, each with a full copy of the model, as one: hybrid sharding (HSDP).
 
 A rank exchanges parameters inside its shard group only. Gradients are averaged there first. Then the ranks
-with the same interval, a *replica group*, average that. Two replicas of two ranks, intervals ``[a b]``::
+with the same interval, a *replica group*, average it. Two replicas of two ranks, intervals ``[a b]``::
 
     replica 0    rank 0  owns a    rank 1  owns b
     replica 1    rank 2  owns a    rank 3  owns b
 
     gather   ranks 0 and 1 by themselves, ranks 2 and 3 by themselves
-    reduce   rank 0: (a0 + a1) / 2, rank 2: (a2 + a3) / 2; then both the mean of the two, to the same bits
+    reduce   rank 0: (a0 + a1) / 2, rank 2: (a2 + a3) / 2; then both the mean of these, bit for bit
 
-Shard groups are equally large, so a mean of means is the mean over all ranks. Of K bytes in all, a rank of S
-in a group sends (S-1)/S * K inside it, and of its interval, K/S, 2 (R-1)/R across R replicas.
+Shard groups are equally large, so a mean of means is the mean over all ranks. Of a gradient of K bytes, with
+S ranks per group, a rank sends (S-1)/S * K inside its group, and 2 (R-1)/R * K/S across R replicas.
 
-Where a group shares memory, messages across travel while the next unit computes. Where it exchanges messages,
-the second stage begins when the first is waited for; on an accelerator it has a stream of its own. On gloo
-there is one guard for all ranks: they make the same collectives, whichever group they are in.
+If a group shares memory, averaging across replicas overlaps with the next unit's computation. If it sends
+messages, the second stage begins when the first is waited for; on an accelerator it runs in the communication
+stream. On gloo there is one guard for all ranks, since all make the same collectives.
 
 After Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2. `Simulated` stands for either group.
 """
@@ -45,7 +45,7 @@ from shardtrain.layout import Layout
 
 
 class Replicated(TransportWrapper):
-    """Collectives ``inside`` a shard group and ``across`` the replicas, under the guard of ``all_ranks``."""
+    """Run collectives ``inside`` a shard group and ``across`` replicas, under the guard of ``all_ranks``."""
 
     def __init__(
         self, inside: Transport, across: ReplicaGroup, all_ranks: Transport, primary_ranks: Sequence[int]
@@ -82,7 +82,7 @@ class Replicated(TransportWrapper):
 
 
 class ReplicaGroup:
-    """The ranks of ``part``, one of each replica, which hold the same interval."""
+    """Average between the ranks of ``part``: one of each replica, which hold the same interval."""
 
     silent = False
 
@@ -90,7 +90,7 @@ class ReplicaGroup:
         self.part = part
 
     def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
-        """Start turning each interval, which ``after`` makes on every rank, into its mean over ranks."""
+        """Start turning each interval, which ``after`` completes on every rank, into its mean over ranks."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.part.world - 1) // self.part.world for size in sizes))
         if not self.part.by_messages([values for values, _ in intervals]):
@@ -98,7 +98,7 @@ class ReplicaGroup:
         return self._swap(tag, intervals) if self.part.world == 2 else self._in_two_stages(tag, intervals)
 
     def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Let two ranks send each other everything: as many bytes as halves twice, and one wait less."""
+        """Average between two ranks that send each other everything: no more bytes, and one wait less."""
         sets = []
         for values, wire in intervals:
             sent = values.to(wire, copy=True)
@@ -108,7 +108,7 @@ class ReplicaGroup:
         return self.part.combine(tag, sets, AVERAGE)
 
     def _in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Let each rank average its part of every interval, and send it to the others."""
+        """Average a part of every interval on each rank, which then sends it to the others."""
         rank, world = self.part.rank, self.part.world
         moved = [values.to(wire) for values, wire in intervals]
         parts = [list(each.tensor_split(world)) for each in moved]
@@ -126,13 +126,14 @@ class ReplicaGroup:
 
 
 class Simulated(Alone, ReplicaGroup):
-    """Rank ``rank`` of ``world`` ranks, of a shard group or of a replica group, none of which is there.
+    """Simulate rank ``rank`` of a shard group or replica group of ``world`` ranks that do not exist.
 
-    It takes the memory and counts the traffic of a real one, and nothing moves. So with tensors without data
-    (torch's ``FakeTensorMode``) one process can ask what one rank of 1,024 would hold and send.
+    It allocates the memory and counts the traffic of a real transport, and moves nothing. With tensors
+    without data (torch's ``FakeTensorMode``) one process can so compute what one rank of 1,024 holds and
+    sends.
 
-    ``in_place``: they share memory, as `SharedMemoryTransport` does; else they exchange messages, as
-    `ProcessGroupTransport` does, over gloo with ``inbox`` and over NCCL without.
+    ``in_place``: simulate `SharedMemoryTransport`; otherwise `ProcessGroupTransport`, over gloo with
+    ``inbox``, over NCCL without.
     """
 
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
@@ -145,7 +146,7 @@ class Simulated(Alone, ReplicaGroup):
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
 
     def _inbox_of(self, own: Tensor, sent: Tensor) -> list[Tensor]:
-        """Return room for messages: all ranks' parts of ``own``, of ``sent``'s dtype."""
+        """Return an inbox for all ranks' parts of ``own``, of ``sent``'s dtype; nothing without ``inbox``."""
         return [open_inbox(sent, self.world, own.numel())] if self._inbox else []
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -159,7 +160,7 @@ class Simulated(Alone, ReplicaGroup):
         return 3 * self._largest if self.in_place else 0
 
     def gradient(self, layout: Layout, like: Tensor) -> Tensor:
-        """Over shared memory, return what is `reserved`: there is nearly always room."""
+        """Return a full gradient; over shared memory a view of one vector, as the arena is `reserved`."""
         if not self.in_place:
             return like.new_empty(layout.padded)
         if self._arena is None:
@@ -171,7 +172,7 @@ class Simulated(Alone, ReplicaGroup):
         return Pending()
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        """Take the memory of a reduction until it is done; some of it becomes the gradient."""
+        """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         held: list[Tensor] = []
         for gradient in [] if self.in_place else gradients:
@@ -180,7 +181,7 @@ class Simulated(Alone, ReplicaGroup):
         return Pending(held.clear)
 
     def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
-        """Allocate what averaging across replicas needs, until it is waited for; nothing moves."""
+        """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         swaps, held = self._inbox and self.world == 2, list[Tensor]()
@@ -192,7 +193,7 @@ class Simulated(Alone, ReplicaGroup):
 
 
 def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:
-    """Return the transport of rank ``rank``, in the first of ``replicas`` shard groups."""
+    """Return the simulated transport of rank ``rank``, in the first of ``replicas`` shard groups."""
     group = world // replicas
     inside = Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox)
     if replicas == 1:

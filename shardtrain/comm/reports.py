@@ -1,24 +1,23 @@
-"""The guard over gloo: ranks that wait too long report where they are, and compare.
+"""Guard collectives over gloo: ranks that wait too long report their collectives, and compare.
 
 The tag of a message holds its collective's number and position, so messages of different collectives never
-meet: ranks on different paths wait for each other. Nothing more is needed while all goes well. A rank that
+match: ranks on different paths wait for each other. That costs nothing while all goes well. A rank that
 has waited for ``STALL_S`` seconds sends the others its latest collectives, and they answer with theirs. Ranks
-on another path wait too, and all ranks see where the paths part::
+on another path wait, too, and all ranks see where the paths diverge::
 
     rank 0   ... 7 gathering layer1   8 gathering layer2   waits    reports 0 to 8
     rank 1   ... 7 gathering layer2                        waits    reports 0 to 7: they differ at 7
 
-A thread for every peer takes in what it reports, and learns from its connection that it has ended. One thread
-for all of them, receiving from any rank, would not: gloo does not wake it when connections close. So a rank
-that computes answers, too, and the others wait for it as long as it does (`Wait`). A stopped one
-answers nothing. Announcing every collective by a message of its own, and waiting for the announcements, took
-3 to 7 % of a ResNet-18's step.
+One thread per peer receives its reports, and learns from its connection that the peer has ended. A single
+thread that receives from any rank would not: gloo does not wake it when connections close. Since threads
+answer, a rank that computes answers, too, and the others wait for as long as it computes (`Wait`). A stopped
+rank does not answer. To announce every collective by a message of its own took 3 to 7 % of a ResNet-18's
+step.
 
-The ranks of a host that share memory wait for one another by `Signals`, under the same guard: their
-collectives count among the others.
+Ranks of one host that share memory wait for one another by `Signals`, under the same guard.
 
-A rank that fails tells the others why, and closes its connections before it raises: payloads under way could
-otherwise arrive in memory that the failing step has given back.
+A rank that fails reports why, and closes its connections before it raises. Otherwise payloads under way could
+arrive in memory that the failing step has freed.
 """
 
 from __future__ import annotations
@@ -45,62 +44,62 @@ from shardtrain.comm.native import living, time_out_of
 from shardtrain.comm.trace import Movement
 from shardtrain.comm.transport import Pending, Tag
 
-CHECK_S = 0.2  # how often a rank looks how long it has waited
-STALL_S = 1.0
-GRACE_S = 2.0  # once ranks are known to differ: the time that the others have to say where they are
+CHECK_S = 0.2  # the interval at which a rank checks how long it has waited
+STALL_S = 1.0  # the wait after which it asks for reports
+GRACE_S = 2.0  # the time for the others to report, once ranks are known to differ
 KEPT = 256  # collectives in a report: more than ranks may be apart, see `Signals`
-# Why it comes; the rank that the sender has lost (-1: none), and in which state; how long ago the sender was
-# at work, or a rank that it waits for; how many collectives follow.
+# The reason; the rank that the sender has lost (-1: none), and in which state; the seconds since the sender,
+# or a rank that it waits for, was at work; the number of collectives that follow.
 HEAD = struct.Struct("<iiidi")
-# Who leaves has dropped the model. Who says that ranks differ, itself or others, asks where all are.
+# LEAVES: the sender has dropped the model. DIFFERS: some ranks differ, and all are asked to report.
 TELLS, ASKS, LEAVES, DIFFERS = range(4)
 REPORT_BYTES = HEAD.size + KEPT * MESSAGE.size
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
 class Wait:
-    """A wait of this rank for others, and when one of these was last known to be at work.
+    """Track a wait of this rank for others, and when one of these was last known to be at work.
 
-    A rank that waits for nobody is at work, and others wait for it for as long as it runs. One that waits
-    passes on what it knows. So a rank that is busy alone is not lost, and ranks that wait for one another,
-    with two models say, give up at the time-out::
+    A rank that waits for nobody is at work, and others wait for as long as it runs. A rank that waits passes
+    on what it knows. So a rank that computes alone is not lost, and ranks that wait for one another (with two
+    models, for example) fail at the time-out::
 
-        rank 0 waits for rank 1, which waits for rank 2, which computes     both go on waiting
-        rank 0 waits for rank 1, which waits for rank 0                     both give up
+        rank 0 waits for rank 1, which waits for rank 2, which computes     both continue to wait
+        rank 0 waits for rank 1, which waits for rank 0                     both fail
     """
 
     def __init__(self, position: int) -> None:
         self.position = position
         self.since = self.at_work = time.monotonic()
-        self.is_told = False  # whether the log says that it is over time, and goes on
+        self.is_told = False  # whether the log says that the wait exceeds the time-out
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since
 
 
-# The long ones. Process-wide, as open meters are: backward runs in other threads, and the rank that one model
-# waits for may wait for this one with another model.
+# Long waits. Process-wide like open meters: backward runs in other threads, and the rank that one model waits
+# for may wait for this rank with another model.
 _waits: set[Wait] = set()
 
 
 class Links:
-    """What carries reports between this rank and its ``peers``. It may outlive the model, see `leave`."""
+    """Send and receive reports between this rank and its ``peers``. May outlive the model, see `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
-        """``tag``: of reports; the next one is the pulse's."""
+        """``tag``: that of reports; the next tag is the pulse's."""
         self.peers, self._paths = [*paths.theirs], paths
         self._group, self._tag = weakref.ref(group), tag
         self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=16) for peer in self.peers}
-        # Receives for messages that never come, by which `close` reaches gloo when the group is no more.
+        # Receives that never complete, through which `close` reaches gloo once the group is destroyed.
         self._pulses = [group.recv([torch.empty(1)], peer, tag + 1) for peer in self.peers]
         self._closing = threading.Lock()
-        self._stop = threading.Event()  # this rank has dropped the model, or the group is no more
+        self._stop = threading.Event()  # this rank has dropped the model, or the group is destroyed
         self._threads: list[threading.Thread] = []
         weakref.finalize(group, _end, weakref.ref(self))
 
     def start(self, reports: Reports) -> None:
-        """Start the threads: one for each peer, which takes in what it reports, and one that checks."""
+        """Start the threads: one per peer, which receives its reports, and one that checks."""
         known = weakref.ref(reports)
         tasks = [partial(self._check, known), *(partial(self._listen, known, peer) for peer in self.peers)]
         for task in tasks:
@@ -113,7 +112,7 @@ class Links:
             del reports
 
     def _listen(self, known: weakref.ref[Reports], peer: int) -> None:
-        """Take in reports until the peer has left or ended; see to it that this rank's own arrive."""
+        """Receive reports until the peer has left or ended; then wait until this rank's own have arrived."""
         why, arriving = TELLS, deque[tuple[torch.Tensor, dist.Work]]()
         while why != LEAVES:
             report = self._next(peer, arriving)
@@ -127,9 +126,9 @@ class Links:
                 self._sent[peer].popleft().wait(FOREVER)
 
     def _next(self, peer: int, arriving: deque[tuple[torch.Tensor, dist.Work]]) -> bytes:
-        """Return the next report of ``peer``; empty once its connection is closed, perhaps by this rank."""
+        """Return the next report of ``peer``; empty once the connection is closed, by either side."""
         try:
-            while len(arriving) < 4:  # so that reports arrive while this rank deals with another
+            while len(arriving) < 4:  # so that reports arrive while this rank handles another
                 memory = torch.empty(REPORT_BYTES, dtype=torch.uint8)
                 arriving.append((memory, living(self._group).recv([memory], peer, self._tag)))
             memory, work = arriving.popleft()
@@ -139,9 +138,9 @@ class Links:
             return b""
 
     def send(self, why: int, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None) -> None:
-        """Send this rank's latest collectives ``to`` some peers, or to all that have not ended."""
+        """Send this rank's latest collectives to the peers ``to``; None: to all but ``lost``."""
         group, now, own = self._group(), time.monotonic(), self._paths.own
-        # When this process, or one that it waits for, was last known to be at work.
+        # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in [*_waits]), default=now)
         head = HEAD.pack(why, lost, state, now - at_work, len(own))
         body = b"".join(entry.packed(position) for position, entry in own.items())
@@ -152,9 +151,9 @@ class Links:
                     self._sent[peer].append(group.send([data], peer, self._tag))
 
     def close(self, lost: int = -1) -> None:
-        """Let the last reports go out, unless that takes longer than ``GRACE_S``; close all connections.
+        """Wait up to ``GRACE_S`` until the last reports are sent; then close all connections.
 
-        A second thread that closes waits, too, or it would cut those reports off. Nobody waits for ``lost``.
+        A second thread that closes waits, too, or it would cut off these reports. None goes to ``lost``.
         """
         with self._closing:
             deadline = time.monotonic() + GRACE_S
@@ -169,46 +168,46 @@ class Links:
                     pulse.wait(_A_MOMENT)  # at a time-out gloo closes all connections
 
     def leave(self) -> None:
-        """The model is no more, or the interpreter ends: the threads end when the peers say so, too."""
+        """Report that this rank has dropped the model. Threads end once the peers have reported so, too."""
         self.send(LEAVES)
         self._stop.set()
 
     def end(self) -> None:
-        """Close all connections, which ends the threads; hold nothing more that keeps gloo's alive."""
+        """Close all connections, which ends the threads, and release what keeps gloo's threads alive."""
         self._stop.set()
         self.close()
         self._pulses.clear()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(5 * GRACE_S)  # one that outlived the interpreter would abort the process
+                thread.join(5 * GRACE_S)  # a thread that outlived the interpreter would abort the process
 
 
 def _end(known: weakref.ref[Links]) -> None:
-    """The group is no more, or the interpreter ends."""
+    """Close the links when the group is destroyed or the interpreter exits."""
     if (links := known()) is not None:
         links.end()
 
 
 class Reports:
-    """Knows what this rank waits for and what the others have reported. Collective when created."""
+    """Track what this rank waits for and what the others have reported. The constructor is collective."""
 
     def __init__(self, group: dist.ProcessGroup, abort: Callable[[], object]) -> None:
-        """``abort``: callable; ends all waiting, of this rank and for it, by `Signals`."""
+        """``abort``: a function that ends all waits by `Signals`, of this rank and for it."""
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
         dist.broadcast(number, group=group, group_src=0)
-        self.number = int(number.item())  # so that messages of two models never meet, nor their reports
+        self.number = int(number.item())  # in all tags, so that messages of two models never match
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards all attributes below
         self.paths = Paths(group.rank(), peers, time_out_of(group))
         self._waiting: Wait | None = None
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
-        self._at_work = dict.fromkeys(peers, 0.0)  # when each was last known to be
+        self._at_work = dict.fromkeys(peers, 0.0)  # when each peer was last known to be at work
         self._left: set[int] = set()  # peers that have dropped the model
         self._ended: set[int] = set()  # peers whose connections are closed
         self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
-        self._lost = -1  # the rank that is the cause of it, if one is
+        self._lost = -1  # the rank that caused the failure, if one did
         self._abort = abort
         self._links = Links(group, report_tag(self.number), self.paths)
         self._links.start(self)
@@ -220,7 +219,7 @@ class Reports:
             position = self.paths.add(kind, tag.number, tag.name)
             self.paths.own.pop(position - KEPT, None)
             self._compare()
-            # Until it comes to where others differ, a rank goes on: all want to know which way it takes.
+            # A rank continues until it reaches the position at which others differ: its path is needed, too.
             if self._diverged_at is not None and position >= (self.paths.difference or 0):
                 self._links.send(TELLS)
                 self._changed.wait_for(lambda: self._failure is not None, 2 * GRACE_S)
@@ -229,7 +228,7 @@ class Reports:
 
     @contextmanager
     def waiting(self, position: int) -> Iterator[None]:
-        """Inside, this rank waits for others at the collective at ``position``.
+        """Mark the block as a wait of this rank for others at ``position``.
 
         Raises:
             Diverged: a peer made another collective there, or near it.
@@ -249,18 +248,18 @@ class Reports:
                 _waits.discard(wait)
 
     def watch(self, position: int, moving: Pending) -> Pending:
-        """Return ``moving``, such that waiting for it is `waiting`."""
+        """Return ``moving`` with its wait inside `waiting`."""
 
         def finish() -> None:
             if self._failure is not None and isinstance(sys.exc_info()[1], Diverged | PeerLost):
-                return  # the step that failed is being tidied up
+                return  # called while the failed step is cleaned up
             with self.waiting(position):
                 moving.wait()
 
         return Pending(finish)
 
     def fail(self, position: int, ended: Sequence[int] = ()) -> None:
-        """Raise why ranks have ``ended``, perhaps because of others; without such, where ranks differ."""
+        """Raise the cause for which ranks have ``ended``; without any, the position at which ranks differ."""
         if ended:
             self._raise_cause(position, PeerLost(), ended)
         with self._changed:
@@ -268,10 +267,10 @@ class Reports:
         self._raise_cause(position, Diverged(f"ranks differ before {self.paths.where(position)}"))
 
     def _raise_cause(self, position: int, error: RuntimeError, ended: Sequence[int] = ()) -> None:
-        """Raise what a broken connection means. Return if ``error`` is something else."""
+        """Raise the cause of a broken connection. Return if ``error`` has another cause."""
 
         def is_known() -> bool:
-            # Who has ended may have done so because ranks differ, which will soon be known here, too.
+            # A rank may have ended because ranks differ, which this rank will soon learn.
             return self._failure is not None or (bool(self._ended) and self._diverged_at is None)
 
         with self._changed:
@@ -281,7 +280,7 @@ class Reports:
                 if isinstance(error, Diverged):
                     self._fail(error)
                 elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                    # This wait, or another, upon which gloo ends them all.
+                    # This wait timed out, or another one did, at which gloo ends all of them.
                     self._lose(self._missing(position) or self._links.peers, SILENT, position)
                 elif lost := sorted(self._ended) or ended:
                     self._lose(lost, ENDED, position)
@@ -293,10 +292,10 @@ class Reports:
             self._abort()
             raise type(self._failure)(str(self._failure)) from cause
 
-    # The threads call the next two.
+    # Called by the threads:
 
     def check(self) -> None:
-        """Ask where the others are once this rank has waited for long; fail once it has for too long."""
+        """Ask for reports if this rank has waited for long; fail if it has waited for too long."""
         with self._changed:
             self._compare()
             wait, now, time_out_s = self._waiting, time.monotonic(), self.paths.time_out_s()
@@ -321,7 +320,7 @@ class Reports:
                 logging.getLogger("shardtrain").warning(f"{text}, still at work: it goes on waiting", *facts)
 
     def receive(self, peer: int, report: bytes) -> None:
-        """Compare a peer's collectives with this rank's, and answer it; empty: its connection is closed."""
+        """Take in a peer's report, and answer it. An empty one means that the connection is closed."""
         with self._changed:
             if not report:
                 self._ended.add(peer)
@@ -344,20 +343,20 @@ class Reports:
             self._changed.notify_all()
 
     def _differ(self) -> None:
-        """Let all ranks know that some differ: nobody may take one that fails of it for one that ended."""
+        """Report to all ranks that some differ, or a rank that fails for this would be taken for ended."""
         if self._diverged_at is None:
             self._diverged_at = time.monotonic()
             self._links.send(DIFFERS)
 
     def _compare(self) -> None:
-        """Fail if ranks differ, once all have said where they are or have had the time to."""
+        """Fail if ranks differ, once all have reported or ``GRACE_S`` has passed."""
         if self.paths.difference is not None:
             self._differ()
         if self._diverged_at is None or self._failure is not None:
             return
         self.paths.compare_others()
         position = self.paths.difference
-        if position is None:  # whoever differs has not reported yet
+        if position is None:  # a rank that differs has not reported yet
             return
         is_complete = position in self.paths.own and not self._missing(position)
         if is_complete or time.monotonic() - self._diverged_at > GRACE_S:
@@ -373,7 +372,7 @@ class Reports:
         self._fail(self.paths.lost(ranks, position, state, waited_s), ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
-        """From now on raise ``failure``. End this rank's waiting, so that it does."""
+        """Store ``failure``, which all waits raise from now on, and end this rank's wait."""
         self._failure, self._lost = failure, lost
         self._links.send(TELLS, lost, state)
         self._changed.notify_all()
