@@ -1,4 +1,4 @@
-"""Checkpoints: saved completely or not at all, verified before anything is loaded, no pickle anywhere.
+"""Save and load checkpoints: complete or absent, verified before anything is loaded, without pickle.
 
 Read ``manifest.py`` (what a checkpoint holds), ``files.py`` (how a file is written and verified),
 ``content.py`` (what each rank writes), ``loading.py``, and ``store.py`` (how a save is committed, and the
@@ -33,16 +33,16 @@ def save(
 ) -> None:
     """Save a sharded module, and its optimizer, as the new directory ``path``. Collective.
 
-    Every rank writes what it owns into a file of its own, so ``path`` must be on a file system that all
-    ranks see. On return it is on the disk, complete; after an error or a kill it does not exist.
+    Every rank writes its shards into its own file, so ``path`` must be on a file system that all ranks see.
+    On return the checkpoint is complete on disk. After an error or a kill ``path`` does not exist.
 
     Args:
-        path: must not exist. Its parents are made.
+        path: must not exist. Parent directories are created.
         module: what `shardtrain.shard` returned.
         optimizer: any element-wise one. Its state is saved under the parameters' names.
         extra: numbers, texts, None and tensors, in any nesting of dicts with text keys and of lists
             (tuples come back as lists). It may differ between ranks: each rank's own is saved.
-        averages: what else is cut as the parameters are, such as `shardtrain.optim.Ema.averages`.
+        averages: a tensor per parameter, sharded like it, such as `shardtrain.optim.Ema.averages`.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons.
@@ -61,11 +61,11 @@ def load(
 ) -> Any:
     """Load what `save` saved at any world size and with any units, and return its ``extra``. Collective.
 
-    Every file is verified before the module is touched. With as many ranks as saved, each rank gets its
-    own buffers and ``extra`` again, bit for bit; with more or fewer, the buffers are the mean over the
-    ranks that saved and ``extra`` is rank 0's. The optimizer also gets its groups' options, as from its
-    ``load_state_dict``; ``averages`` are filled in place. A rank holds its shards and at most one whole
-    parameter beside them.
+    Every file is verified before the module changes. With as many ranks as saved, each rank gets its own
+    buffers and ``extra`` again, bit for bit. With more or fewer, buffers are the mean over the ranks that
+    saved, and ``extra`` is rank 0's. The optimizer also gets its groups' options, as by its
+    ``load_state_dict``. ``averages`` are filled in place. Beside its shards a rank holds at most one whole
+    parameter.
 
     Raises:
         Damaged: on every rank, naming the file that is missing, changed, or not what the manifest says.

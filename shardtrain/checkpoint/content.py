@@ -1,4 +1,4 @@
-"""What a rank writes into its file, and the part of the manifest that all ranks agree on.
+"""Collect what a rank writes into its file, and the part of the manifest that all ranks agree on.
 
 Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
 
@@ -6,12 +6,12 @@ Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
     rank-00001   parameters/w [2]   optimizer/exp_avg/w [2] …
     both         buffers/mean [7] (their own)   extra/0 … (their own)
 
-Moving averages of the weights, if there are any, are `ema/w`, cut as `parameters/w` is. Where there are
-replicas, the first one writes what is cut, and the files of the other ranks hold the last line only.
+Moving averages of the weights, if any, are `ema/w`, sharded like `parameters/w`. With replicas, the first
+replica writes what is sharded, and the files of other ranks hold only the last line.
 
-What all ranks hold alike is in one file: that of rank 0, or for a parameter, that of the first rank with a
-piece of it. Empty pieces are not written. The optimizer state of a rank with an empty piece is not compared:
-that rank cannot know whether there was a gradient, so its step count may differ, or its state be missing.
+What all ranks hold alike is in one file: rank 0's, or for a parameter, that of the first rank with a piece of
+it. Empty pieces are not written. The optimizer state of a rank with an empty piece is not compared: that rank
+cannot know whether there was a gradient, so its step count may differ, or its state be missing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shardtrain.engine.hooks import Engine
 from shardtrain.engine.part import Part
 from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
 
-Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # of each parameter of a module, cut as it is
+Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
 
 _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 
 
 class LocalShard(NamedTuple):
-    """One parameter as this rank holds it at rest: ``part`` of it.
+    """Describe this rank's local shard of one parameter: its ``part``.
 
-    ``entry`` says what each rank writes. An ignored parameter is whole on every rank, and rank 0 writes it.
+    ``entry`` lists what each rank writes. An ignored parameter is whole on every rank, and rank 0 writes it.
     """
 
     param: nn.Parameter
@@ -51,7 +51,7 @@ class LocalShard(NamedTuple):
         return self.part.name
 
     def written(self, tensor: torch.Tensor, file: str) -> torch.Tensor | None:
-        """Return what goes into ``file`` of ``tensor``, which is cut and shaped as the parameter is; 1-D."""
+        """Return the part (1-D) of ``tensor``, shaped like the parameter at rest, that ``file`` holds."""
         for piece in self.entry.slices:
             if piece.file == file:
                 flat = self.part.flattened(tensor.detach())
@@ -84,9 +84,9 @@ def local_shards(engine: Engine) -> list[LocalShard]:
 
 
 class Content(NamedTuple):
-    """``tensors`` and ``extra`` of this rank's file, and the ``manifest`` without files and optimizer state.
+    """Hold this rank's ``tensors`` and ``extra``, and the ``manifest`` without files and optimizer state.
 
-    ``state`` describes the optimizer state of the parameters that this rank holds elements of, by name.
+    ``state`` describes, by name, the optimizer state of parameters of which this rank holds elements.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -95,7 +95,7 @@ class Content(NamedTuple):
     state: dict[str, dict[str, Any]]
 
     def take_state(self, by_rank: Sequence[Mapping[str, Any]]) -> str:
-        """Put the optimizer state of all ranks' parameters into the manifest; return where it differs."""
+        """Add all ranks' optimizer state to the manifest; return how it differs, or an empty text."""
         state: dict[str, Any] = {}
         for rank, each in enumerate(by_rank):
             for name, found in each.items():
@@ -114,10 +114,10 @@ def collect(
     facts: Mapping[str, Any],
     averages: Averages | None = None,
 ) -> Content:
-    """Collect what this rank writes. Collective: buffers are averaged.
+    """Collect what this rank writes. Collective, since buffers are averaged.
 
     Raises:
-        ValueError: on this rank alone, after the last collective: something cannot be saved.
+        ValueError: something cannot be saved; on this rank alone, after the last collective.
     """
     all_ranks, shards = engine.transport.all_ranks, local_shards(engine)
     file = file_name(all_ranks.rank)
@@ -160,7 +160,7 @@ def collect(
 
 
 def _describe_state(shard: LocalShard, key: str, value: Any) -> dict[str, Any]:
-    """Describe one entry of a parameter's optimizer state, as the manifest does."""
+    """Return the manifest's description of one entry of a parameter's optimizer state."""
     if not isinstance(value, torch.Tensor):
         return {"value": _plain(value, f"the optimizer's {key} of {shard.name}")}
     if value.shape == shard.param.shape:
@@ -174,7 +174,7 @@ def _describe_state(shard: LocalShard, key: str, value: Any) -> dict[str, Any]:
 
 
 def _describe_optimizer(shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Describe the optimizer as the manifest does, without state."""
+    """Return the manifest's description of the optimizer, without state."""
     names = {shard.param: shard.name for shard in shards}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -196,7 +196,7 @@ def _option(value: Any, key: str) -> Any:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """Return ``value`` if JSON holds it; tuples come back as lists."""
+    """Return ``value`` for JSON, tuples as lists. Raises ValueError if JSON cannot hold it."""
     if isinstance(value, list | tuple):
         return [_plain(item, what) for item in value]
     if value is not None and not isinstance(value, bool | int | float | str):
@@ -207,7 +207,7 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -> Any:
-    """Return ``value`` for JSON. Its tensors are put into ``tensors`` and referred to.
+    """Return ``value`` for JSON, with references to its tensors, which are added to ``tensors``.
 
     Raises:
         ValueError: naming the part of ``value`` that is neither plain nor a tensor.
@@ -227,16 +227,16 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
 
 
 def decode_extra(text: str, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Reverse `encode_extra`; tuples have become lists."""
+    """Undo `encode_extra`, except that tuples are lists."""
     return json.loads(text, object_hook=lambda node: tensors[node[_TENSOR]] if _TENSOR in node else node)
 
 
 def exchange(
     failed: Callable[[str], Exception], all_ranks: Ranks, problem: str, **facts: Any
 ) -> list[dict[str, Any]]:
-    """Exchange this rank's ``problem``, if it has one, and its ``facts``, which are JSON. Collective.
+    """Exchange this rank's ``problem`` (empty for none) and its ``facts`` (JSON values). Collective.
 
-    Returns what each rank gave. If one has a problem, every rank raises what ``failed`` makes of all of them.
+    Returns all ranks' facts. If any rank has a problem, every rank raises ``failed(all problems)``.
     """
     texts = comm.gather_texts(json.dumps({"problem": problem, **facts}), all_ranks)
     told = [json.loads(text) for text in texts]

@@ -1,9 +1,9 @@
-"""The files of a checkpoint: created once, written to the end, known by size and digest.
+"""Write and verify the files of a checkpoint, each identified by its size and digest.
 
 A data file is in the safetensors format, so that stock tools read it: eight bytes of header length, a JSON
-header with the dtype, shape and offsets of every tensor, then the tensors. Writing it here takes a few lines,
-which hash each block while it is in the cache and hold no second copy; the safetensors package offers no
-digest. Reading is the package's: it checks the header and maps the file.
+header with the dtype, shape and offsets of every tensor, then the tensors. It is written here, since the
+safetensors package computes no digest: each block is hashed while it is in the cache, without a second copy.
+The package reads it: it checks the header and maps the file.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DTYPES = {
 
 
 class Record(NamedTuple):
-    """What a file must be: ``bytes`` long, with this SHA-256 in hexadecimal."""
+    """Describe a file: its size in bytes, and its SHA-256 in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Record:
-    """Write ``tensors`` and ``notes`` as a new safetensors file, and return once it is on the disk.
+    """Write ``tensors`` and ``notes`` as a new safetensors file, and wait until it is on disk.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
-    # Widest elements first, so that every tensor lies at a multiple of its element size.
+    # Widest elements first, so that every tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, object] = {"__metadata__": dict(notes)}
     end = 0
@@ -71,7 +71,7 @@ def _blocks(head: bytes, tensors: list[torch.Tensor]) -> Iterator[memoryview]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new text file, and return once it is on the disk."""
+    """Write a new text file, and wait until it is on disk."""
     _write(path, [memoryview(text.encode())])
 
 
@@ -82,7 +82,7 @@ def _write(path: Path, blocks: Iterable[memoryview]) -> Record:
         for block in blocks:
             digest.update(block)
             size += len(block)
-            while block:  # a disk that is nearly full takes a part
+            while block:  # a disk that is nearly full writes only a part
                 block = block[os.write(handle, block) :]
         os.fsync(handle)
     finally:
@@ -91,7 +91,7 @@ def _write(path: Path, blocks: Iterable[memoryview]) -> Record:
 
 
 def sync_directory(path: Path) -> None:
-    """Return once the names in the directory ``path`` are on the disk."""
+    """Wait until the names in the directory ``path`` are on disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -116,7 +116,7 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def problem_with(path: Path, record: Record) -> str:
-    """Return what keeps ``path`` from being the file that ``record`` describes, or an empty text."""
+    """Return how ``path`` differs from the file that ``record`` describes; an empty text if it does not."""
     try:
         with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -139,7 +139,7 @@ def _digest(file: io.FileIO) -> str:
 
 
 def _open(path: Path) -> io.FileIO:
-    """Open a plain file. A symbolic link is not followed: it could lead anywhere."""
+    """Open a plain file. Raises ValueError for anything else; a symbolic link could lead anywhere."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

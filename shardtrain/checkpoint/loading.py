@@ -1,14 +1,14 @@
-"""A load: verify everything, compare everything, then fill the shards.
+"""Load a checkpoint: verify everything, compare everything, then fill the shards.
 
-    open      each file is read once, by one rank, and compared with its size, digest and the manifest
-    compare   every rank: names, shapes, dtypes, optimizer groups
+    open      each file is read once, by one rank, and compared with its size, its digest and the manifest
+    compare   every rank compares names, shapes, dtypes and optimizer groups
     fill      every rank maps the files and copies the elements that it owns, whichever rank wrote them
 
-The ranks agree after each phase, so all continue or all raise, and nothing has changed before the last.
+Ranks agree after each phase, so all continue or all raise, and nothing changes before the last phase.
 
-A parameter's elements are intervals of its memory, so other world sizes and other units need no more than
-intersecting intervals. A parameter of 10 elements saved by two ranks as 0:8 and 8:10, loaded by three as
-0:4, 4:8 and 8:10: ranks 0 and 1 read halves of the first file, rank 2 reads the second.
+Ranks hold intervals of a parameter's memory, so a load at another world size or with other units intersects
+intervals. A parameter of 10 elements saved by two ranks as 0:8 and 8:10, loaded by three as 0:4, 4:8 and
+8:10: ranks 0 and 1 read halves of the first file, rank 2 reads the second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardtrain.engine.state_dict import persistent_buffers
 
 
 class Opened(NamedTuple):
-    """A checkpoint whose files have been verified."""
+    """Hold a checkpoint whose files have been verified."""
 
     path: Path
     manifest: Manifest
@@ -93,7 +93,7 @@ def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dic
 
 
 def _header_problem(path: Path, expected: Mapping[str, Spec]) -> str:
-    """Return what a data file does not hold as expected, or an empty text."""
+    """Return how a data file's header differs from ``expected``; an empty text if it does not."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for key, spec in expected.items():
@@ -116,7 +116,8 @@ def load_into(
     """Fill the sharded model, the optimizer and the averages; return this rank's extra. Collective.
 
     Raises:
-        ValueError: on every rank, naming everything that does not fit; nothing has been loaded then.
+        ValueError: on every rank, naming everything that does not fit. Then nothing has been loaded.
+        RuntimeError: on every rank; a file became unreadable, and the model is half loaded.
     """
     engine = engine_of(model)
     all_ranks = engine.transport.all_ranks
@@ -156,7 +157,7 @@ def _compare(
     shards: Sequence[LocalShard],
     optimizer: torch.optim.Optimizer | None,
 ) -> list[str]:
-    """Return everything about the model and the optimizer that is not as in the manifest."""
+    """Return all differences of the model and the optimizer from the manifest."""
     expected = {shard.name: shard.entry.spec for shard in shards}
     problems = differences(expected, {name: entry.spec for name, entry in manifest.parameters.items()})
     expected = {name: Spec.of(buffer) for name, buffer in persistent_buffers(model)}
@@ -194,7 +195,7 @@ def _compare_optimizer(
 def _try(
     manifest: Manifest, optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> None:
-    """Raise what a step with the saved options and state of a group raises, on a small parameter."""
+    """Make a step with a group's saved options and state on a small parameter; raise what it raises."""
     own = {key: value for key, value in ours.items() if key not in ("params", "param_names")}
     options = {**own, **_options(saved, own)}
     states = {str(nodes): nodes for nodes in map(manifest.state_of, saved["names"])}
@@ -202,7 +203,7 @@ def _try(
     try:
         _step(type(optimizer), like, own, own, {})
     except Exception:
-        return  # it cannot be tried: the class wants other arguments, or more than a gradient
+        return  # the optimizer cannot be tried: it needs other arguments, or more than a gradient
     for nodes in states.values():
         _step(type(optimizer), like, own, options, nodes)
 
@@ -214,7 +215,7 @@ def _step(
     loaded: Mapping[str, Any],
     nodes: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Make an optimizer of the options ``built``, load ``loaded`` and the state of ``nodes``, and step."""
+    """Build an optimizer with the options ``built``, load ``loaded`` and the state of ``nodes``, and step."""
     param = nn.Parameter(like)
     param.grad = torch.ones_like(param)
     optimizer = kind([{**built, "params": [param]}])  # type: ignore[call-arg]
@@ -232,7 +233,7 @@ def _step(
 
 
 def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> None:
-    """Fill it by its own `load_state_dict`, which knows where its counters belong."""
+    """Fill the optimizer by its own `load_state_dict`, which knows the device of its step counts."""
     assert reader.manifest.optimizer is not None, "compared"
     by_param = {shard.param: shard for shard in shards}
     state: dict[int, dict[str, Any]] = {}
@@ -248,7 +249,7 @@ def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: to
 
 
 def _options(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group's options; what JSON has no type for, a tuple or 0-dim tensor, as ``ours`` is."""
+    """Return a saved group's options, with tuples and 0-dim tensors (JSON has none) where ours has them."""
     options = dict(saved["options"])
     for key in options.keys() & ours.keys():
         if isinstance(ours[key], torch.Tensor):
@@ -259,10 +260,10 @@ def _options(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any
 
 
 class _Reader:
-    """A verified checkpoint as one rank of ``all_ranks`` reads it. Files are mapped when first needed.
+    """Read a verified checkpoint on one rank of ``all_ranks``. Files are mapped when first needed.
 
-    With as many ranks as saved, each gets its own buffers and extra again. Otherwise the buffers are the
-    mean over the ranks that saved, and the extra is rank 0's.
+    With as many ranks as saved, each gets its own buffers and extra again. Otherwise buffers are the mean
+    over the ranks that saved, and the extra is rank 0's.
     """
 
     def __init__(self, opened: Opened, all_ranks: Ranks) -> None:
@@ -273,7 +274,7 @@ class _Reader:
         self._handles: dict[str, Any] = {}
 
     def state(self, shard: LocalShard) -> Iterator[tuple[str, Any]]:
-        """Read the optimizer state of a parameter, key after key."""
+        """Yield the optimizer state of a parameter, as keys and values."""
         for key, node in self.manifest.state_of(shard.name).items():
             if "dtype" in node:
                 yield key, self.piece(f"optimizer/{key}", shard, DTYPE_NAMED[node["dtype"]])
@@ -298,10 +299,7 @@ class _Reader:
         return self._handles[file]
 
     def piece(self, kind: str, shard: LocalShard, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read what this rank holds of a parameter, or of what is cut like it, in its shape at rest.
-
-        ``dtype``: of what is read, if it is not the parameter's.
-        """
+        """Read this rank's piece of a parameter, or of its state of ``dtype``, in its shape at rest."""
         saved, key = self.manifest.parameters[shard.name], f"{kind}/{shard.name}"
         same = saved.stride == shard.entry.stride
         start, stop = (shard.part.start, shard.part.stop) if same else (0, math.prod(saved.spec.shape))

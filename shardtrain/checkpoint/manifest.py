@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in ``manifest.json``. It is read with distrust.
+"""Write and read ``manifest.json``, which lists what a checkpoint holds. Its content is not trusted.
 
     {"format": "shardtrain checkpoint", "version": 1, "world_size": 2,
      "files": {"rank-00000.safetensors": {"bytes": 4240, "sha256": "9f…"}, …},
@@ -11,8 +11,8 @@
      "facts": {…}, "ema": false, "versions": {…}}
 
 A slice says which file holds which elements of the parameter's memory, counted in the order of its
-strides. State like ``exp_avg`` is cut at the same places. ``manifest.sha256`` beside it holds the
-manifest's own digest, in the form that ``sha256sum -c`` reads.
+strides. State like ``exp_avg`` is cut at the same elements. ``manifest.sha256`` beside it holds the
+manifest's own digest, in the format of ``sha256sum -c``.
 
 Nothing in a manifest names a path: files can only be called ``rank-NNNNN.safetensors``, and there are as
 many as there were ranks.
@@ -37,17 +37,17 @@ from shardtrain.engine.state_dict import Spec
 
 FORMAT, VERSION = "shardtrain checkpoint", 1
 NAME, DIGEST_NAME = "manifest.json", "manifest.sha256"
-MOST_BYTES = 256 << 20  # of a manifest: a million slices take about 50 MiB
+MOST_BYTES = 256 << 20  # the largest manifest that is read: a million slices take about 50 MiB
 
 DTYPE_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Damaged(ValueError):
-    """A checkpoint is incomplete, or not what its manifest says. Nothing has been loaded from it."""
+    """Tell that a checkpoint is incomplete or differs from its manifest. Nothing has been loaded."""
 
 
 class Slice(NamedTuple):
-    """Elements ``start:stop`` of a parameter's memory are in ``file``."""
+    """Locate elements ``start:stop`` of a parameter's memory: they are in ``file``."""
 
     file: str
     start: int
@@ -62,7 +62,7 @@ class ParameterEntry(NamedTuple):
 
     @property
     def first_file(self) -> str:
-        """The file that holds what belongs to the whole parameter."""
+        """The file that holds what is stored once per parameter."""
         return self.slices[0].file if self.slices else file_name(0)
 
 
@@ -74,9 +74,9 @@ class Manifest(NamedTuple):
     optimizer: dict[str, Any] | None
     """As in the JSON above."""
     facts: dict[str, Any]
-    """JSON of the caller's: step, configuration."""
+    """The caller's JSON: step, configuration."""
     ema: bool = False
-    """Whether there is a moving average of each parameter, cut as it is."""
+    """Whether there is a moving average of each parameter, sharded like it."""
 
     def state_of(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the optimizer state of parameter ``name``, as in the JSON above: cut like it, a ``whole``
@@ -89,12 +89,12 @@ def file_name(rank: int) -> str:
 
 
 def digest_line(text: str) -> str:
-    """Return what ``manifest.sha256`` holds for the manifest ``text``."""
+    """Return the content of ``manifest.sha256`` for the manifest ``text``."""
     return f"{hashlib.sha256(text.encode()).hexdigest()}  {NAME}\n"
 
 
 def dump(manifest: Manifest) -> str:
-    """Write the manifest as the text of its file."""
+    """Return the manifest as the text of its file."""
     packages = {name: version(name) for name in ("torch", "numpy", "safetensors")}
     node = {
         "format": FORMAT,
@@ -142,7 +142,7 @@ def parse(text: str) -> Manifest:
     """Parse the text of a manifest.
 
     Raises:
-        Damaged: it is of another format or version, or says what cannot be.
+        Damaged: it has another format or version, or impossible values.
     """
     try:
         node = json.loads(text)

@@ -1,16 +1,16 @@
-"""The checkpoints of one run: a directory with one `step-NNNNNNNN` each.
+"""Save checkpoints atomically, and keep those of a run: a directory with one `step-NNNNNNNN` each.
 
-In a save, every rank writes its file, rank 0 the manifest, and one rename commits:
+In a save every rank writes its file, rank 0 the manifest, and one rename commits:
 
-    begin    all     what to save is collected and compared; rank 0 makes `.tmp-step-00000120-3f2a90c1/`
+    begin    all     content is collected and compared; rank 0 makes `.tmp-step-00000120-3f2a90c1/`
     write    each    rank-NNNNN.safetensors, hashed while it is written, fsynced
     commit   rank 0  manifest.json and manifest.sha256, fsynced; the directory fsynced; renamed to
                      `step-00000120`; the directory above fsynced
 
-A kill at any moment leaves either the state before and a `.tmp-` directory that no one reads, or the new
-checkpoint, complete. `write` and `commit` communicate nothing, so a thread may do them while the ranks
-train. Between them the ranks exchange what each has done. A save that fails on one rank raises the same
-`SaveFailed` on all, from whichever call learns of it. The checkpoints before it stay.
+A kill at any moment leaves either the state before and a `.tmp-` directory that nobody reads, or the new
+checkpoint, complete. `write` and `commit` communicate nothing, so a thread may run them while ranks train.
+Between the stages ranks exchange their results. A save that fails on one rank raises the same `SaveFailed`
+on all ranks, in the next call that exchanges results. Earlier checkpoints stay.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from shardtrain.engine.state_dict import Spec
 
 TEMPORARY, ASIDE = ".tmp-", "damaged-"
 _STEP = re.compile(r"step-(\d{8,})")
-_CUT = ("parameters/", "optimizer/", "ema/")  # what an update changes, and nothing else does
+_CUT = ("parameters/", "optimizer/", "ema/")  # tensors that only an update changes
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint was not saved; raised on every rank. What was there before is untouched."""
+    """Tell, on every rank, that a checkpoint was not saved. Earlier ones are untouched."""
 
 
 class Snapshot:
-    """Host memory that a save copies into; the next one finds it allocated, which halves its time."""
+    """Keep host memory for copies from one save to the next, which halves the time of a copy."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
@@ -65,14 +65,14 @@ class Snapshot:
                 kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator(tensor))
             self._copies[name] = kept.copy_(tensor.detach(), non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if on_accelerator(tensor)}:
-            current_stream(device).synchronize()  # a thread's own device is the first one
+            current_stream(device).synchronize()  # named, since the thread's current device is the first
         return self._copies
 
 
 class Work:
-    """What this rank does in one stage of a save. It communicates nothing and raises nothing.
+    """Run this rank's part of one stage of a save. It communicates nothing and raises nothing.
 
-    ``copied`` is set once it does not need the live tensors any more.
+    ``copied`` is set once the live tensors are no longer needed.
     """
 
     def __init__(self, action: Callable[[], Record | None], file: str, copied: Event) -> None:
@@ -85,7 +85,7 @@ class Work:
             self.record = self._action()
         except OSError as error:
             self.problem = f"{Path(error.filename or self._file).name}: {error.strerror}"
-        except Exception as error:  # in a thread nobody else would hear of it
+        except Exception as error:  # stored, since in a thread nobody would notice it
             self.problem = f"{self._file}: {type(error).__name__} {error}"
         finally:
             self.copied.set()
@@ -101,12 +101,12 @@ def save_in_stages(
     snapshot: Snapshot | None = None,
     retain: Callable[[], object] = lambda: None,
 ) -> Iterator[Work]:
-    """Begin a save, and yield this rank's work of each stage; when there is no more, the checkpoint is there.
+    """Begin a save, and yield this rank's work of each stage. After the last one the checkpoint is complete.
 
-    The caller does each `Work`, in a thread if it likes, before it asks for the next, which is collective.
-    With a ``snapshot``, the first work begins by copying everything into it. Parameters and optimizer state
-    change only in the next update, which must wait for `Work.copied`. Buffers, which a forward changes, are
-    copied at once. ``retain`` is called on rank 0 after the commit, as part of that work.
+    The caller runs each `Work`, in a thread or not, before it asks for the next, which is collective. With a
+    ``snapshot``, the first work begins by copying all tensors into it. Parameters and optimizer state change
+    only in the next update, which must wait for `Work.copied`. Buffers, which a forward changes, are copied
+    at once. ``retain`` is called on rank 0 after the commit, as part of that work.
 
     Raises:
         SaveFailed: on every rank, naming ranks, files and reasons: ``path`` exists, something cannot be saved
@@ -177,7 +177,7 @@ def _make_temporary(temporary: Path, path: Path) -> None:
 
 
 class Newest(NamedTuple):
-    """The newest complete checkpoint, if there is one, and the newer ones that are damaged."""
+    """Hold the newest complete checkpoint, if there is one, and the newer ones that are damaged."""
 
     opened: Opened | None
     step: int
@@ -189,7 +189,7 @@ def step_name(step: int) -> str:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """Return the steps that have a checkpoint in ``directory``, damaged or not, oldest first."""
+    """Return the steps of all checkpoints in ``directory``, damaged ones included, oldest first."""
     if not directory.is_dir():
         return []
     matches = [_STEP.fullmatch(path.name) for path in directory.iterdir() if not path.is_symlink()]
@@ -197,10 +197,10 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def newest(directory: Path, all_ranks: Ranks) -> Newest:
-    """Find the newest complete checkpoint in ``directory``, and verify every file of it. Collective.
+    """Find the newest complete checkpoint in ``directory``, and verify all its files. Collective.
 
     Raises:
-        Damaged: there are checkpoints, and none of them is complete.
+        Damaged: there are checkpoints, but none is complete.
     """
     listed = json.dumps(steps_in(directory)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
@@ -219,21 +219,21 @@ def newest(directory: Path, all_ranks: Ranks) -> Newest:
 
 
 class Store:
-    """The checkpoints of the run that is under way. ``keep``: how many beside the best one remain.
+    """Save and keep the checkpoints of the current run. ``keep``: how many remain beside the best one.
 
-    At most one save is under way. Everything but `clear`, `busy` and `settle` is collective.
+    At most one save is under way. All methods but `clear`, `busy` and `settle` are collective.
     """
 
     def __init__(self, directory: Path, all_ranks: Ranks, *, keep: int, asynchronous: bool) -> None:
         self.directory = directory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
-        self.writer: Thread | None = None  # works on the present stage; another one for each stage
+        self.writer: Thread | None = None  # runs the current stage; each stage has its own thread
         self._all_ranks = all_ranks
         self._keep, self._snapshot = keep, Snapshot() if asynchronous else None
-        self._step = 0  # of the save that began last
+        self._step = 0  # the step of the last save that began
         self._best: int | None = None
-        self._stages: Iterator[Work] | None = None  # of the save under way
-        self._work: Work | None = None  # of its present stage
+        self._stages: Iterator[Work] | None = None  # the stages of the save under way
+        self._work: Work | None = None  # the work of its current stage
 
     @property
     def busy(self) -> bool:
@@ -242,17 +242,17 @@ class Store:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun that is not committed."""
+        """Whether a save has begun and is not committed."""
         return self._stages is not None
 
     def newest(self) -> Newest:
-        """Find where to resume. Changes nothing: another job may be writing here."""
+        """Find the checkpoint to resume from. Changes nothing, since another job may be writing here."""
         start = newest(self.directory, self._all_ranks)
         self.latest = start.step
         return start
 
     def clear(self, damaged: Iterable[tuple[Path, str]]) -> None:
-        """Remove what killed saves left, and set ``damaged`` checkpoints aside. One rank calls it."""
+        """Remove what killed saves left, and rename ``damaged`` checkpoints. Called on one rank."""
         for path in self.directory.glob(f"{TEMPORARY}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path, _ in damaged:
@@ -270,13 +270,13 @@ class Store:
         best: int | None,
         averages: Averages | None = None,
     ) -> None:
-        """Save ``step``. If asynchronous, forward and backward may continue, updates after `settle`.
+        """Save ``step``. If asynchronous, forward and backward may continue, but updates after `settle`.
 
         Args:
-            step: more than that of any checkpoint there.
+            step: greater than that of any checkpoint there.
             module, optimizer, extra, averages: as for `checkpoint.save`.
             facts: JSON for the manifest, beside the step.
-            best: the step whose checkpoint, if there is one, is kept whatever its age.
+            best: the step whose checkpoint is kept whatever its age; None for none.
         """
         self.finish()
         path, facts = self.directory / step_name(step), {"step": step, **facts}
@@ -289,12 +289,12 @@ class Store:
             self.finish()
 
     def settle(self) -> None:
-        """Return when parameters and optimizer state may change."""
+        """Wait until parameters and optimizer state may change."""
         if self._work is not None:
             self._work.copied.wait()
 
     def advance(self) -> bool:
-        """Enter the next stage of the save under way; return whether it is committed. No rank may be busy."""
+        """Begin the next stage of the save under way; return whether it is committed. No rank may be busy."""
         stages, self._stages, self._work = self._stages, None, None
         assert stages is not None, "nothing is under way"
         self._work = next(stages, None)
@@ -307,7 +307,7 @@ class Store:
         return False
 
     def finish(self) -> None:
-        """Return when nothing is under way."""
+        """Complete the save under way, if there is one."""
         while self._stages is not None:
             if self.writer is not None:
                 self.writer.join()
@@ -316,12 +316,12 @@ class Store:
     def _retain(self) -> None:
         """Delete all but the newest ``keep`` checkpoints and the best one.
 
-        Each is renamed first, so that a kill leaves nothing that looks like a checkpoint and is none.
+        Each is renamed first, so that a kill leaves no incomplete directory with a checkpoint's name.
         """
         for step in steps_in(self.directory)[: -self._keep]:
             if step != self._best:
                 path = self.directory / step_name(step)
                 deleted = path.with_name(f"{TEMPORARY}deleted-{path.name}")
-                with contextlib.suppress(OSError):  # what cannot be deleted does no harm
+                with contextlib.suppress(OSError):  # a checkpoint that cannot be deleted is harmless
                     os.rename(path, deleted)
                     shutil.rmtree(deleted)

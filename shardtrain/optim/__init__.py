@@ -1,4 +1,4 @@
-"""What an optimizer step needs beyond ``torch.optim``, whose optimizers work on shards as they are."""
+"""Clip gradients, scale losses, average weights, and Muon. Optimizers of ``torch.optim`` work as they are."""
 
 from shardtrain.optim.clip import GradScaler, clip_grad_norm_
 from shardtrain.optim.ema import Ema

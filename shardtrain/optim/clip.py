@@ -1,4 +1,4 @@
-"""Clipping and loss scaling: one decision of all ranks. In an own file, apart from any optimizer."""
+"""Clip gradients and scale losses by one decision of all ranks. Its own file, apart from any optimizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most ``max_norm``; return the norm before.
 
-    Gives what ``torch.nn.utils.clip_grad_norm_`` gives on the unsharded model; that one works, too, as long
-    as each rank has a gradient. One all-reduce of at most two elements. ``max_norm=inf`` only measures.
+    The result is that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model. torch's function works,
+    too, if each rank has a gradient. One all-reduce of at most two elements. ``max_norm=inf`` only measures.
 
     Returns:
         0-dim fp32 tensor on the model's device, equal on all ranks.
@@ -44,11 +44,11 @@ def clip_grad_norm_(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded gradients, over the default process group.
+    """Scale losses as `torch.amp.GradScaler` does, for sharded gradients, over the default process group.
 
-    A rank sees only its local shards, so an overflow may show on one rank alone. All ranks take the largest
+    A rank has only its local shards, so an overflow may occur on one rank alone. All ranks use the maximum of
     ``found_inf``, so they skip the same steps and change their scale alike. Each ``unscale_()`` or ``step()``
-    costs one all-reduce of one element. Use it as torch's, with ``Precision(param=torch.float16)``::
+    costs one all-reduce of one element. Use it like torch's, with ``Precision(param=torch.float16)``::
 
         scaler = shardtrain.GradScaler()  # GradScaler("cpu") on CPUs
         scaler.scale(loss).backward()
@@ -60,9 +60,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale this rank's gradients; fused optimizers, too, come through here."""
+        """Unscale this rank's gradients. torch calls it for fused optimizers, too."""
         home = next(param.device for group in optimizer.param_groups for param in group["params"])
-        here = torch.zeros_like(found_inf, device=home)  # torch would not wait for its copies to the host
+        here = torch.zeros_like(found_inf, device=home)  # since torch does not wait for copies to the host
         by_device = super()._unscale_grads_(optimizer, inv_scale.to(home), here, allow_fp16)
         flags = [flag.to(found_inf.device, non_blocking=True) for flag in by_device.values()]
         return {found_inf.device: comm.all_reduce(torch.stack([found_inf, *flags]).amax(), "max")}

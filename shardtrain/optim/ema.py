@@ -1,8 +1,8 @@
-"""A moving average of the weights: each rank averages its local shards.
+"""Keep a moving average of the weights: each rank averages its local shards.
 
-An update is one element-wise pass over these and moves nothing between ranks. Each rank also averages its
-own running statistics of BatchNorm. A mean over time and a mean over ranks may change places, so the ranks'
-mean of these averages is the average of the ranks' means.
+An update is one element-wise pass over these, and communicates nothing. Each rank also averages its own
+running statistics of BatchNorm. Means over time and over ranks commute, so the mean over ranks of these
+averages is the average of the means.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardtrain.engine.hooks import engine_of
 
 
 class Ema:
-    """Follows a sharded module: ``average = decay * average + (1 - decay) * weights`` at each update."""
+    """Average a sharded module's weights: ``average = decay * average + (1 - decay) * weights``."""
 
     def __init__(self, module: nn.Module, decay: float, *, every: int = 1, after: int = 0) -> None:
         """
         Args:
             module: what `shardtrain.shard` returned; its present weights are the first average.
             decay: in [0, 1).
-            every: steps from one update to the next.
-            after: until this step an update copies the weights.
+            every: number of steps between updates.
+            after: up to this step an update copies the weights.
         """
         if not (0 <= decay < 1 and every >= 1 and after >= 0):
             given = f"decay={decay}, every={every}, after={after}"
@@ -35,22 +35,22 @@ class Ema:
         self._engine = engine_of(module)
         self._all_ranks = self._engine.transport.all_ranks
         self._engine.require_rest("Ema() cannot be called")
-        # The average of each parameter, cut as the parameter is.
+        # The average of each parameter, of its local shard.
         self.averages = {param: param.detach().clone() for param in module.parameters()}
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self._buffer_averages = {buffer: buffer.detach().clone() for buffer in buffers}
 
     def update(self, step: int) -> None:
-        """Average the weights that step number ``step``, counted from 1, has left."""
+        """Average the weights after step number ``step``, counted from 1."""
         if step % self.every == 0:
             weight = 1.0 if step <= self.after else 1.0 - self.decay
             pairs = [(average, now) for average, now in self._pairs() if now.numel()]
-            if pairs:  # with layout="whole", a rank may hold nothing
+            if pairs:  # with layout="whole" a rank may hold no element
                 torch._foreach_lerp_([average for average, _ in pairs], [now for _, now in pairs], weight)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Put the averages in place of parameters and buffers while inside. Changes to them are dropped.
+        """Replace parameters and buffers by their averages inside. Changes made inside are dropped.
 
         Raises:
             ValueError: a step is under way.
@@ -66,9 +66,9 @@ class Ema:
                 now.copy_(before)
 
     def state(self) -> dict[str, Any]:
-        """Return the buffers' averages: this rank's, and the ranks' mean for other world sizes. Collective.
+        """Return the buffers' averages: this rank's, and the mean for other world sizes. Collective.
 
-        The parameters' `averages` are saved beside the parameters, cut as they are.
+        The parameters' `averages` are saved beside the parameters, and sharded like them.
         """
         means = [average.clone() for average in self._buffer_averages.values()]
         for mean in means:
@@ -77,7 +77,7 @@ class Ema:
         return {"own": list(self._buffer_averages.values()), "mean": means}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
-        """Take the buffers' averages from the ``state`` that each of ``ranks`` ranks saved."""
+        """Restore the buffers' averages from a ``state`` saved by ``ranks`` ranks."""
         values = state["own" if ranks == self._all_ranks.world else "mean"]
         for average, value in zip(self._buffer_averages.values(), values, strict=True):
             average.copy_(value)
@@ -87,7 +87,7 @@ class Ema:
         return [average for average, _ in self._pairs()]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each average with the tensor that it follows."""
-        self._engine.schedule.show_pieces()  # a forward without a backward leaves them whole
+        """Return each average with the tensor that it averages."""
+        self._engine.schedule.show_pieces()  # a forward without a backward leaves full parameters shown
         pairs = [*self.averages.items(), *self._buffer_averages.items()]
         return [(average, now.data) for now, average in pairs]

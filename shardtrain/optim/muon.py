@@ -1,18 +1,18 @@
-"""Muon for matrices and filters, AdamW for the rest, as one optimizer.
+"""Update matrices and filters by Muon and the rest by AdamW, in one optimizer.
 
-Muon orthogonalises the momentum of each matrix: from ``U S Vᵀ`` it makes ``U Vᵀ``, which moves all
-directions of a matrix alike. It needs the whole matrix, so shard with ``layout="whole"``: each rank then
-steps on the matrices that it owns, and nothing is communicated. A filter of shape (out, in, height, width)
-is the matrix (out, in · height · width). One matrix ``W``, gradient ``G``::
+Muon orthogonalises the momentum of each matrix: it replaces ``U S Vᵀ`` by ``U Vᵀ``, so that all directions
+change equally. It needs the whole matrix, so shard with ``layout="whole"``: each rank then updates the
+matrices that it owns, and communicates nothing. A filter of shape (out, in, height, width) counts as the
+matrix (out, in · height · width). For one matrix ``W`` with gradient ``G``::
 
     M = momentum · M + (1 - momentum) · G
     O = orthogonalised(momentum · M + (1 - momentum) · G)       Nesterov; otherwise of M alone
     W = W - lr · weight_decay · W - lr · 0.2 · √max(rows, columns) · O
 
 Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks",
-https://kellerjordan.github.io/posts/muon/. The scale is that of Liu et al., 2025,
-https://arxiv.org/abs/2502.16982: it makes an update as large as AdamW's usually are, so one learning rate and
-one weight decay serve both.
+https://kellerjordan.github.io/posts/muon/. The factor 0.2 √max is that of Liu et al., 2025,
+https://arxiv.org/abs/2502.16982: updates are then about as large as AdamW's, so one learning rate and one
+weight decay serve both.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on groups with ``use_muon``, which is the default, and AdamW on the others.
+    """Update groups with ``use_muon`` (the default) by Muon, and others by AdamW.
 
-    `muon_groups` makes both from a model. On matrices it is torch's, ``match_rms_adamw``.
+    `muon_groups` makes the groups of a model. On matrices it equals torch's Muon with ``match_rms_adamw``.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Muon(torch.optim.Optimizer):
         """
         Args:
             params: parameters, or groups of them, each with ``use_muon`` True or False.
-            lr, weight_decay: of all groups; decay is decoupled.
+            lr, weight_decay: for all groups; decay is decoupled.
             momentum, nesterov: Muon's.
             betas, eps: AdamW's.
 
         Raises:
-            ValueError: a number out of range, or a group with ``use_muon`` holds what is no matrix or filter.
+            ValueError: a number is out of range, or a group with ``use_muon`` has a parameter below 2-D.
         """
         if not (lr >= 0 and weight_decay >= 0 and eps >= 0):
             raise ValueError(f"lr={lr}, weight_decay={weight_decay}, eps={eps}: expected at least 0")
@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient: those that this rank owns. Communicates nothing."""
+        """Update every parameter of this rank that has a gradient. Communicates nothing."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,15 +113,15 @@ class Muon(torch.optim.Optimizer):
         grads = [param.grad for param in params if param.grad is not None]
         options = {key: group[key] for key in ("lr", "weight_decay", "eps")}
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        options["fused"] = True  # in one pass, and without asking for the values of the counters
+        options["fused"] = True  # one pass, and no wait of the host for step counts
         adamw(params, grads, averages, squares, [], steps, amsgrad=False, maximize=False, **options)
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """Return nearly ``U Vᵀ`` of ``matrix`` = ``U S Vᵀ``, in bf16: singular values of about 0.7 to 1.2.
+    """Return an approximation of ``U Vᵀ`` for ``matrix`` = ``U S Vᵀ``, with singular values of 0.7 to 1.2.
 
-    Newton-Schulz: an odd polynomial of a matrix is that polynomial of its singular values. bf16 suffices,
-    since it need not converge.
+    By Newton-Schulz: an odd polynomial of a matrix applies the polynomial to its singular values. It runs in
+    bf16, which suffices since it need not converge.
     """
     tall = matrix.size(0) > matrix.size(1)
     wide = matrix.bfloat16().T if tall else matrix.bfloat16()
@@ -134,17 +134,17 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Make groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
+    """Return groups for `Muon`: the `hidden_matrices` of ``module``, and the rest for AdamW."""
     hidden, params = set(hidden_matrices(module)), list(module.parameters())
     split = {use: [param for param in params if (param in hidden) == use] for use in (True, False)}
     return [{"params": group, "use_muon": use} for use, group in split.items() if group]
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return weights of linear, convolutional and attention layers but the first and the last, stem and head.
+    """Return the weights of linear, convolutional and attention layers, without the first and the last.
 
-    What is left are norms, biases, embeddings, stem and head, whose inputs or outputs are not vectors of
-    hidden features. They do better with AdamW (Jordan et al.). Chosen by type and order, not by shape.
+    Norms, biases, embeddings, stem and head remain. Their inputs or outputs are no vectors of hidden
+    features, and AdamW trains them better (Jordan et al.). Chosen by type and order, not by shape.
     """
     embedded = {m.weight for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | _ConvNd | nn.MultiheadAttention)]
