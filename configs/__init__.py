@@ -20,9 +20,11 @@ def registered() -> Iterator[Path]:
     shared = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("models.yaml")))
     assert isinstance(shared, dict)
     for name in torchvision_models():
-        _store(name, "classifier", shared, name=name, stem="auto", zero_init_residual=False)
-    _store("own", "classifier", {**shared, "_target_": "???"})
-    _store("vit_cifar", "vit", shared, patch=4, layers=7, heads=12, width=384, mlp_width=384)
+        _store(name, "models.classifier", shared, name=name, stem="auto", zero_init_residual=False)
+    _store("own", "models.classifier", {**shared, "_target_": "???"})
+    _store("vit_cifar", "models.vit", shared, patch=4, layers=7, heads=12, width=384, mlp_width=384)
+    _store("resnet20", "models.resnet_cifar", shared, depth=20)
+    _store("resnet9", "resnet9_cifar10.Resnet9", shared, widths=[64, 256, 256])
     try:
         yield Path(__file__).resolve().parent
     finally:
@@ -39,5 +41,5 @@ def torchvision_models() -> list[str]:
 
 
 def _store(model: str, function: str, shared: Mapping[Any, Any], **keys: Any) -> None:
-    node = {"_target_": f"shardtrain.recipes.models.{function}", **keys, **shared}
+    node = {"_target_": f"shardtrain.recipes.{function}", **keys, **shared}
     ConfigStore.instance().store(group="model", name=model, node=node)

@@ -41,34 +41,53 @@ class Affine:
         return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
+FLIP = 2  # the draw that decides whether an image is mirrored
+
+
 class Photo:
     """Crops and mirrors, changes colours and shapes, erases boxes; suits photographs.
 
     First a policy of torchvision changes each image, as uint8 and where it is loaded (`image`): its
     transforms draw once a call from torch's random numbers, so they are called once an image, in the loader's
     processes, with these numbers seeded by the image's place in the run. The rest is a few array operations
-    on the whole batch: pads with zeros (the mean) and crops back to size, mirrors every second image, and
-    fills a box of some images with zeros.
+    on the whole batch: pads and crops back to size, mirrors every second image, and fills a box of some
+    images with zeros (the mean).
     """
 
     draws = 8
 
-    def __init__(self, pad: int, policy: str = "none", magnitude: int = 9, erase: float = 0.0) -> None:
+    def __init__(
+        self,
+        pad: int,
+        policy: str = "none",
+        magnitude: int = 9,
+        erase: float = 0.0,
+        border: str = "constant",
+        flip: str = "random",
+    ) -> None:
         """pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
         (RandAugment: two operations of `magnitude`, 0 to 30), cifar10 (AutoAugment's policy for it).
-        erase: the part of the images that lose a box of 2 to 33 % of their area.
+        erase: the part of the images that lose a box of 2 to 33 % of their area. border: constant (zeros) or
+        reflect. flip: random; alternating: at random in the first epoch, then the other way round than in the
+        epoch before (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498).
         """
         if pad < 0 or not 0 <= magnitude <= 30 or not 0 <= erase <= 1:
             raise ValueError(
                 f"pad={pad}, magnitude={magnitude}, erase={erase}: expected at least 0, 0 to 30 and 0 to 1"
             )
-        self.pad, self.erase = pad, erase
+        if border not in ("constant", "reflect") or flip not in ("random", "alternating"):
+            raise ValueError(
+                f"border={border}, flip={flip}: expected constant or reflect, and random or alternating"
+            )
+        self.pad, self.erase, self.border = pad, erase, border
+        self.alternates = [FLIP] if flip == "alternating" else []
+        """Columns of `uniform` that move by 1/2 from epoch to epoch."""
         self.image = policy_named(policy, magnitude)
         """uint8 [channels, height, width] to the same, drawing from torch's random numbers; None: nothing."""
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
         """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 8]."""
-        cropped = crop_flip(images, uniform[:, :3], self.pad)
+        cropped = crop_flip(images, uniform[:, :3], self.pad, self.border)
         return erased(cropped, uniform[:, 3:], self.erase) if self.erase else cropped
 
 
@@ -88,8 +107,8 @@ def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None
     return policies[name]()
 
 
-def crop_flip(images: Tensor, uniform: Tensor, pad: int) -> Tensor:
-    """Random crops of images with a border of `pad` zeros, every second one mirrored.
+def crop_flip(images: Tensor, uniform: Tensor, pad: int, border: str = "constant") -> Tensor:
+    """Random crops of images with a border of `pad` pixels, every second one mirrored.
 
     uniform: float32 [batch, 3]: top, left, mirrored.
     """
@@ -97,8 +116,8 @@ def crop_flip(images: Tensor, uniform: Tensor, pad: int) -> Tensor:
     top, left = (uniform[:, :2] * (2 * pad + 1)).long().unbind(1)
     rows = top[:, None] + torch.arange(height, device=images.device)
     columns = left[:, None] + torch.arange(width, device=images.device)
-    columns = torch.where(uniform[:, 2:] < 0.5, columns, columns.flip(1))
-    padded = F.pad(images, [pad] * 4)
+    columns = torch.where(uniform[:, FLIP:] < 0.5, columns, columns.flip(1))
+    padded = F.pad(images, [pad] * 4, border) if pad else images
     image = torch.arange(batch, device=images.device)[:, None, None]
     picked = padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]]
     return picked.permute(0, 3, 1, 2).contiguous()

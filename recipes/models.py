@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+import torch.nn.functional as F
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
@@ -59,6 +60,46 @@ def vit(
     if in_channels != 3:
         _set_input_channels(model, in_channels)
     return model
+
+
+def resnet_cifar(num_classes: int, in_channels: int, image_size: int, depth: int) -> nn.Module:
+    """The ResNet of He et al. (2015, https://arxiv.org/abs/1512.03385, section 4.2) for small images.
+
+    Three stages of 16, 32 and 64 channels, each of ``(depth - 2) / 6`` blocks of two convolutions. Shortcuts
+    have no parameters: where the shape changes they take every second pixel and add channels of zeros.
+    """
+    blocks, rest = divmod(depth - 2, 6)
+    if rest or blocks < 1 or image_size < 4:
+        raise ValueError(
+            f"depth={depth}, image_size={image_size}: expected 6 n + 2 layers (20, 32, 44, 56, 110), 4 pixels"
+        )
+    layers: list[nn.Module] = [
+        nn.Conv2d(in_channels, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    ]
+    width = 16
+    for stage in (16, 32, 64):
+        for _ in range(blocks):
+            shortcut = None if width == stage else Shortcut(stage - width)
+            layers.append(BasicBlock(width, stage, 1 if shortcut is None else 2, shortcut))
+            width = stage
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes))
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d):
+            _initialised(part)
+    return model
+
+
+class Shortcut(nn.Module):
+    """Takes every second pixel and adds ``channels`` channels of zeros."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.pad(images[:, :, ::2, ::2], [0, 0, 0, 0, 0, self.channels])
 
 
 def _build(name: str, num_classes: int, image_size: int) -> nn.Module:

@@ -47,6 +47,13 @@ def count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
+def has_fast_bf16() -> bool:
+    """Return whether the accelerators, or without any the CPU, multiply bf16 faster than fp32."""
+    if count():
+        return ACCELERATOR != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def shareable() -> bool:
     """Return whether ranks may share an accelerator: from NCCL 2.30 on, if its variable is set."""
     asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"

@@ -18,7 +18,7 @@ from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.job.data.batches import Arrays, DataSet
-from shardtrain.job.evaluate import Evaluation, Scores, evaluate
+from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
 from shardtrain.job.model import parameter_groups
 from shardtrain.job.schema import UserError
 
@@ -102,8 +102,8 @@ def _evaluation(flip: bool) -> Evaluation:
     with torch.no_grad():  # a rank's own training batches
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2  # type: ignore[operator]
     share = Share(1, 1, comm.rank(), comm.world_size())
-    feed = EvalFeed(small, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
-    found = evaluate(model, feed, flip=flip)
+    feed = EvalFeed(small.val, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
+    found = evaluate(model, feed, views=Views(flip))
     assert model.training
     return found
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
+import shardtrain
 from shardtrain.job import data
 from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.mixing import Mix
@@ -22,6 +23,9 @@ from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
 from shardtrain.job.schema import UserError, instantiate, typed
 from shardtrain.optim import Ema, GradScaler
+
+# Training images that a model with a method `init_from_images` is given, to set what depends on the data.
+SHOWN = 5000
 
 # Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
 # int64 [batch], or what `data.mixing` makes of them: soft, float32 [batch, classes].
@@ -40,6 +44,8 @@ class Job(NamedTuple):
     ema: Ema | None
     train: data.TrainFeed
     val: data.EvalFeed
+    test: data.EvalFeed | None
+    """Images that nothing is chosen by: evaluated once, at the end."""
     share: data.Share
     device: torch.device
     """Where units compute and batches are; shards may lie in host memory."""
@@ -78,12 +84,17 @@ def build(
     }
     model = converted(model, config, device)
     optimizer = shard_with_optimizer(model, config, device=device)
+    init_from_images = getattr(model, "init_from_images", None)
+    if init_from_images is not None and first_step == 0 and not config.model.get("weights"):
+        shown, _ = images.train[list(range(min(SHOWN, len(images.train))))]
+        with shardtrain.unsharded(model):
+            init_from_images(data.Prepare(images, config.data.image_size, device)(shown))
     seed_process("rank", config.seed, rank)  # dropout differs between ranks
 
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     factor = lr_factor(config.sched, steps, steps_per_epoch)
-    train, val = _feeds(config, images, share, device, range(first_step, steps))
+    train, val, test = feeds(config, images, share, device, range(first_step, steps))
     job = Job(
         model=model,
         loss=loss_of(config.train.loss, config.train.label_smoothing),
@@ -93,13 +104,15 @@ def build(
         ema=ema_of(model, config, steps_per_epoch),
         train=train,
         val=val,
+        test=test,
         share=share,
         device=device,
         channels=images.channels,
         steps=steps,
         first_step=first_step,
         steps_per_epoch=steps_per_epoch,
-        data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out",
+        data_name=f"{images.name}, {len(images.train):,} + {len(images.val):,} held out"
+        + (f" + {len(images.test):,} to test" if images.test else ""),
         forward_flops=flops,
     )
     return job, config
@@ -156,9 +169,10 @@ def completed(config: Config, images: data.DataSet) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def _feeds(
+def feeds(
     config: Config, images: data.DataSet, share: data.Share, device: torch.device, steps: range
-) -> tuple[data.TrainFeed, data.EvalFeed]:
+) -> tuple[data.TrainFeed, data.EvalFeed, data.EvalFeed | None]:
+    """Return the batches to train on in ``steps``, to evaluate by, and to test by."""
     keys, mixup, cutmix, mix, augment = config.data, config.train.mixup, config.train.cutmix, None, None
     if config.augment.get("_target_") is not None:
         augment = instantiate(config.augment, "augment", object, config.allow)
@@ -178,7 +192,9 @@ def _feeds(
         side=keys.side_in,
     )
     prepare = data.Prepare(images, keys.side_in_eval, device)
-    return train, data.EvalFeed(images, share, prepare, workers=keys.workers)
+    val = data.EvalFeed(images.val, share, prepare, workers=keys.workers)
+    test = data.EvalFeed(images.test, share, prepare, workers=keys.workers) if images.test else None
+    return train, val, test
 
 
 def loss_of(name: str, smoothing: float) -> Loss:

@@ -42,6 +42,7 @@ class Train:
     log_every: int = at_least(1)
     eval_every: int = at_least(1)
     eval_flip: bool
+    eval_shift: int = at_least(0)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Images:
     eval_size: int | None = at_least(1)
     grow: tuple[int, ...] = at_least(1)
     repeats: int = at_least(1)
+    validation: float = at_least(0)
     limit: int | None = at_least(1)
     workers: int = at_least(0)
 

@@ -12,6 +12,8 @@ GRAD_NORM = "grad_norm"  # before clipping
 VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5) = ("val/loss", "val/acc1", "val/acc5")
 # Of the weights' moving average.
 VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5) = ("val/ema_loss", "val/ema_acc1", "val/ema_acc5")
+# Of the weights, or of their average where one is kept, at the end.
+TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5) = ("test/loss", "test/acc1", "test/acc5")
 BEST_ACC1, BEST_STEP = "best_val/acc1", "best_val/step"  # in result.json only
 
 IMG_PER_S = "perf/img_per_s"

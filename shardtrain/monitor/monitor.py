@@ -93,6 +93,10 @@ class Monitor:
         if self.summary is not None and time.perf_counter() > self.summary.due_at:
             self.draw_summary()
 
+    def tested(self, step: int, evaluation: Evaluation) -> None:
+        """Log the scores of the images that nothing was chosen by."""
+        self.log(step, dict(zip(tags.TEST, evaluation.judged, strict=True)))
+
     def draw_summary(self) -> None:
         if self.summary is None or not self.summary.curves:
             return

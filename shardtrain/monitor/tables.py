@@ -86,12 +86,13 @@ def in_words(scalars: Mapping[str, Any], names: Sequence[str], classes: int) -> 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     """Describe the latest evaluation in ``result``, and how it compares with what has been published."""
     rows = []
-    for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA)):
+    for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
         if names[0] in result:
             scores = in_words(result, names, result["classes"])
             rows.append((name, scores + (more if name == "val" else "")))
     if result.get("reference"):
-        yours, theirs = result.get(tags.VAL_EMA_ACC1, result[tags.VAL_ACC1]), result["reference"]
+        judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
+        yours, theirs = next(result[tag] for tag in judged if tag in result), result["reference"]
         source = f"{theirs['source']}: {theirs['conditions']}"
         rows.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} % ({source})"))
     return rows

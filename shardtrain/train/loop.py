@@ -19,7 +19,7 @@ from shardtrain.device import HostCopy, on_accelerator
 from shardtrain.job.build import build
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
-from shardtrain.job.evaluate import evaluate
+from shardtrain.job.evaluate import Views, evaluate
 from shardtrain.job.launch import Context
 from shardtrain.job.signals import StoppableFeed, StopSignals
 from shardtrain.job.step import Step
@@ -122,9 +122,10 @@ def train(config: Config, context: Context) -> float | None:
         monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
         if config.eval_only:
             feed = StoppableFeed(job.val, signals, context.device)
-            evaluation = evaluate(job.model, feed, ema=job.ema, flip=config.train.eval_flip)
+            views = Views(config.train.eval_flip, config.train.eval_shift)
+            evaluation = evaluate(job.model, feed, ema=job.ema, views=views)
             monitor.say(score_table(evaluation, config.reference, config.model["num_classes"]))
-            return evaluation.acc1
+            return evaluation.judged.acc1
         if config.dry_run:
             plan = plan_of(config, job)
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers

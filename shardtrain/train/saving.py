@@ -23,7 +23,8 @@ from shardtrain.checkpoint.store import Store
 from shardtrain.device import HostCopy
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
-from shardtrain.job.evaluate import evaluate
+from shardtrain.job.data import EvalFeed
+from shardtrain.job.evaluate import Evaluation, Views, evaluate
 from shardtrain.job.signals import StoppableFeed, Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
@@ -146,13 +147,17 @@ class Saver:
             self._stop(step, signal)
 
     def finish(self) -> None:
-        """Return when the last save is committed.
+        """Return when the last save is committed, and the images that nothing is chosen by are evaluated.
 
         Raises:
             SaveFailed: on every rank: it is not.
+            Stopped: on every rank: one was asked to stop meanwhile; the same command evaluates them.
         """
         with self._metrics.paused("checkpoint"):
             self._try(self._store.finish, final=True)
+        if self._job.test is not None:
+            with self._metrics.paused("evaluation"):
+                self._monitor.tested(self._job.steps, self._evaluation(self._job.test))
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate, and return whether the model is the best so far.
@@ -160,20 +165,23 @@ class Saver:
         When a rank is asked to stop meanwhile, the evaluation stays pending for the process that resumes.
         """
         self.pending_evaluation = True
-        feed = StoppableFeed(self._job.val, self._signals, self._job.device)
-        flip = self._config.train.eval_flip
         with self._metrics.paused("evaluation"):
             try:
-                evaluation = evaluate(self._job.model, feed, ema=self._job.ema, flip=flip)
+                evaluation = self._evaluation(self._job.val)
             except Stopped as stopped:
                 self._evaluation_signal = stopped.number
                 return False
             self._monitor.evaluated(step, evaluation)
         self.pending_evaluation = False
-        if self.best is not None and evaluation.acc1 <= self.best.acc1:
+        if self.best is not None and evaluation.judged.acc1 <= self.best.acc1:
             return False
-        self.best = Best(step, evaluation.acc1)
+        self.best = Best(step, evaluation.judged.acc1)
         return True
+
+    def _evaluation(self, feed: EvalFeed) -> Evaluation:
+        views = Views(self._config.train.eval_flip, self._config.train.eval_shift)
+        stoppable = StoppableFeed(feed, self._signals, self._job.device)
+        return evaluate(self._job.model, stoppable, ema=self._job.ema, views=views)
 
     def _stop(self, step: int, signal: int) -> NoReturn:
         saved = "nothing is saved"

@@ -6,6 +6,7 @@ until they are on the device (see `feed.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -23,6 +24,10 @@ class Batches(Protocol):
         """Return the same images for batches of ``side`` pixels, if they are cut to size anyway."""
         return self
 
+    def cut_as(self, other: Batches) -> Batches:
+        """Return the same images, cut as those of ``other`` are."""
+        return self
+
 
 class DataSet(NamedTuple):
     train: Batches
@@ -32,6 +37,7 @@ class DataSet(NamedTuple):
     channels: int
     mean: tuple[float, ...]  # per channel, in stored pixel values
     std: tuple[float, ...]
+    test: Batches | None = None
 
 
 class Arrays(Batches):
@@ -48,23 +54,29 @@ class Arrays(Batches):
         return self.images[indices], self.labels[indices]
 
 
-class OfLength(Batches):
-    """The first ``count`` images of a repeated ``source``, or ``count`` evenly spaced ones of a larger one.
+class Chosen(Batches):
+    """Some images of a ``source``, in the order of their ``indices``."""
 
-    Evenly spaced, they come from every class, since data sets on disk are sorted by class.
-    """
-
-    def __init__(self, source: Batches, count: int) -> None:
-        self.source, self.count, self.random = source, count, source.random
+    def __init__(self, source: Batches, indices: Sequence[int]) -> None:
+        self.source, self.indices, self.random = source, indices, source.random
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.indices)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images = len(self.source)
-        if self.count > images:
-            return self.source[[index % images for index in indices]]
-        return self.source[[index * images // self.count for index in indices]]
+        return self.source[[self.indices[index] for index in indices]]
 
-    def at(self, side: int) -> OfLength:
-        return OfLength(self.source.at(side), self.count)
+    def at(self, side: int) -> Chosen:
+        return Chosen(self.source.at(side), self.indices)
+
+    def cut_as(self, other: Batches) -> Chosen:
+        return Chosen(self.source.cut_as(other), self.indices)
+
+
+def of_length(source: Batches, count: int) -> Chosen:
+    """Return the first ``count`` images of ``source`` repeated; of a larger one, evenly spaced images.
+
+    These come from every class, since data sets on disk are sorted by class.
+    """
+    images = len(source)
+    return Chosen(source, [i % images if count > images else i * images // count for i in range(count)])

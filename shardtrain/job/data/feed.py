@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 from shardtrain.device import is_accelerator
 from shardtrain.job.data.batches import Batches, DataSet
 from shardtrain.job.data.mixing import Draws, Mix
-from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator, uniform_draws
+from shardtrain.job.data.sampler import (
+    EvalSampler,
+    Request,
+    Share,
+    TrainSampler,
+    alternating_draws,
+    generator,
+    uniform_draws,
+)
 
 Augment = Callable[[Tensor, Tensor], Tensor]
 
@@ -77,8 +85,9 @@ class Seeded:
 class TrainFeed:
     """This rank's micro-batches of the ``steps``.
 
-    `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]; it may have a method
-    `image` as well, which changes one image, in the loader's workers. `side`: from an epoch to its images'
+    `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]. It may have a method
+    `image`, which changes one image, in the loader's workers, and a list `alternates` of columns whose
+    numbers are each image's own and move by 1/2 from epoch to epoch. `side`: from an epoch to its images'
     pixels per side; None: always as `prepare` says. `repeats`: see `epoch_order`.
     """
 
@@ -110,9 +119,12 @@ class TrainFeed:
             step = sampler.steps[done]
             if micro == 0:
                 uniform = uniform_draws(self.seed, step, share, int(getattr(self.augment, "draws", 0)))
+                for column in getattr(self.augment, "alternates", ()):
+                    each = alternating_draws(self.seed, sampler.epoch(step), sampler.images)
+                    uniform[:, column] = each[sampler.indices(step)]
                 mixing = self.mix.draws(step) if self.mix else None
             rows = slice(micro * share.micro_batch, (micro + 1) * share.micro_batch)
-            images = self.prepare(pixels, sampler.side(step // sampler.steps_per_epoch))
+            images = self.prepare(pixels, sampler.side(sampler.epoch(step)))
             labels = labels.to(device, non_blocking=True)
             if self.augment:
                 images = self.augment(images, uniform[rows].to(device))
@@ -122,20 +134,20 @@ class TrainFeed:
 
 
 class EvalFeed:
-    """This rank's part of the held-out images; as many batches on every rank."""
+    """This rank's part of images to be evaluated; as many batches on every rank."""
 
     def __init__(
         self,
-        data: DataSet,
+        images: Batches,
         share: Share,
         prepare: Prepare,
         *,
         workers: int,
         batch_size: int = EVAL_BATCH,
     ) -> None:
-        self.images, self.prepare = data.val, prepare
-        self.sampler = EvalSampler(len(data.val), batch_size, share.rank, share.world_size)
-        self.loader = _loader(data.val, self.sampler, share.rank, workers, prepare.device, seed=0)
+        self.images, self.prepare = images, prepare
+        self.sampler = EvalSampler(len(images), batch_size, share.rank, share.world_size)
+        self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:
         for index, (images, labels) in enumerate(self.loader):

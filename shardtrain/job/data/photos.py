@@ -65,6 +65,10 @@ class Pictures(Batches):
     def at(self, side: int) -> Pictures:
         return self if side == self.side else Pictures(self.source, self.crop, side)
 
+    def cut_as(self, other: Batches) -> Pictures:
+        assert isinstance(other, Pictures)
+        return Pictures(self.source, other.crop, other.side)
+
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
             image = Image.open(io.BytesIO(self.source[index])).convert("RGB")

@@ -68,6 +68,11 @@ def uniform_draws(seed: int, step: int, share: Share, draws: int) -> Tensor:
     return share.of(whole)
 
 
+def alternating_draws(seed: int, epoch: int, images: int) -> Tensor:
+    """Return a random number for each image that moves by 1/2 from epoch to epoch: float32 [images]."""
+    return (torch.rand(images, generator=generator("alternate", seed)) + epoch / 2) % 1
+
+
 class Request(NamedTuple):
     """A micro-batch to be loaded."""
 
@@ -94,22 +99,30 @@ class TrainSampler:
     ) -> None:
         self.images, self.share, self.seed, self.repeats, self.side = images, share, seed, repeats, side
         self.steps, self.steps_per_epoch = steps, images // share.batch_size
+        self._ordered_epoch, self._order = -1, torch.empty(0)
 
     def __len__(self) -> int:
         return len(self.steps) * self.share.accumulate
 
     def __iter__(self) -> Iterator[Request]:
-        share, order, ordered_epoch = self.share, torch.empty(0), -1
+        share = self.share
         for step in self.steps:
-            epoch, batch = divmod(step, self.steps_per_epoch)
-            if epoch != ordered_epoch:
-                order, ordered_epoch = epoch_order(self.seed, epoch, self.images, self.repeats), epoch
-            start = batch * share.batch_size
-            whole = copies_apart(order[start : start + share.batch_size], self.repeats)
             position = step * share.batch_size + share.rank * share.per_rank
-            for micro_batch in share.of(whole).split(share.micro_batch):
-                yield Request(position, self.side(epoch), micro_batch.tolist())
+            for micro_batch in self.indices(step).split(share.micro_batch):
+                yield Request(position, self.side(self.epoch(step)), micro_batch.tolist())
                 position += share.micro_batch
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def indices(self, step: int) -> Tensor:
+        """Return the indices of this rank's images in ``step``: int64 [per_rank]."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        if epoch != self._ordered_epoch:
+            self._order = epoch_order(self.seed, epoch, self.images, self.repeats)
+            self._ordered_epoch = epoch
+        start = batch * self.share.batch_size
+        return self.share.of(copies_apart(self._order[start : start + self.share.batch_size], self.repeats))
 
 
 class EvalSampler:

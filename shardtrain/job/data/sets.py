@@ -15,7 +15,7 @@ import torch
 from numpy.lib.npyio import NpzFile
 
 from shardtrain.job.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Npz, WebDataset
-from shardtrain.job.data.batches import Arrays, DataSet, OfLength
+from shardtrain.job.data.batches import Arrays, Chosen, DataSet, of_length
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.schema import UserError
@@ -24,10 +24,35 @@ from shardtrain.job.schema import UserError
 def load(config: Data) -> DataSet:
     """Return the data set that the configuration names."""
     data, limit = _read(config), config.limit
+    if config.validation:
+        data = with_validation(data, config.validation)
     if limit is None:
         return data
-    train, val = (OfLength(part, min(limit, len(part))) for part in (data.train, data.val))
-    return data._replace(train=train, val=val)
+    train, val = (of_length(part, min(limit, len(part))) for part in (data.train, data.val))
+    return data._replace(
+        train=train, val=val, test=data.test and of_length(data.test, min(limit, len(data.test)))
+    )
+
+
+def with_validation(data: DataSet, amount: float) -> DataSet:
+    """Take ``amount`` of the training images, a fraction or a number, for validation; keep the rest to test.
+
+    Which ones is a fixed permutation: the same for every seed of a run.
+    """
+    images = len(data.train)
+    count = round(amount if amount >= 1 else amount * images)
+    if data.test is not None or not 0 < count < images:
+        reason = f"{data.name} has {images} training images"
+        raise UserError(
+            f"data.validation={amount:g}: {reason}"
+            + (", and a validation part of its own" if data.test else "")
+        )
+    order = torch.randperm(images, generator=generator("validation")).tolist()
+    return data._replace(
+        train=Chosen(data.train, sorted(order[count:])),
+        val=Chosen(data.train.cut_as(data.val), sorted(order[:count])),
+        test=data.val,
+    )
 
 
 def _read(config: Data) -> DataSet:
@@ -69,8 +94,11 @@ def _arrays(file: IO[bytes], name: str) -> DataSet:
     held_out = "val" if "val_images" in found else "test"
     with found:
         train, val = _part(found, "train"), _part(found, held_out)
+        test = _part(found, "test") if held_out == "val" and "test_images" in found else None
     classes = 1 + int(train.labels.max())
-    for part, labels, bound in (("train", train.labels, len(train)), (held_out, val.labels, classes)):
+    parts = [("train", train.labels, len(train)), (held_out, val.labels, classes)]
+    parts += [("test", test.labels, classes)] if test is not None else []
+    for part, labels, bound in parts:
         if labels.min() < 0 or labels.max() >= bound:
             raise ValueError(f"{part}_labels are from {labels.min()} to {labels.max()}, not 0 to {bound - 1}")
     if train.images.shape[1:] != val.images.shape[1:]:
@@ -85,6 +113,7 @@ def _arrays(file: IO[bytes], name: str) -> DataSet:
         channels=len(mean),
         mean=tuple(round(value, 2) for value in mean.tolist()),
         std=tuple(round(value, 2) or 1.0 for value in std.tolist()),
+        test=test,
     )
 
 
@@ -162,8 +191,8 @@ def _fake(config: Fake) -> DataSet:
     labels = torch.randint(0, config.classes, (few,), generator=generator("fake labels"))
     pool = Arrays(images, labels)
     return DataSet(
-        train=OfLength(pool, config.train_images),
-        val=OfLength(pool, config.val_images),
+        train=of_length(pool, config.train_images),
+        val=of_length(pool, config.val_images),
         name="fake",
         classes=config.classes,
         channels=config.channels,
