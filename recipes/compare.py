@@ -53,7 +53,9 @@ def train(way: str, config: Config, context: Context, images: data.DataSet, ever
     alone = way == "one_process"
     share = data.Share(size, parts * world, 0, 1) if alone else data.Share(size, parts, comm.rank(), world)
     model = converted(initial_model(config), config, device).to(device)
-    contender = contenders.build(WAYS[way][1], model, config.parallel.precision, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the peers' options
+        contender = contenders.build(WAYS[way][1], model, config.parallel.precision, device)
     model = contender.model
     optimizer = config.optim.make(parameter_groups(model, config.optim), config.allow)
     for group in optimizer.param_groups:
@@ -189,7 +191,6 @@ def main() -> None:
     if odd := set(ways) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(odd))} is none of {', '.join(WAYS)}")
     sys.argv[1:] = overrides
-    warnings.simplefilter("ignore", FutureWarning)  # of the peers' options
 
     def compare(config: Config, context: Context) -> None:
         images = data.load(config.data)

@@ -33,10 +33,18 @@ from shardtrain.job.data.sampler import (
     generator,
 )
 from shardtrain.job.schema import UserError
+from shardtrain.recipes.augment import Photo
 
 from tiny import CPU, composed, train_feed
 
-PLAIN: dict[str, Any] = {"eval_size": None, "grow": (), "repeats": 1, "limit": None, "workers": 0}
+PLAIN: dict[str, Any] = {
+    "eval_size": None,
+    "grow": (),
+    "repeats": 1,
+    "validation": 0.0,
+    "limit": None,
+    "workers": 0,
+}
 PHOTOS = {**PLAIN, "image_size": 8, "resize": 10, "crop_area": 0.5}
 DIGITS = Digits(name="digits", image_size=8, **PLAIN)
 
@@ -299,6 +307,60 @@ def test_a_limit_takes_some_of_every_class() -> None:
     whole = data.load(DIGITS)
     assert torch.equal(limited.train[[0, 4]][0], whole.train[[0, 4 * 1437 // 5]][0])
     assert len(data.load(replace(DIGITS, limit=5000)).train) == 1437
+
+
+@pytest.mark.parametrize("amount", [0.2, 287])
+def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> None:
+    whole, split = data.load(DIGITS), data.load(replace(DIGITS, validation=amount))
+    assert split.test is not None
+    assert [len(part) for part in (split.train, split.val, split.test)] == [1150, 287, 360]
+    assert torch.equal(split.test[[0, 359]][0], whole.val[[0, 359]][0])
+    parts = [set(part.indices) for part in (split.train, split.val)]  # type: ignore[attr-defined]
+    assert set.union(*parts) == set(range(1437))
+    assert not set.intersection(*parts)
+    assert parts[1] == set(data.load(replace(DIGITS, validation=amount)).val.indices)  # type: ignore[attr-defined]
+
+
+def test_validation_images_are_cut_as_held_out_ones(tmp_path: Path) -> None:
+    config = replace(write_folders(tmp_path), validation=2, eval_size=9, image_size=8)
+    split = data.load(config)
+    assert [part[[0]][0].shape[-1] for part in (split.train, split.val, split.test) if part] == [8, 9, 9]
+
+
+def test_validation_is_refused_where_it_cannot_be_taken(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.validation=1437: digits has 1437 training images$"):
+        data.load(replace(DIGITS, validation=1437))
+    images, labels = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
+    parts = {
+        f"{part}_{key}": value
+        for part in ("train", "val", "test")
+        for key, value in (("images", images), ("labels", labels))
+    }
+    np.savez(tmp_path / "a.npz", **parts)
+    config = Npz(name="arrays", root=str(tmp_path / "a.npz"), image_size=0, **PLAIN)
+    assert len(data.load(config).test or ()) == 6
+    with pytest.raises(UserError, match="has 6 training images, and a validation part of its own"):
+        data.load(replace(config, validation=2))
+
+
+def test_images_alternate_from_epoch_to_epoch() -> None:
+    pixels = torch.arange(40, dtype=torch.uint8).view(10, 1, 1, 4)
+    arrays = Arrays(pixels, torch.arange(10))
+    small = data.DataSet(arrays, arrays, "small", 10, 1, (0.0,), (1.0,))
+    flipped: list[dict[int, bool]] = []
+    for world in (1, 2):  # two epochs of five steps
+        seen: list[dict[int, bool]] = [{}, {}]
+        for rank in range(world):
+            share = Share(2, 1, rank, world)
+            feed = train_feed(small, 4, share, steps=range(10), augment=Photo(0, flip="alternating"))
+            for index, batch in enumerate(feed):
+                for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
+                    seen[index // 5][label] = bool(image[0, 0, 0] > image[0, 0, 1])
+        flipped = flipped or seen
+        assert seen == flipped
+    first, second = flipped
+    assert 0 < sum(first.values()) < 10
+    assert second == {label: not was for label, was in first.items()}
 
 
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 70))

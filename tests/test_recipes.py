@@ -26,18 +26,19 @@ from torchvision.models import resnet18
 import shardtrain
 from shardtrain import checkpoint, comm
 from shardtrain.job import model
-from shardtrain.job.build import loss_of, lr_factor
+from shardtrain.job.build import completed, loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
-from shardtrain.job.data import Batch, DataSet, Share
+from shardtrain.job.data import Batch, DataSet, Share, load
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.data.mixing import Draws, Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.monitor.tables import end_table
 from shardtrain.optim import Ema
-from shardtrain.recipes import digits
+from shardtrain.recipes import compare, digits
 from shardtrain.recipes.augment import Affine, Photo
-from shardtrain.recipes.models import classifier, vit
+from shardtrain.recipes.models import classifier, resnet_cifar, vit
+from shardtrain.recipes.resnet9_cifar10 import Norm, Resnet9
 from shardtrain.train.loop import train
 
 import small
@@ -47,6 +48,38 @@ from small import train as steps_of
 from tiny import composed, context, global_batches, result_of
 
 MODELS = "shardtrain.recipes.models"
+
+
+def test_resnet9_whitens_patches_of_the_images_shown() -> None:
+    torch.manual_seed(0)
+    model = Resnet9(10, 3, 32)
+    assert sum(param.numel() for param in model.parameters() if param.requires_grad) == 1_971_352
+    images = torch.randn(300, 3, 9, 9).cumsum(3) @ torch.rand(9, 9)  # neighbours are alike
+    model.init_from_images(images)
+    found = model.whiten(images).detach().permute(1, 0, 2, 3).flatten(1)
+    assert torch.allclose(found[:12], -found[12:], atol=1e-4)
+    assert torch.allclose(found[:12] @ found[:12].T / found.size(1), torch.eye(12), atol=0.02)
+
+
+def test_a_scaled_bias_learns_64_times_as_fast() -> None:
+    norm, plain = Norm(5), nn.BatchNorm2d(5, eps=1e-12)
+    images, weights = torch.randn(8, 5, 3, 3), torch.randn(8, 5, 3, 3)
+    for module, lr in ((norm, 0.01), (plain, 0.64)):
+        assert module.bias is not None
+        optimizer = torch.optim.SGD([module.bias], lr, momentum=0.9, weight_decay=0.02 / lr)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (module(images) * weights).sum().backward()
+            optimizer.step()
+    assert torch.allclose(norm.bias * 8, plain.bias, rtol=1e-4)
+
+
+def test_resnet20_is_that_of_the_paper() -> None:
+    model = resnet_cifar(10, 3, 32, depth=20)
+    assert len([part for part in model.modules() if isinstance(part, nn.Conv2d)]) == 19
+    assert sum(param.numel() for param in model.parameters()) == 269_722
+    with pytest.raises(ValueError, match="depth=21, image_size=32: expected 6 n"):
+        resnet_cifar(10, 3, 32, depth=21)
 
 
 def test_standard_stem_is_torchvisions_own_model() -> None:
@@ -132,6 +165,16 @@ def test_crop_and_flip_by_the_draws() -> None:
     assert corner[0, 0, 0].count_nonzero() == 0
 
 
+def test_a_border_may_be_reflected() -> None:
+    images = torch.arange(16.0).view(1, 1, 4, 4)
+    corner = Photo(2, border="reflect")(images, torch.tensor([[0.0, 0.0, 0.1]]))
+    assert torch.equal(corner, F.pad(images, [2] * 4, "reflect")[:, :, :4, :4])
+    with pytest.raises(
+        ValueError, match="border=wrap, flip=random: expected constant or reflect, and random"
+    ):
+        Photo(2, border="wrap")
+
+
 def test_boxes_are_erased_by_the_draws() -> None:
     images, uniform = torch.randn(40, 2, 12, 17), torch.rand(40, 8)
     uniform[:, :3] = torch.tensor([0.5, 0.5, 0.1])
@@ -185,6 +228,9 @@ FROM_DEFAULTS = {
     "sched.final_lr_fraction=0",
     "resnet18_cifar10": "model.stem=auto data.image_size=32 sched.warmup_epochs=0 augment.pad=4 "
     "augment.policy=none augment.erase=0",
+    "resnet9_cifar10": "model.widths=[64,256,256] augment.policy=none augment.erase=0 ema.after_epochs=0",
+    "resnet20_cifar10": "model.depth=20 sched.warmup_epochs=0 augment.pad=4 train.label_smoothing=0",
+    "resnet20_cifar10_5ep": "model.depth=20 sched.final_lr_fraction=0 augment.pad=4 train.label_smoothing=0",
     "vit_cifar10": "model.patch=4 model.layers=7 model.heads=12 model.width=384 model.mlp_width=384 "
     "augment.pad=4",
     "resnet50_imagenet_v1": "data.crop_area=0.08 train.label_smoothing=0 train.mixup=0 train.cutmix=0 "
@@ -223,7 +269,7 @@ TWO_EPOCHS = (
 FAKE = ("data=fake", "data.classes=7", "data.val_images=9", "data.train_images=16", "train.batch_size=8")
 SMALL = {
     "resnet": (*FAKE, "data.channels=1", "data.image_size=8"),
-    "cifar": (*FAKE, "data.image_size=16"),
+    "cifar": (*FAKE, "data.image_size=20"),
     "imagenet": (
         *("data.image_size=32", "data.eval_size=40", "data.resize=44", "data.workers=0"),
         *("train.batch_size=4", "model=resnet18", "parallel.precision=fp32"),
@@ -277,6 +323,31 @@ def test_each_recipe_trains_two_epochs_on_two_ranks(
     assert result["reference"] is None  # of another model or data set
     result["reference"] = dataclasses.asdict(composed(f"+recipe={name}").reference)
     assert f"acc1      yours {yours:.2f} %, reference " in end_table(result)
+
+
+def compared(folder: str) -> None:
+    config = composed(
+        "+recipe=resnet20_cifar10", *FAKE, "data.image_size=8", "model.depth=8", "train.max_steps=3"
+    )
+    images = load(config.data)
+    config = completed(config, images)
+    ways = {way: compare.train(way, config, context(folder), images, every=2) for way in compare.WAYS}
+    for way in ways.values():
+        assert [len(way[kind]) for kind in ("loss", "accuracy")] == [3, 2]
+        assert (way["loss"], way["accuracy"]) == (ways["ddp"]["loss"], ways["ddp"]["accuracy"])
+    if comm.rank() == 0:
+        ways["fsdp2"]["loss"][2] += 0.5
+        assert "FSDP2                      test accuracy" in "\n".join(compare.summary(ways))
+        assert any(
+            "losses equal in 2 of 3 steps, largest difference 5.0e-01" in line
+            for line in compare.summary(ways)
+        )
+        compare.draw(ways, "title", Path(folder, "curves.png"))
+        assert Image.open(Path(folder, "curves.png")).size == (1100, 660)
+
+
+def test_every_way_trains_alike(on_ranks: Any, tmp_path: Path) -> None:
+    on_ranks(2, compared, str(tmp_path))
 
 
 def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

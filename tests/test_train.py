@@ -92,7 +92,7 @@ def test_no_decay_on_norms_and_biases() -> None:
     assert len(decayed["params"]) + len(exempt["params"]) == len(names)
 
 
-def _evaluation(flip: bool) -> Evaluation:
+def _evaluation(*views: Any) -> Evaluation:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
@@ -103,16 +103,28 @@ def _evaluation(flip: bool) -> Evaluation:
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2  # type: ignore[operator]
     share = Share(1, 1, comm.rank(), comm.world_size())
     feed = EvalFeed(small.val, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
-    found = evaluate(model, feed, views=Views(flip))
+    found = evaluate(model, feed, views=Views(*views))
     assert model.training
     return found
 
 
-@pytest.mark.parametrize("flip", [False, True])
-def test_an_evaluation_does_not_depend_on_the_number_of_ranks(ranks: Any, flip: bool) -> None:
-    alone = ranks(1, _evaluation, flip)[0]
+def test_views_of_an_image() -> None:
+    image = torch.arange(9.0).view(1, 1, 3, 3)
+    assert [weight for _, weight in Views(flip=True).of(image)] == [0.5, 0.5]
+    views = Views(flip=True, shift=1).of(image)
+    assert sum(weight for _, weight in views) == 1
+    moved = [view for view, weight in views if weight == 1 / 8]
+    corner = torch.tensor([[4.0, 3, 4], [1, 0, 1], [4, 3, 4]])  # reflected above and to the left
+    assert torch.equal(moved[0][0, 0], corner)
+    assert torch.equal(moved[1], moved[0].flip(3))
+    assert torch.equal(moved[2], 8 - moved[0].flip(2, 3))
+
+
+@pytest.mark.parametrize("views", [(), (True,), (True, 1)])
+def test_an_evaluation_does_not_depend_on_the_number_of_ranks(ranks: Any, views: tuple[Any, ...]) -> None:
+    alone = ranks(1, _evaluation, *views)[0]
     for world in (2, 3, 4):
-        for found in ranks(world, _evaluation, flip):
+        for found in ranks(world, _evaluation, *views):
             assert found.scores == pytest.approx(alone.scores, rel=1e-6)
 
 

@@ -54,11 +54,12 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What has been published of a recipe, for a model and a data set."""
+    """What a recipe reaches, for a model and a data set, and who says so."""
 
     model: str
     data: str
     accuracy: float = at_least(0)
+    kind: str = one_of("published", "measured")  # by others; by ourselves, with these files
     source: str
     conditions: str
 

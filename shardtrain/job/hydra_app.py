@@ -247,12 +247,12 @@ def _keys(text: str) -> Iterator[tuple[str, str]]:
 
 
 def recipe_table(folders: Iterable[Path]) -> str:
-    """Return a line for each recipe in ``folders``: name, published accuracy, first line of its card."""
+    """Return a line for each recipe in ``folders``: name, accuracy, first line of its card."""
     rows = []
     for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
-        accuracy = OmegaConf.select(OmegaConf.load(file), "reference.accuracy")
+        said = OmegaConf.select(OmegaConf.load(file), "reference")
         comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
         title = next((text for text in comments if text and not text.startswith("@package")), "")
-        rows.append((file.stem, "" if accuracy is None else f"{accuracy:.2f} %", title))
+        rows.append((file.stem, "" if said is None else f"{said.accuracy:.2f} % {said.kind}", title))
     width = max((len(name) for name, _, _ in rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {claim:>7}  {title}".rstrip() for name, claim, title in rows)
+    return "\n".join(f"  {name:<{width}}  {claim:<17}  {title}".rstrip() for name, claim, title in rows)

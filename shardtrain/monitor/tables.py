@@ -94,7 +94,12 @@ def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
         judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
         yours, theirs = next(result[tag] for tag in judged if tag in result), result["reference"]
         source = f"{theirs['source']}: {theirs['conditions']}"
-        rows.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} % ({source})"))
+        rows.append(
+            (
+                "acc1",
+                f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} %, {theirs['kind']} ({source})",
+            )
+        )
     return rows
 
 
