@@ -47,11 +47,13 @@ def count() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def has_fast_bf16() -> bool:
-    """Return whether the accelerators, or without any the CPU, multiply bf16 faster than fp32."""
+def fastest_precision() -> str:
+    """Return ``bf16`` where accelerators, or the CPU if there is none, multiply it in hardware, else ``fp32``."""
     if count():
-        return ACCELERATOR != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        fast = ACCELERATOR != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if fast else "fp32"
 
 
 def shareable() -> bool:

@@ -111,15 +111,10 @@ def _register_resolvers(folders: Sequence[Path]) -> None:
     register = OmegaConf.register_new_resolver
     names = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
     register("own_or_none", lambda group, name: name if (group, name) in names else "none", replace=True)
-    register("bf16_or_fp32", bf16_or_fp32, replace=True)
+    register(
+        "bf16_or_fp32", lambda: importlib.import_module("shardtrain.device").fastest_precision(), replace=True
+    )
     register("recipes", lambda: recipe_table(folders), replace=True)
-
-
-def bf16_or_fp32() -> str:
-    """Return the dtype in which this machine computes fastest, as `parallel.precision` names it."""
-    from shardtrain import device  # which loads torch
-
-    return "bf16" if device.has_fast_bf16() else "fp32"
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
