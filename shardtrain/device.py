@@ -48,7 +48,7 @@ def count() -> int:
 
 
 def fastest_precision() -> str:
-    """Return ``bf16`` where the accelerator, or without one the CPU, multiplies it in hardware; else ``fp32``."""
+    """Return ``bf16`` if the accelerators, or the CPU without any, multiply it in hardware, else ``fp32``."""
     if count():
         fast = ACCELERATOR != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     else:
