@@ -1,1 +1,1 @@
-"""What a training job is made of: configuration, ranks, data, model, optimizer, and one step."""
+"""Build a training job: configuration, ranks, data, model, optimizer, and one step."""

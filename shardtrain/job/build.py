@@ -1,4 +1,4 @@
-"""From the configuration to the job that the loop works on: data, model, loss, schedule and length."""
+"""Build the job of a configuration: data, model, loss, learning rates and length."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """Everything that the loop works on."""
+    """Hold everything that the training loop needs."""
 
     model: nn.Module
     loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
     scaler: GradScaler
-    """Of the loss; it does nothing unless the model computes in fp16."""
+    """It scales the loss, and does nothing unless the model computes in fp16."""
     ema: Ema | None
     train: data.TrainFeed
     val: data.EvalFeed
@@ -48,24 +48,24 @@ class Job(NamedTuple):
     """Images that nothing is chosen by: evaluated once, at the end."""
     share: data.Share
     device: torch.device
-    """Where units compute and batches are; shards may lie in host memory."""
-    channels: int  # of an image
+    """The device of computation and batches; shards may lie in host memory."""
+    channels: int  # per image
     steps: int
-    first_step: int  # steps that an earlier process has done
+    first_step: int  # steps that earlier processes have done
     steps_per_epoch: int
     data_name: str
     forward_flops: Mapping[int, float]
-    """Of one image, by its side in pixels."""
+    """FLOP of one image's forward, by the image's side in pixels."""
 
 
 def build(
     config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
 ) -> tuple[Job, Config]:
-    """Build the job after ``first_step`` steps; complete the configuration by what the data set decides."""
+    """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
     require_equal_parts(config.train, world_size)
     require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
-    images = together(lambda: data.load(config.data))  # which may be missing on one host only
+    images = together(lambda: data.load(config.data))  # since data may be missing on one host only
     config = completed(config, images)
     steps_per_epoch = len(images.train) // config.train.batch_size
     if steps_per_epoch == 0:
@@ -78,7 +78,7 @@ def build(
 
     model = initial_model(config, deferred=True)
     sample = (share.micro_batch, images.channels)
-    flops = {  # of every size: what the model refuses is told now, not after hours
+    flops = {  # for every size, so that a size that the model refuses fails now, not after hours
         side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
         for side in sorted(config.data.sides)
     }
@@ -119,7 +119,7 @@ def build(
 
 
 def seed_process(*key: int | str) -> None:
-    """Make whatever draws random numbers in this process depend on ``key`` alone."""
+    """Seed all random number generators of this process from ``key``."""
     seed = generator(*key).initial_seed()
     torch.manual_seed(seed)
     random.seed(seed)
@@ -127,7 +127,7 @@ def seed_process(*key: int | str) -> None:
 
 
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
-    """Count the operations of a forward of shape ``sample`` without data; refuse what does not fit."""
+    """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails."""
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     shape = "×".join(map(str, sample))
     try:
@@ -146,7 +146,7 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
 
 
 def completed(config: Config, images: data.DataSet) -> Config:
-    """Return the configuration with what it leaves open taken from the data set."""
+    """Return the configuration with open values filled in from the data set."""
     if config.data.image_size == 0:
         height, width = images.train[[0]][0].shape[2:]
         if height != width:
@@ -206,7 +206,7 @@ def loss_of(name: str, smoothing: float) -> Loss:
         return nn.CrossEntropyLoss(label_smoothing=smoothing)
 
     def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-        """Of each class against all others, the mean over images and classes."""
+        """Return the mean over images and classes of each class's loss against all others."""
         soft = F.one_hot(labels, logits.shape[1]) if labels.ndim == 1 else labels
         targets = soft.to(logits.dtype) * (1 - smoothing) + smoothing / logits.shape[1]
         return F.binary_cross_entropy_with_logits(logits, targets)
@@ -215,10 +215,10 @@ def loss_of(name: str, smoothing: float) -> Loss:
 
 
 def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
-    """Return the learning rate of each step from 0 on, as a fraction of `optim.lr`.
+    """Return a function from a step, counted from 0, to its learning rate as a fraction of `optim.lr`.
 
-    It goes linearly up over the warm-up (at most half the run), then as the schedule says. Torch's schedules
-    are objects that are stepped and saved; a run that continues needs no more than the step here.
+    The rate rises linearly over the warm-up (at most half the run), then follows the schedule. torch's
+    schedules have state that is saved; this one depends only on the step.
     """
     warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
 
@@ -232,7 +232,7 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
 
 
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:
-    """Refuse replicas that the ranks cannot be divided among."""
+    """Raise UserError if the ranks cannot be divided into `parallel.replicate` groups."""
     replicate, shard = parallel.replicate, parallel.shard
     if shard is not None and shard * replicate != world_size:
         raise UserError(
@@ -245,7 +245,7 @@ def require_equal_groups(parallel: Parallel, world_size: int) -> None:
 
 
 def require_equal_parts(train: Train, world_size: int) -> None:
-    """Refuse a batch that ranks and micro-batches do not divide."""
+    """Raise UserError if ranks and micro-batches do not divide the batch."""
     parts = world_size * train.accumulate
     if train.batch_size % parts:
         below = train.batch_size // parts * parts

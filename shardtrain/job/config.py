@@ -1,7 +1,7 @@
-"""The typed configuration of the training program: types, ranges, and what does not go together.
+"""Define the training program's configuration: types, ranges, and combinations that are refused.
 
-Everything behind this file works on these frozen dataclasses. The files in `configs/` have the same keys,
-with their defaults and what each means.
+All code after this file uses these frozen dataclasses. The files in `configs/` have the same keys, with
+their defaults and meanings.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a recipe reaches, for a model and a data set, and who says so."""
+    """Hold the accuracy that a recipe reaches, for a model and a data set, and its source."""
 
     model: str
     data: str
     accuracy: float = at_least(0)
-    kind: str = one_of("published", "measured")  # by others; by ourselves, with these files
+    kind: str = one_of("published", "measured")  # published by others, or measured here with this recipe
     source: str
     conditions: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """What all data sets have."""
+    """Hold the keys that all data sets have."""
 
     name: str
     image_size: int = at_least(1)
@@ -88,7 +88,7 @@ class Images:
 
     @property
     def sides(self) -> set[int]:
-        """Every size of images that a model is given."""
+        """All image sizes that the model gets, in pixels per side."""
         return {self.side_in_eval, self.image_size, *self.grow}
 
 
@@ -101,7 +101,7 @@ class Digits(Images):
 class Npz(Images):
     name: str = one_of("arrays")
     root: str
-    image_size: int = at_least(0)  # 0: as they are, until `completed` has read them
+    image_size: int = at_least(0)  # 0: the images' own size, which `completed` fills in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Cifar(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class Photos(Images):
-    """Images in files, of any size, read when they are needed."""
+    """Hold the keys of images in files, of any size, that are read when needed."""
 
     root: str
     resize: int | None = at_least(1)
@@ -160,7 +160,7 @@ Data = Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What all optimizers have."""
+    """Hold the keys that all optimizers have."""
 
     torch_class: ClassVar[Callable[..., torch.optim.Optimizer]]
     layout: ClassVar[Policy] = "even"
@@ -169,7 +169,7 @@ class Optimizer:
     decay_all: bool
 
     def make(self, groups: list[dict[str, Any]], allow: Sequence[str] = ()) -> torch.optim.Optimizer:
-        """Build the optimizer: its keywords are the keys, and each group has its own weight decay."""
+        """Return the optimizer with the keys as keyword arguments. Each group has its own weight decay."""
         other = ("name", "weight_decay", "decay_all")
         keywords = {key: value for key, value in vars(self).items() if key not in other}
         return self.torch_class(groups, **keywords)
@@ -204,7 +204,7 @@ class MuonConfig(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnOptimizer(Optimizer):
-    """Any other optimizer, of `torch.optim` or of a package that the command line allows."""
+    """Build any other optimizer, of `torch.optim` or of a package that the command line allows."""
 
     name: str = one_of("own")
     _target_: str
@@ -216,7 +216,7 @@ class OwnOptimizer(Optimizer):
             node["weight_decay"] = self.weight_decay  # refused where it has none; the groups decide
         optimizer: torch.optim.Optimizer = instantiate(node, "optim", torch.optim.Optimizer, allow, groups)
         try:
-            optimizer.step()  # without gradients it changes nothing; what cannot work on pieces is refused
+            optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
         except (ValueError, TypeError) as error:
             raise UserError(f"optim._target_={self._target_}: {error}") from None
         return optimizer
@@ -227,13 +227,13 @@ Optim = SgdConfig | AdamWConfig | MuonConfig | OwnOptimizer
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A learning rate: linear up over the warm-up, then `optim.lr` times what `scale` returns."""
+    """Schedule the learning rate: linear up over the warm-up, then `optim.lr` times `scale`."""
 
     name: str = one_of("constant")
     warmup_epochs: float = at_least(0)
 
     def scale(self, epoch: float, progress: float) -> float:
-        """``progress``: 0 at the end of the warm-up, 1 at the end of the run."""
+        """Return the factor of `optim.lr`. ``progress``: 0 at the warm-up's end, 1 at the run's end."""
         return 1.0
 
 
@@ -248,7 +248,7 @@ class Linear(Constant):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Linear):
-    """Half a cosine down to `final_lr_fraction`."""
+    """Schedule half a cosine down to `final_lr_fraction`."""
 
     name: str = one_of("cosine")
 
@@ -258,7 +258,7 @@ class Cosine(Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Constant):
-    """Multiplied by ``factor`` after each of some epochs."""
+    """Multiply the learning rate by ``factor`` after each of ``epochs``."""
 
     name: str = one_of("step")
     epochs: tuple[float, ...]

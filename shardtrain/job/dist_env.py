@@ -1,4 +1,4 @@
-"""Which rank a process is, on which device and with how many cores, and how the ranks first meet.
+"""Find this process's rank, device and cores, and let ranks meet at start-up.
 
 All of it comes from the launcher: its environment variables, and its key-value store.
 """
@@ -26,17 +26,17 @@ from shardtrain import device as devices
 from shardtrain.job.format import counted
 from shardtrain.job.schema import UserError
 
-# How long a rank waits for others. Start-up lists images and compiles models; afterwards steps are alike.
+# How long a rank waits for others. Start-up lists images and compiles models; later steps take equally long.
 START_UP = datetime.timedelta(minutes=10)
 AFTERWARDS = datetime.timedelta(seconds=120)
-LONGEST_PAUSE = 0.5  # seconds between two looks into the store, which all ranks share
+LONGEST_PAUSE = 0.5  # seconds between two reads of the store, which all ranks share
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which of how many ranks this process is, as its launcher said."""
+    """Hold this process's rank and the world size, globally and on its host, as its launcher set them."""
 
     rank: int
     world_size: int
@@ -45,7 +45,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> RankInfo:
-        """Read the launcher's variables; without ``WORLD_SIZE`` this process is the only rank."""
+        """Read the launcher's variables; without ``WORLD_SIZE`` this process is a single rank."""
         if "WORLD_SIZE" not in environ:
             return cls(0, 1, 0, 1)
         if environ["WORLD_SIZE"] == "1":
@@ -61,24 +61,24 @@ class RankInfo:
 
     @functools.cached_property
     def store(self) -> Store:
-        """The launcher's key-value store; torchrun has one for a single rank, too."""
+        """The launcher's key-value store, which torchrun has for a single rank, too."""
         store: Store = next(rendezvous("env://", timeout=START_UP))[0]
         return store
 
     def first(self, key: str) -> bool:
-        """Return whether this rank is the first of its attempt to ask for ``key``, without waiting."""
+        """Return whether this rank is the first to ask for ``key`` in this attempt. Does not wait."""
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self.world_size == 1 or self.store.add(f"shardtrain/{key}/{attempt}", 1) == 1
 
     def agree(self, key: str, proposal: str) -> str:
-        """Return what the first rank proposed for ``key``, the same on every rank and across restarts.
+        """Return the first rank's proposal for ``key``, the same on every rank and across restarts.
 
-        A single rank agrees with those that torchrun may have started before it.
+        A single rank agrees with earlier attempts that torchrun may have started.
         """
         if self.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
             return proposal
         store = self.store
-        while isinstance(store, PrefixStore):  # torchrun puts each attempt behind a prefix of its own
+        while isinstance(store, PrefixStore):  # torchrun gives each attempt its own prefix
             store = store.underlying_store
         return store.compare_set(f"shardtrain/{key}", "", proposal).decode()
 
@@ -115,18 +115,18 @@ def cpu_threads(rank_info: RankInfo, environ: Mapping[str, str]) -> int:
 
 
 def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta = START_UP) -> Store:
-    """Wait for all ranks, and return the part of the launcher's ``store`` that belongs to them alone.
+    """Wait for all ranks, and return a part of the launcher's ``store`` that only they use.
 
     torchrun keeps one store over its restarts (pytorch issue 135712), and its count of restarts may differ
-    between hosts: what the ranks of an earlier attempt have left, their addresses too, looks like this
-    attempt's. So each rank sets a token that nobody has seen before, rank 0 answers it with the name of a
-    session, and waits until every rank has set that name.
+    between hosts. So keys of an earlier attempt, addresses included, look like this attempt's. Therefore each
+    rank sets a new token, rank 0 answers it with the name of a session, and waits until every rank has set
+    that name.
 
     Raises:
-        UserError: ``patience`` is over; it names the ranks that did not come.
+        UserError: after ``patience``, naming the missing ranks.
     """
     key = "shardtrain/meeting/{}".format
-    session = token = uuid.uuid4().hex  # the session is rank 0's, the token any other's
+    session = token = uuid.uuid4().hex  # a session on rank 0, a token on other ranks
     seconds, start, pause = patience.total_seconds(), time.monotonic(), 0.01
     missing = list(range(1, world_size)) if rank == 0 else [0]
     if rank:
@@ -158,9 +158,9 @@ def _has_joined(store: Store, key: str, session: str) -> bool:
 
 
 def together(action: Callable[[], Result]) -> Result:
-    """Return what ``action`` gives on this rank; raise any rank's UserError on all ranks. Collective.
+    """Return ``action()`` on this rank; raise any rank's UserError on all ranks. Collective.
 
-    Raised on one rank alone, it would look to the others as if that rank had died.
+    If one rank alone raised, it would look to the others as if that rank had died.
     """
     problem = ""
     try:
@@ -183,7 +183,7 @@ def cores() -> int:
 
 
 def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str, str | int]:
-    """Return what measurements depend on, for a file of results."""
+    """Return the facts on which measurements depend, for a file of results."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

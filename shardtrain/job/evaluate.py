@@ -1,4 +1,4 @@
-"""Evaluation of a model on the held-out images, each counted exactly once whatever the number of ranks."""
+"""Evaluate a model on the validation images, each counted exactly once on any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardtrain.optim.ema import Ema
 class Scores(NamedTuple):
     loss: float  # mean cross-entropy, without label smoothing
     acc1: float  # percent
-    acc5: float  # percent; of fewer than five classes, all are right; told of where there are more than ten
+    acc5: float  # percent; with fewer than five classes 100; reported for more than ten classes
 
 
 class Evaluation(NamedTuple):
@@ -27,7 +27,7 @@ class Evaluation(NamedTuple):
 
     @property
     def judged(self) -> Scores:
-        """The scores by which a run is judged: the average's, where one is kept."""
+        """The scores by which checkpoints are ranked: the moving average's if there is one."""
         return self.ema or self.scores
 
     def scalars(self) -> dict[str, float]:
@@ -37,10 +37,10 @@ class Evaluation(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The variants of an image whose logits are averaged into its own."""
+    """Choose the variants of an image whose logits are averaged."""
 
-    flip: bool = False  # its mirror image, too
-    shift: int = 0  # pixels; both moved up and left, and down and right by these, which count half in all
+    flip: bool = False  # add the mirror image
+    shift: int = 0  # pixels; add copies moved up and left, and down and right, of weight 1/4 each
 
     def of(self, images: Tensor) -> list[tuple[Tensor, float]]:
         """Return batches like ``images``, float32 [batch, channels, height, width], and their weights."""
@@ -63,7 +63,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a sharded model, and its moving average. Collective; leaves the model in training mode.
 
-    ``feed`` shows this rank images r, r + N, r + 2N, … of N ranks, as `data.EvalFeed` does.
+    ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does.
     """
     scores = _evaluate(model, feed, views)
     if ema is None:
@@ -73,7 +73,7 @@ def evaluate(
 
 
 def _evaluate(model: nn.Module, feed: Iterable[Batch], views: Views) -> Scores:
-    average_buffers(model)  # BatchNorm's running statistics are each rank's own until here
+    average_buffers(model)  # BatchNorm's running statistics differ between ranks before
     model.eval()
     try:
         with torch.no_grad():
@@ -85,7 +85,7 @@ def _evaluate(model: nn.Module, feed: Iterable[Batch], views: Views) -> Scores:
 
 
 def _sums(model: nn.Module, batch: Batch, views: Views) -> Tensor:
-    """Return float64 [4]: summed loss, images right by the first guess, by one of five, and images in all."""
+    """Return float64 [4]: summed loss, images right in the first guess, in the first five, and all images."""
     logits = torch.stack([model(view).float() * weight for view, weight in views.of(batch.images)]).sum(0)
     logits, labels = logits[: batch.valid], batch.labels[: batch.valid]
     losses = F.cross_entropy(logits, labels, reduction="none")

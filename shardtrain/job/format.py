@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them."""
+"""Format numbers and tables for people."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ MIB = 2**20
 
 
 def counted(number: int, word: str) -> str:
-    """``1 rank``, ``1,024 ranks``, ``2 micro-batches``."""
+    """Return a text such as ``1 rank``, ``1,024 ranks`` or ``2 micro-batches``."""
     ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
     return f"{number:,} {word}{ending}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell: the first to the left, the others to the right."""
+    """Return lines with aligned columns: the first flush left, the others flush right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -24,6 +24,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def first_of(problems: Sequence[str], most: int = 5) -> str:
-    """Return the first few of what may be hundreds of problems, in one line."""
+    """Return the first ``most`` of perhaps hundreds of problems, in one line."""
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
     return "; ".join(problems[:most]) + more

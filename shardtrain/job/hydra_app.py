@@ -1,7 +1,7 @@
-"""Command line → configuration, by Hydra, with the style of this program's own messages.
+"""Compose the configuration of a command line by Hydra, with this program's own messages.
 
-Hydra composes here and does nothing else: it makes no directory, configures no logging and starts no job. The
-few flags are read here, and what `--help` and `--cfg job` print appears on rank 0 alone.
+Hydra only composes: it makes no directory, configures no logging and starts no job. The few flags are read
+here. Only rank 0 prints the output of `--help` and `--cfg job`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 HELP, CFG = ("--help", "-h"), ("--cfg", "-c")
 COMPLETION, FOLDER = ("--shell-completion", "-sc"), ("--config-dir", "-cd")
 PRINTING = {*HELP, *CFG, *COMPLETION}
-FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *COMPLETION, *FOLDER), 1)  # how many values follow
-KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # in a line of YAML: indentation, key, comment
+FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *COMPLETION, *FOLDER), 1)  # number of values
+KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
 
 
 def printed(arguments: Sequence[str]) -> bool:
-    """Print what a flag asks for, without torch; return whether one did. Mistakes are `compose`'s to name."""
+    """Print what a flag asks for, without torch; return whether there was one. `compose` reports mistakes."""
     if not PRINTING.isdisjoint(arguments):
         with contextlib.suppress(UserError):
             return compose(arguments, speak=os.environ.get("RANK", "0") == "0") is None
@@ -47,10 +47,10 @@ def printed(arguments: Sequence[str]) -> bool:
 
 
 def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None = None) -> DictConfig | None:
-    """Return the configuration that ``arguments`` (without the program's name) ask for.
+    """Return the configuration of ``arguments`` (without the program's name).
 
-    ``folder`` holds the program's `config.yaml` and its groups; the training program's is the default.
-    None when they asked for something to be printed instead, which is done where ``speak`` is true.
+    ``folder`` holds the program's `config.yaml` and its groups; the default is the training program's.
+    Returns None if a flag asks for output, which is printed if ``speak``. Raises UserError for mistakes.
     """
     if folder is None:
         with program_configs() as own:
@@ -96,18 +96,18 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
 
 
 def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
-    """Return ``override`` so that it sets any key; the schema refuses unknown ones, with the nearest name."""
+    """Return ``override`` in the form that sets any key. The schema refuses unknown keys later."""
     key = override.partition("=")[0].lstrip("+~")
     if key.partition(".")[0].partition("/")[0] == "hydra":
         raise UserError(f"{override}: Hydra only composes here; run.name and run.dir say where a run writes")
-    if override.startswith("+recipe="):  # its place in the defaults list is before that of debug=…
+    if override.startswith("+recipe="):  # the defaults list has it, before debug=…
         return override[1:]
     as_it_is = key in groups or override[:1] in ("+", "~") or "/" in key or "@" in key
     return override if as_it_is else f"++{override}"
 
 
 def _register_resolvers(folders: Sequence[Path]) -> None:
-    """Define what `config.yaml` takes from the files in ``folders``."""
+    """Register the resolvers of `config.yaml`, which depend on the files in ``folders``."""
     register = OmegaConf.register_new_resolver
     names = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
     register("own_or_none", lambda group, name: name if (group, name) in names else "none", replace=True)
@@ -118,7 +118,7 @@ def _register_resolvers(folders: Sequence[Path]) -> None:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags with their values, and the overrides; refuse any other flag."""
+    """Return the flags with their values, and the overrides. Raises UserError for an unknown flag."""
     flags: list[str] = []
     overrides: list[str] = []
     rest = iter(
@@ -136,8 +136,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def from_hydra(raw: DictConfig) -> Config:
-    """Return the frozen configuration; refuse names, types, ranges, and what does not go together."""
-    from shardtrain.job.config import Config  # which loads torch
+    """Return the frozen configuration. Raises UserError for wrong names, types, ranges and combinations."""
+    from shardtrain.job.config import Config  # here, since it imports torch
 
     try:
         config = checked(raw, Config)
@@ -153,7 +153,7 @@ def from_hydra(raw: DictConfig) -> Config:
 
 
 def hint(key: str, config: DictConfig) -> str:
-    """Return what to say of a ``key`` that there is not: where else one has its name, or what is meant."""
+    """Return advice for an unknown ``key``: a key of the same name elsewhere, or of the same meaning."""
     last = key.rpartition(".")[2]
     sections = {str(name): section for name, section in config.items() if isinstance(section, DictConfig)}
     elsewhere = [f"{name}.{last}" for name, section in sections.items() if last in section]
@@ -169,9 +169,9 @@ def _hints(section: str) -> dict[str, str]:
 def read_beside(
     cls: type[Frozen], arguments: Sequence[str], *, speak: bool, folder: Path
 ) -> tuple[Frozen, Config] | None:
-    """Return a program's own configuration, a ``cls`` in ``folder``, and the training program's.
+    """Return a program's own configuration, a ``cls`` from ``folder``, and the training program's.
 
-    For a program that takes the keys of both. None when something was to be printed instead.
+    For programs that take the keys of both. Returns None if a flag asks for output.
     """
     own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
@@ -181,19 +181,19 @@ def read_beside(
 
 
 def program_configs() -> AbstractContextManager[Path]:
-    """Give the training program's folder, and let Hydra know the models that it leaves out."""
+    """Yield the training program's folder, with all of torchvision's models registered in Hydra."""
     return cast("AbstractContextManager[Path]", _configs().registered())
 
 
 def _configs() -> Any:
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "configs").is_dir() and str(checkout) not in shardtrain.__path__:
-        shardtrain.__path__.append(str(checkout))  # comes before another checkout that is installed
+        shardtrain.__path__.append(str(checkout))  # before an installed version
     return importlib.import_module("shardtrain.configs")
 
 
 def _explain(error: Exception) -> UserError:
-    """Return one line in place of Hydra's message, with the nearest valid name."""
+    """Return a one-line error for Hydra's, with the nearest valid name."""
     if isinstance(error, OverrideParseException):
         return unreadable(str(error.override).removeprefix("++"))
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -206,13 +206,13 @@ def _explain(error: Exception) -> UserError:
 
 
 def unreadable(override: str) -> UserError:
-    """Return the error of an override that does not parse."""
+    """Return the error for an override that does not parse."""
     expected = "expected key=value without spaces, special characters quoted: 'key=\"value\"'"
     return UserError(f"cannot read {override!r}: {expected}")
 
 
 def described(config: DictConfig, folders: Sequence[Path], section: str = "") -> str:
-    """Return ``config``, with what the files in ``folders`` say of its keys; or one ``section`` alone."""
+    """Return ``config`` as text, with the comments of the files in ``folders``; or one ``section`` alone."""
     OmegaConf.set_struct(config, False)
     around = config.pop("hydra").help
     if section and section not in config:
@@ -232,7 +232,7 @@ def described(config: DictConfig, folders: Sequence[Path], section: str = "") ->
 
 
 def _keys(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the key that each line of YAML sets, in full, and the comment behind it."""
+    """Yield the full key that each line of YAML sets, and its comment."""
     above: list[tuple[int, str]] = []
     for line in text.splitlines():
         indent, name, comment = KEY.match(line).groups("")  # type: ignore[union-attr]
@@ -242,7 +242,7 @@ def _keys(text: str) -> Iterator[tuple[str, str]]:
 
 
 def recipe_table(folders: Iterable[Path]) -> str:
-    """Return a line for each recipe in ``folders``: name, accuracy, first line of its card."""
+    """Return one line per recipe in ``folders``: name, accuracy, first line of its comment."""
     rows = []
     for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
         said = OmegaConf.select(OmegaConf.load(file), "reference")

@@ -1,9 +1,9 @@
-"""From a shell to a running job on every rank, and back with the right exit code.
+"""Launch a job on every rank, and exit with the right code.
 
 The same program runs alone (`python -m`), under `torchrun`, or under any launcher that sets `RANK`,
 `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. The first rank that finds a
-mistake of the user's prints it; the others stay silent. Exit codes: 0 done, 2 a mistake of the user's, 143
-asked to stop and saved, 130 Ctrl-C; anything else is a failure.
+user's mistake prints it; the others stay silent. Exit codes: 0 done, 2 a user's mistake, 143 stopped by a
+signal and saved, 130 Ctrl-C. Any other code is a failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardtrain.job.schema import UserError
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
 
 USER_ERROR = 2
-PATIENCE = 10.0  # seconds that a silent rank waits for the one that prints, before it exits by itself
+PATIENCE = 10.0  # seconds for which a silent rank waits for the rank that prints, before it exits itself
 
 
 Settings = TypeVar("Settings")  # has the keys `device` and `threads`
@@ -45,16 +45,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Context:
-    """What a job is given beside its configuration."""
+    """Hold what a job gets beside its configuration."""
 
     rank_info: RankInfo
     device: torch.device
     run_dir: Path
-    first: bool = True  # of the jobs of a sweep
+    first: bool = True  # whether it is the first job of a sweep
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:
-    """Run a training ``job`` with what the command line asks for, and return its result; see `start`."""
+    """Run a training ``job`` with the command line's configuration; return its result. See `start`."""
 
     def read(arguments: Sequence[str], speak: bool) -> Config | None:
         raw = compose(arguments, speak=speak)
@@ -71,13 +71,13 @@ def start(
     read: Callable[[Sequence[str], bool], Settings | None],
     job: Callable[[Settings, RankInfo, torch.device], Result],
 ) -> Result | None:
-    """Run a program with what ``read(arguments, speak)`` makes of the command line, if that is anything.
+    """Run ``job`` with the settings that ``read(arguments, speak)`` returns; do nothing if these are None.
 
-    Leaves by SystemExit unless all went well. torchrun shows what failed, in whichever program.
+    Raises SystemExit with the exit code unless all went well. torchrun then shows the cause.
     """
     signal.signal(signal.SIGINT, _interrupt)
     leave_with_launcher()
-    rank_info = RankInfo(0, 1, 0, 1)  # until the environment has said otherwise
+    rank_info = RankInfo(0, 1, 0, 1)  # until the environment has been read
     try:
         rank_info = RankInfo.from_environment(os.environ)
         config: Any = read(sys.argv[1:], rank_info.rank == 0)
@@ -92,14 +92,14 @@ def start(
         _exit_with(error, rank_info)
     except KeyboardInterrupt as interrupt:
         if rank_info.rank == 0:
-            with contextlib.suppress(OSError):  # the terminal may be what is gone
+            with contextlib.suppress(OSError):  # the terminal may be gone
                 print("interrupted", file=sys.stderr)
         sys.exit(interrupt.exit_code if isinstance(interrupt, Stopped) else INTERRUPTED)
 
 
 @contextlib.contextmanager
 def process_group(rank_info: RankInfo, device: torch.device) -> Iterator[None]:
-    """Keep the default process group open inside, with a start-up's time-out; none for a single rank."""
+    """Open the default process group inside, with the start-up time-out; none for a single rank."""
     if rank_info.world_size == 1:
         yield
         return
@@ -111,10 +111,10 @@ def process_group(rank_info: RankInfo, device: torch.device) -> Iterator[None]:
 
 
 def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) -> None:
-    """Make the default process group of ranks that meet in ``store``, with a start-up's time-out."""
+    """Open the default process group of the ranks in ``store``, with the start-up time-out."""
     if rank_info.local_world_size == rank_info.world_size:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-        if loopback is not None:  # one host: nothing of ours listens beyond it
+        if loopback is not None:  # on one host, listen on the loopback interface only
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         backend=devices.backend_for(device),
@@ -127,17 +127,17 @@ def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) 
 
 
 def close_process_group() -> None:
-    """Destroy the default process group once nothing of this program holds it any more.
+    """Destroy the default process group, after collecting what refers to it.
 
-    A sharded model is a reference cycle that holds the group. Left to the interpreter's end, gloo's threads
-    may then ask for an interpreter that is no longer there, and the process aborts.
+    A sharded model is a reference cycle that holds the group. If it lived until the interpreter ends, gloo's
+    threads could call an interpreter that no longer exists, which aborts the process.
     """
     gc.collect()
     dist.destroy_process_group()
 
 
 def run_dir(config: Config, rank_info: RankInfo) -> Path:
-    """Return one directory for all ranks, whatever their clocks say."""
+    """Return the run's directory, the same on all ranks whatever their clocks."""
     if config.run.dir is not None:
         return Path(config.run.dir).expanduser()
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -146,24 +146,24 @@ def run_dir(config: Config, rank_info: RankInfo) -> Path:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Raise at the first Ctrl-C only: a terminal and torchrun both send it, and clean-up must go on."""
+    """Raise KeyboardInterrupt at the first Ctrl-C only: terminal and torchrun both send it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _exit_with(error: UserError, rank_info: RankInfo) -> NoReturn:
-    """End this rank; the first rank that comes here prints the message.
+    """Exit with code 2. The first rank that gets here prints the message.
 
-    The others wait for their launcher to end them, because the rank that ends first is taken for the cause.
+    The others wait for their launcher to end them, since it takes the rank that ends first for the cause.
     """
     try:
         first = rank_info.first("speaker")
-    except (RuntimeError, ValueError):  # the store went with rank 0, which therefore has printed its own
+    except (RuntimeError, ValueError):  # the store ended with rank 0, which then has printed a message
         first = False
     if first:
         message, path = f"error: {error}", os.environ.get("TORCHELASTIC_ERROR_FILE")
         print(message, file=sys.stderr, flush=True)
-        if path:  # what torchrun shows as the root cause; torch's own writer would add a traceback
+        if path:  # torchrun shows this as the root cause; torch's own writer would add a traceback
             report = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
             with contextlib.suppress(OSError):
                 Path(path).write_text(json.dumps({"message": report}))

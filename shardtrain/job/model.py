@@ -1,7 +1,6 @@
-"""The model that a configuration asks for, unsharded and sharded, with its optimizer and its moving average.
+"""Build the model that a configuration names, shard it, and build its optimizer and moving average.
 
-Plain weights are read without running code that they bring along: safetensors has none, and `torch.load`
-unpickles tensors only.
+Reading plain weights runs no code: safetensors files have none, and `torch.load` unpickles only tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from shardtrain.job.format import first_of
 from shardtrain.job.schema import UserError, instantiate, not_valid, typed
 from shardtrain.optim import Ema, muon_groups
 
-# Logits, and so the loss, are fp32 in any case.
+# Logits, and so the loss, are always fp32.
 PRECISIONS = {
     "fp32": None,
     "bf16": Precision(param=torch.bfloat16, output=torch.float32),
@@ -42,7 +41,7 @@ PRECISIONS = {
 def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
     """Build the unsharded model before the first step, the same on every rank.
 
-    With ``deferred``, `shard` computes values that are drawn, not loaded, when it cuts them.
+    With ``deferred``, a model whose values are not loaded gets them from rank 0 in `shard`.
     """
     weights = typed(str | None, config.model.get("weights"), "model.weights")
     reset_head = typed(bool, config.model.get("reset_head", False), "model.reset_head")
@@ -51,13 +50,13 @@ def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
         return shardtrain.deferred(plain_model, config.model, config.allow)
     model = plain_model(config.model, config.allow)
     if weights is not None:
-        on_rank_0(lambda: weights_file(weights, config.model_name))  # which fetches them for all
+        on_rank_0(lambda: weights_file(weights, config.model_name))  # downloads them for all ranks
         load_weights(model, weights_file(weights, config.model_name), reset_head)
     return model
 
 
 def plain_model(model: Mapping[str, Any], allow: Sequence[str] = ()) -> nn.Module:
-    """Build the unsharded model that the config group names, with values of its own initialisation."""
+    """Build the unsharded model that the config group names, with its own initial values."""
     own = ("weights", "reset_head", "freeze")
     node = {key: value for key, value in model.items() if key not in own}
     built: nn.Module = instantiate(node, "model", nn.Module, allow)
@@ -66,9 +65,9 @@ def plain_model(model: Mapping[str, Any], allow: Sequence[str] = ()) -> nn.Modul
 
 
 def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
-    """Exclude from training the parameters of ``parts``, which are the beginnings of their names.
+    """Freeze the parameters whose names begin with one of ``parts``.
 
-    `body` is all of them but those of the head.
+    `body` is all parameters but those of the head. Raises UserError for a part without parameters.
     """
     names = [name for name, _ in model.named_parameters()]
     for part in parts:
@@ -83,7 +82,7 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
 
 
 def head_of(model: nn.Module) -> str:
-    """Return the name of the head: the last linear layer or convolution."""
+    """Return the name of the head: the last linear layer or convolution. Raises UserError without one."""
     layers: list[str] = [
         name for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))
     ]
@@ -93,7 +92,7 @@ def head_of(model: nn.Module) -> str:
 
 
 def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Return ``model`` with the BatchNorm and the memory format that the configuration asks for."""
+    """Return ``model`` with the BatchNorm and the memory format of the configuration."""
     for key in ("sync_batchnorm", "offload"):
         if getattr(config.parallel, key) and not is_accelerator(device):
             raise UserError(f"parallel.{key}=true needs a GPU, found {device.type}")
@@ -105,16 +104,16 @@ def converted(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
 
 
 def uncompiled(config: Config) -> Config:
-    """Return the configuration without compiling."""
+    """Return the configuration with `parallel.compile=false`."""
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, compile=False))
 
 
 def shard_with_optimizer(
     model: nn.Module, config: Config, transport: Transport | None = None, device: torch.device | None = None
 ) -> torch.optim.Optimizer:
-    """Shard ``model`` in place, over ``transport`` and on ``device`` if given, and make its optimizer."""
+    """Shard ``model`` in place, over ``transport`` and on ``device`` if given; return its optimizer."""
     groups, parallel, mesh = parameter_groups(model, config.optim), config.parallel, None
-    if parallel.replicate > 1 and transport is None:  # groups of consecutive ranks: a host holds whole ones
+    if parallel.replicate > 1 and transport is None:  # consecutive ranks, so that a host holds whole groups
         sizes = (parallel.replicate, comm.world_size() // parallel.replicate)
         names = ("replicate", "shard")
         mesh = init_device_mesh((device or torch.device("cpu")).type, sizes, mesh_dim_names=names)
@@ -144,9 +143,9 @@ def shard_with_optimizer(
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """Group parameters by weight decay and, for Muon, by kind: hidden matrices or not.
+    """Return parameter groups by weight decay and, for Muon, by kind: hidden matrices or not.
 
-    Matrices and filters decay. Biases and normalisation layers do only with ``optim.decay_all``.
+    Matrices and filters decay. Biases and normalisation layers decay only with ``optim.decay_all``.
     """
     kinds = muon_groups(model) if isinstance(optim, MuonConfig) else [{"params": [*model.parameters()]}]
     groups = []
@@ -157,7 +156,7 @@ def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
 
 
 def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None:
-    """Return the moving average of a sharded ``model``'s weights, if the configuration asks for one."""
+    """Return the moving average of a sharded ``model``'s weights; None unless the configuration has one."""
     if config.ema.decay is None:
         return None
     after = round(config.ema.after_epochs * steps_per_epoch)
@@ -165,7 +164,7 @@ def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None
 
 
 def weights_file(weights: str, model: str) -> Path:
-    """Return the file of ``weights``: a path, or torchvision's name of some for ``model``, fetched once."""
+    """Return the file of ``weights``: a path, or torchvision's weights for ``model``, downloaded once."""
     path, name = Path(weights).expanduser(), model.rpartition(".")[2]
     known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
     if path.suffix or path.exists() or not known:
@@ -178,7 +177,7 @@ def weights_file(weights: str, model: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             torch.hub.download_url_to_file(url, str(path), path.stem.rpartition("-")[2], progress=False)
-    except (OSError, RuntimeError) as error:  # no network; another file than its name says
+    except (OSError, RuntimeError) as error:  # no network, or a file whose hash is not that of its name
         way_out = "fetch it elsewhere, and give model.weights=FILE"
         raise UserError(f"model.weights={weights}: cannot fetch {url} ({error}); {way_out}") from None
     return path
@@ -188,7 +187,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the state dict in ``path``, on the CPU.
 
     Raises:
-        UserError: it is missing, unreadable, or holds more than tensors.
+        UserError: the file is missing, unreadable, or holds more than tensors.
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
@@ -205,14 +204,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, path: Path, reset_head: bool = False) -> None:
-    """Load a state dict into an unsharded ``model``, whose last layer keeps its values with ``reset_head``.
+    """Load a state dict into an unsharded ``model``. With ``reset_head`` the last layer keeps its values.
 
     Raises:
-        UserError: naming what is missing, unexpected, misshapen or of another dtype; nothing is loaded then.
+        UserError: naming keys that are missing, unexpected, or of another shape or dtype. Nothing is loaded.
     """
     ours = model.state_dict()
     counts = {key: value for key, value in ours.items() if key.endswith("num_batches_tracked")}
-    state = counts | read_weights(path)  # which files of before PyTorch 0.4.1 lack
+    state = counts | read_weights(path)  # files from before PyTorch 0.4.1 lack these counts
     if reset_head:
         head = head_of(model)
         state |= {key: value for key, value in ours.items() if key.startswith(f"{head}.")}

@@ -1,4 +1,4 @@
-"""Pictures as uint8 arrays [height, width, 3].
+"""Draw pictures as uint8 arrays [height, width, 3].
 
 Plots need Matplotlib, which is optional: without it functions return a text that says so.
 """
@@ -18,13 +18,13 @@ Picture = np.ndarray[Any, Any]
 
 MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[bench]")'
 
-TILE = 64  # pixels that an image is enlarged to, at least
+TILE = 64  # pixels; smaller images are enlarged to at least this size
 GAP = 4
 COLUMNS = 8
 
 
 def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 110) -> Picture | str:
-    """Return what ``draw`` puts onto a new Matplotlib figure, or why there is no picture."""
+    """Return a new Matplotlib figure drawn by ``draw``, or a text that says why there is none."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -38,10 +38,10 @@ def plot(draw: Callable[[Any], None], inches: tuple[float, float], dpi: int = 11
 
 
 def grid(images: Tensor, mean: Tensor, std: Tensor) -> Picture:
-    """Lay out images, `COLUMNS` in a row.
+    """Return one picture of all images, `COLUMNS` per row.
 
     ``images``: float [n, channels, height, width], normalised by ``mean`` and ``std`` [channels, 1, 1]. The
-    brightest value becomes white, because data sets differ in their range.
+    brightest value becomes white, since data sets differ in range.
     """
     pixels = (images.float().cpu() * std.cpu() + mean.cpu()).clamp(min=0)[:, :3]
     pixels = pixels / pixels.max().clamp(min=1)

@@ -1,12 +1,12 @@
-"""Typed configurations: frozen dataclasses made from what Hydra has composed, and the user's mistakes.
+"""Convert what Hydra has composed to frozen dataclasses, and report users' mistakes.
 
-A field says its range (`at_least`, `above`, `fraction`, `one_of`). A field whose type is a union of
+A field declares its range (`at_least`, `above`, `fraction`, `one_of`). A field whose type is a union of
 dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions between
 fields are checked in ``__post_init__``. Each message names the key as the user would write it on the command
 line.
 
-The keys of a group with a ``_target_`` are those of its callable (`instantiate`). It is code that a file
-chooses, so it has to lie in one of a few packages. The command line alone can add to them.
+The keys of a group with a ``_target_`` are those of its callable (`instantiate`). A file can choose it, so it
+must be in one of a few packages. Only the command line can add packages.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from omegaconf.errors import OmegaConfBaseException
 
 Frozen = TypeVar("Frozen")
 
-# Where a ``_target_`` may lie, besides what `allow` names.
+# Packages in which a ``_target_`` may be, besides those of `allow`.
 RECIPES = "shardtrain.recipes"
 PACKAGES = {"model": (RECIPES, "torchvision.models"), "augment": (RECIPES,), "optim": ("torch.optim",)}
 
-# What a field's metadata may demand of its value.
+# The bounds that a field's metadata may declare.
 BOUNDS = {
     "at_least": (operator.ge, "at least"),
     "above": (operator.gt, "more than"),
     "at_most": (operator.le, "at most"),
     "below": (operator.lt, "less than"),
 }
-MOST_SHOWN = 30  # valid words in a message: a section's keys all, of a hundred models the first
+MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all of a hundred models
 ANNOTATIONS = {kind.__name__: kind for kind in (bool, int, float, str)}
 DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 class UserError(ValueError):
-    """A mistake of the user's: one clear message, exit code 2, no traceback.
+    """Report a user's mistake: one clear message, exit code 2, no traceback.
 
     The message says what was found, what was expected, and what to do.
     """
 
 
 def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:
-    """Return the error of a ``word`` that is not among the valid ones; ``what`` begins the message."""
+    """Return the error for a ``word`` that is not in ``valid``; ``what`` begins the message."""
     valid = list(valid)
     near = "".join(f"; did you mean {prefix}{match}?" for match in get_close_matches(str(word), valid, n=1))
     shown = [*(prefix + each for each in valid[:MOST_SHOWN]), *(["…"] if len(valid) > MOST_SHOWN else [])]
@@ -64,7 +64,7 @@ def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -
 
 @contextlib.contextmanager
 def writing(key: str, path: Path) -> Iterator[None]:
-    """Blame the option ``key``, which says to write to ``path``, for an OSError inside."""
+    """Turn an OSError inside into a UserError about the option ``key``, whose value is ``path``."""
     try:
         yield
     except OSError as error:
@@ -93,7 +93,7 @@ def one_of(*choices: str) -> Any:
 
 
 def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
-    """Return ``raw`` as the frozen dataclass ``cls``, its names, types and ranges checked."""
+    """Return ``raw`` as the frozen dataclass ``cls``. Raises UserError for wrong names, types and ranges."""
     try:
         values = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
@@ -105,23 +105,23 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
 def instantiate(
     node: Mapping[str, Any], section: str, kind: type, allow: Sequence[str] = (), *arguments: Any
 ) -> Any:
-    """Return the ``kind`` that ``node["_target_"]`` makes of ``arguments`` and the node's other keys.
+    """Return ``node["_target_"]`` called with ``arguments`` and the node's other keys: a ``kind``.
 
-    Annotations with bool, int, float or str are checked; other values the callable has to check itself.
-    ``section`` names the config group in messages; ``allow`` has packages that the command line allows.
+    Parameters annotated with bool, int, float or str are checked; the callable must check the others.
+    ``section`` names the config group in messages; ``allow``: the packages that the command line allows.
     """
     path = str(node.get("_target_"))
     target = _find_target(path, section, kind, allow)
     valid = dict([*inspect.signature(target).parameters.items()][len(arguments) :])
     takes_any = any(each.kind is each.VAR_KEYWORD for each in valid.values())
-    # What the data set decides is given to those that take it.
+    # What the data set decides is passed only to callables with such a parameter.
     left_out = ["_target_", "in_channels", "image_size", *([] if takes_any else ["num_classes"])]
     keywords = {key: value for key, value in node.items() if key in valid or key not in left_out}
     for key, value in keywords.items():
         if key not in valid and not takes_any:
             raise not_valid(f"unknown key {section}.{key}", key, valid)
         annotation = valid[key].annotation if key in valid else None
-        name = getattr(annotation, "__name__", str(annotation))  # a text where a module postpones them
+        name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations
         if name in ANNOTATIONS:
             keywords[key] = typed(ANNOTATIONS[name], value, f"{section}.{key}")
     try:
@@ -134,7 +134,7 @@ def instantiate(
 
 
 def _find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
-    """Return the class or function ``path``, which an allowed package has to define."""
+    """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
     found, (module_name, _, name) = f"{section}._target_={path}", path.rpartition(".")
     if path == "???":
         raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
@@ -144,7 +144,7 @@ def _find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> C
         raise UserError(
             f"{found}: only builders in {known} are called, unless the command has allow=[{other}]"
         )
-    if package in (*sys.stdlib_module_names, "torch", "numpy"):  # torch.load runs what a file holds
+    if package in (*sys.stdlib_module_names, "torch", "numpy"):  # torch.load can run code of a file
         raise UserError(f"allow=[{package}]: too much of it runs anything; allow a part, such as torch.nn")
     try:
         module = importlib.import_module(module_name)
@@ -155,7 +155,7 @@ def _find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> C
     def builds(value: Any) -> bool:
         if inspect.isclass(value):
             right = issubclass(value, kind)
-        else:  # some functions of recipes start programs; those that build say that they return a module
+        else:  # some functions of recipes start programs; builders are annotated to return a module
             returns = str(getattr(value, "__annotations__", {}).get("return"))
             right = inspect.isfunction(value) and (package != RECIPES or returns.endswith("Module"))
         return right and _inside(package, value.__module__)
@@ -171,9 +171,9 @@ def _inside(package: str, module: str) -> bool:
 
 
 def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return ``value`` as the type ``hint``, or raise a UserError that names ``key``.
+    """Return ``value`` as the type ``hint``. Raises UserError, naming ``key``.
 
-    ``demands``: the metadata of a field. In a tuple they hold for each item.
+    ``demands``: a field's metadata. For a tuple they hold for each item.
     """
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and NoneType in kinds:
@@ -205,7 +205,7 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
 
 
 def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
-    """Make one dataclass from one mapping. ``path`` is `""` for the whole configuration."""
+    """Return one dataclass for one mapping. ``path`` is `""` for the whole configuration."""
     prefix, entries = path and f"{path}.", {entry.name: entry for entry in fields(cls)}
     rest = next((name for name, entry in entries.items() if "others" in entry.metadata), None)
     if rest is not None:
@@ -225,7 +225,7 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
 
 
 def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
-    """Return the dataclass whose field ``name`` may have the section's."""
+    """Return the dataclass whose choices for ``name`` include the section's name."""
     by_name = {name: cls for cls in classes for name in cls.__dataclass_fields__["name"].metadata["choices"]}
     if not isinstance(section, dict) or "name" not in section:
         raise UserError(f"{key}={_show(section)}: expected one of {', '.join(by_name)}")

@@ -1,8 +1,8 @@
-"""Being asked to stop: a scheduler's SIGTERM or SIGUSR1, a terminal that closes, or Ctrl-C.
+"""Stop on signals: a scheduler's SIGTERM or SIGUSR1, a closed terminal's SIGHUP, or Ctrl-C.
 
-While training, a signal is only noted. The ranks exchange what they have noted with every step (see
+During training a signal is only noted. Ranks exchange what they have noted with every step (see
 `train/saving.py`) and every batch of an evaluation (`StoppableFeed`). So they stop together, with the step
-saved, whichever rank got the signal. This is an own file because the launcher and the loop share it.
+saved, whichever rank got the signal. It has its own file because the launcher and the loop share it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shardtrain.device import HostCopy
 TERMINATED, INTERRUPTED = 143, 130
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-SAME_S = 1.0  # seconds in which a Ctrl-C may come twice: from the terminal, and passed on by torchrun
+SAME_S = 1.0  # seconds within which one Ctrl-C may arrive twice, from the terminal and from torchrun
 
 Batch = TypeVar("Batch")
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised on all ranks at the same point, because one was asked to stop."""
+    """Tell, on all ranks at the same point, that a rank got a signal to stop."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,9 +39,9 @@ class Stopped(KeyboardInterrupt):
 
 
 def leave_with_launcher() -> None:
-    """Have the end of torchrun, even by SIGKILL, send this rank SIGTERM. Otherwise it would train on alone.
+    """Have Linux send this rank SIGTERM when torchrun ends, even by SIGKILL. Else it would train on alone.
 
-    Linux sends it when the thread that started this process ends: in torchrun that is the main thread.
+    Linux sends it when the thread that started this process ends; in torchrun that is the main thread.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         launcher = os.getppid()
@@ -51,10 +51,10 @@ def leave_with_launcher() -> None:
 
 
 class StopSignals:
-    """A context in which signals that ask to stop are noted; a second Ctrl-C stops at once.
+    """Note signals to stop inside the context. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    One that is ignored stays so, as SIGHUP under nohup.
-    ``noted``: the number of the signal that came first; 0: none.
+    Signals that are ignored stay so, such as SIGHUP under nohup.
+    ``noted``: the number of the first signal; 0: none.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Launchers repeat themselves: what stopped the run must not disturb its clean-up.
+        # Launchers repeat signals: the one that stopped the run must not disturb its clean-up.
         stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if stopped else handler)
@@ -81,9 +81,9 @@ class StopSignals:
 
 
 class StoppableFeed(Generic[Batch]):
-    """Batches, equally many on all ranks; a signal to one rank ends them on all. Collective.
+    """Yield batches, equally many on all ranks, until one rank has noted a signal. Collective.
 
-    With each batch the ranks exchange what they have noted, and read what they exchanged the batch before.
+    With each batch ranks exchange the signals that they have noted, and read the previous batch's exchange.
     """
 
     def __init__(self, batches: Iterable[Batch], signals: StopSignals, device: torch.device) -> None:

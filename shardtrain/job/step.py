@@ -1,4 +1,4 @@
-"""One optimizer step, written once: the training loop, the planner, the doctor and the benchmark take it."""
+"""Run one optimizer step. The training loop, the planner, the doctor and the benchmark share it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def accumulate(
     phase: Phase = contextlib.nullcontext,
     observe: Observer | None = None,
 ) -> None:
-    """Add up the gradients of the mean loss over the next ``count`` micro-batches.
+    """Accumulate the gradients of the mean loss over the next ``count`` micro-batches.
 
     Args:
         model: from images [batch, channels, height, width] to logits [batch, classes].
-        batches: gives images, labels and whatever else, which is ignored.
+        batches: yields images, labels, and further items, which are ignored.
         no_sync: a context in which backward reduces nothing; the last micro-batch runs outside it.
         scale: multiplies the loss before backward, as `GradScaler.scale` does.
         phase: called with ``data``, ``forward`` and ``backward``; each runs inside the context returned.
@@ -55,7 +55,7 @@ def accumulate(
 
 
 class Step(NamedTuple):
-    """The training program's step: gradients of some micro-batches, clipping, and the update."""
+    """Run the training program's step: gradients of some micro-batches, clipping, and the update."""
 
     model: nn.Module  # sharded
     loss: Loss
@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, max_norm: float | None) -> Step:
-        """Return the step of a job that has been built."""
+        """Return the step of ``job``."""
         return cls(job.model, job.loss, job.optimizer, max_norm, job.ema, job.scaler)
 
     def gradients(
@@ -76,7 +76,7 @@ class Step(NamedTuple):
         phase: Phase = contextlib.nullcontext,
         observe: Observer | None = None,
     ) -> Tensor:
-        """Reduce and clip the gradients of ``count`` micro-batches; return their norm before that, 0-dim."""
+        """Reduce and clip the gradients of ``count`` micro-batches; return the norm before that, 0-dim."""
         accumulate(
             self.model,
             self.loss,
@@ -91,14 +91,14 @@ class Step(NamedTuple):
         return clip_grad_norm_(self.model, self.max_norm or math.inf)  # inf measures and does not clip
 
     def update(self, step: int | None = None) -> None:
-        """Change the parameters by their gradients, and the averages as after step number ``step``."""
+        """Update the parameters, and the moving average as after step number ``step``."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
             self.ema.update(self.ema.every if step is None else step)
 
     def __call__(self, batches: Sequence[Sequence[Any]]) -> None:
-        """Take the whole step over ``batches``, and clear the gradients."""
+        """Run the whole step over ``batches``, and clear the gradients."""
         self.gradients(iter(batches), len(batches))
         self.update()
         self.optimizer.zero_grad()

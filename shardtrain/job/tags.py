@@ -1,16 +1,16 @@
-"""Every TensorBoard tag that a run writes, also the keys of ``result.json``: each is spelled here alone.
+"""Define all TensorBoard tags of a run, which are also keys of ``result.json``.
 
-Memory is of rank 0, speed of all ranks unless the tag says per rank.
+Memory is rank 0's. Speed is that of all ranks, unless the tag says per rank.
 """
 
 from __future__ import annotations
 
 TRAIN_LOSS = "train/loss"
-TRAIN_ACC1 = "train/acc1"  # percent, as all accuracies
+TRAIN_ACC1 = "train/acc1"  # percent, like all accuracies
 GRAD_NORM = "grad_norm"  # before clipping
 
 VAL = (VAL_LOSS, VAL_ACC1, VAL_ACC5) = ("val/loss", "val/acc1", "val/acc5")
-# Of the weights' moving average.
+# Scores of the weights' moving average.
 VAL_EMA = (VAL_EMA_LOSS, VAL_EMA_ACC1, VAL_EMA_ACC5) = ("val/ema_loss", "val/ema_acc1", "val/ema_acc5")
 # Of the weights, or of their average where one is kept, at the end.
 TEST = (TEST_LOSS, TEST_ACC1, TEST_ACC5) = ("test/loss", "test/acc1", "test/acc5")
@@ -33,11 +33,11 @@ SAMPLES = "samples/augmented"
 SUMMARY = "at_a_glance/run"
 TIMELINE_STEP = "timeline/step"
 
-# TensorBoard opens two groups, the first by their names, and closes the others. So these curves are there a
-# second time, and the summary's group is the other one.
+# TensorBoard unfolds two groups, the first ones by name. So these curves are written twice, in a group that
+# sorts first, and the summary is in the second group.
 FIRST = {tag: f"accuracy_and_loss/{tag}" for tag in (TRAIN_ACC1, TRAIN_LOSS, VAL_ACC1, VAL_LOSS)}
 
-# Tags with a part to fill in: ``lr(0)`` is "lr/group0".
-lr = "lr/group{}".format  # of an optimizer's group
-phase_pct = "time/{}_pct".format  # a phase's share of the time: data, forward, …
-sent_mib = "comm/{}_mib_per_step".format  # by a rank, in collectives of one kind: all_gather, …
+# Tags with a parameter: ``lr(0)`` is "lr/group0".
+lr = "lr/group{}".format  # by the optimizer's group
+phase_pct = "time/{}_pct".format  # by phase (data, forward, …): its share of the time
+sent_mib = "comm/{}_mib_per_step".format  # by kind of collective (all_gather, …): sent per rank
