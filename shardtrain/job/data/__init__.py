@@ -1,7 +1,7 @@
-"""Data sets, the order in which ranks see them, and batches on the device.
+"""Open data sets, order their images over ranks, and make batches on the device.
 
-Read in this order: ``sampler`` (which images a rank sees, and when), ``batches`` (what a data set is),
-``mixing`` (pairs of images), ``feed`` (who reads, and batches on the device); then the sets: ``sets`` (by
+Read in this order: ``sampler`` (which images a rank has in a step), ``batches`` (what a data set is),
+``mixing`` (pairs of images), ``feed`` (loading, and batches on the device); then the sets: ``sets`` (by
 name), ``photos`` and ``tars``.
 """
 

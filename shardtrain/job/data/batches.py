@@ -1,6 +1,6 @@
-"""Data sets: what hands out batches of images and labels.
+"""Define data sets, which return batches of images and labels.
 
-`images, labels = data[[3, 1, 4]]`: uint8 [3, channels, height, width] and int64 [3]. Pixels stay as stored
+`images, labels = data[[3, 1, 4]]` are uint8 [3, channels, height, width] and int64 [3]. Pixels stay as stored
 until they are on the device (see `feed.py`).
 """
 
@@ -21,7 +21,7 @@ class Batches(Protocol):
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
 
     def at(self, side: int) -> Batches:
-        """Return the same images for batches of ``side`` pixels, if they are cut to size anyway."""
+        """Return the same images cropped to ``side`` pixels, if they are cropped on loading."""
         return self
 
     def cut_as(self, other: Batches) -> Batches:
@@ -41,7 +41,7 @@ class DataSet(NamedTuple):
 
 
 class Arrays(Batches):
-    """Images held in memory."""
+    """Hold images in memory."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """images: uint8 [count, channels, height, width]; labels: int64 [count]."""
@@ -55,7 +55,7 @@ class Arrays(Batches):
 
 
 class Chosen(Batches):
-    """Some images of a ``source``, in the order of their ``indices``."""
+    """Select images of a ``source``, in the order of ``indices``."""
 
     def __init__(self, source: Batches, indices: Sequence[int]) -> None:
         self.source, self.indices, self.random = source, indices, source.random
@@ -74,9 +74,9 @@ class Chosen(Batches):
 
 
 def of_length(source: Batches, count: int) -> Chosen:
-    """Return the first ``count`` images of ``source`` repeated; of a larger one, evenly spaced images.
+    """Return ``count`` images of ``source``: repeated if it has fewer, evenly spaced if it has more.
 
-    These come from every class, since data sets on disk are sorted by class.
+    Evenly spaced images come from every class, even if a data set is sorted by class.
     """
     images = len(source)
     return Chosen(source, [i % images if count > images else i * images // count for i in range(count)])

@@ -1,6 +1,6 @@
-"""From indices to float32 batches on the device.
+"""Load images by index, and make float32 batches on the device.
 
-Images travel as uint8. Resizing, normalisation and augmentation are done on the device, a batch at a time.
+Images are sent as uint8. They are resized, normalised and augmented on the device, one batch at a time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ EVAL_BATCH = 256  # images per rank in one forward of an evaluation, at most
 class Batch(NamedTuple):
     images: Tensor  # float32 [batch, channels, side, side], about zero mean and unit variance
     labels: Tensor  # int64 [batch], or float32 [batch, classes] where images are mixed
-    valid: int  # the first `valid` images count; the rest fills up an evaluation's last batch
+    valid: int  # the first `valid` images count; the others pad an evaluation's last batch
 
 
 class Prepare:
-    """Turns uint8 batches of any device into normalised float32 batches on ours, square with ``side`` pixels.
+    """Turn uint8 batches into normalised float32 batches on ``device``, square with ``side`` pixels.
 
-    Images that come larger or smaller are resized here, on the device and a batch at a time.
+    Images of other sizes are resized here, on the device, one batch at a time.
     """
 
     def __init__(self, data: DataSet, side: int, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Prepare:
         self.std = torch.tensor(data.std, device=device)[:, None, None]
 
     def __call__(self, images: Tensor, side: int | None = None) -> Tensor:
-        """side: pixels per side of this batch, if it is not that of all."""
+        """side: pixels per side of this batch, if it differs from the usual one."""
         side = side or self.side
         pixels = images.to(self.device, non_blocking=True).float()
         normal = (pixels - self.mean) / self.std
@@ -59,9 +59,9 @@ class Prepare:
 
 
 class Seeded:
-    """Images whose random crops and changes depend on the seed and on their position in the run alone.
+    """Draw random crops and changes of images from the seed and their position in the run alone.
 
-    So it does not matter which rank or worker loads them, nor whether the run was interrupted before.
+    So they do not depend on which rank or worker loads an image, or on interruptions of the run.
     """
 
     def __init__(self, data: Batches, seed: int, change: Callable[[Tensor], Tensor] | None) -> None:
@@ -83,12 +83,12 @@ class Seeded:
 
 
 class TrainFeed:
-    """This rank's micro-batches of the ``steps``.
+    """Yield this rank's micro-batches of the ``steps``.
 
     `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]. It may have a method
-    `image`, which changes one image, in the loader's workers, and a list `alternates` of columns whose
-    numbers are each image's own and move by 1/2 from epoch to epoch. `side`: from an epoch to its images'
-    pixels per side; None: always as `prepare` says. `repeats`: see `epoch_order`.
+    `image`, which changes one image in the loader's workers, and a list `alternates` of columns whose numbers
+    belong to each image and move by 1/2 from epoch to epoch. `side`: a function from an epoch to its images'
+    pixels per side; None: those of `prepare`. `repeats`: see `epoch_order`.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class EvalFeed:
 def _loader(
     batches: Any, sampler: Any, rank: int, workers: int, device: torch.device, seed: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return what loads uint8 images and labels as ``sampler`` asks.
+    """Return a loader of uint8 images and labels in the order of ``sampler``.
 
-    The loader's samples are whole index lists, so that a data set sees a batch at once.
+    The loader's samples are lists of indices, so that a data set loads a batch at once.
     """
     return DataLoader(
         batches,

@@ -1,13 +1,13 @@
-"""Mixup and cutmix: each image of a batch is mixed with its partner, and so are their labels.
+"""Mix each image of a batch, and its label, with those of a partner: mixup and cutmix.
 
-An image's partner is its neighbour in the global batch, 0 and 1, 2 and 3, …; how they are mixed is drawn for
-each image of the global batch from the seed and the step. So neither depends on how many ranks and
-micro-batches the batch is cut into, as long as each has an even number of images. Of an odd number the last
-stays as it is, and the others pair up within their micro-batch. (torchvision and timm draw once per batch of
-one rank, so that every number of ranks trains on other images.)
+An image's partner is its neighbour in the global batch: 0 and 1, 2 and 3, …. How they are mixed is drawn for
+each image of the global batch from the seed and the step. So neither depends on the number of ranks and
+micro-batches, if each micro-batch has an even number of images. Of an odd number the last image stays as it
+is, and the others pair up within their micro-batch. (torchvision and timm draw once per rank's batch, so the
+number of ranks changes the images.)
 
-Mixup with 0.7 turns images a, b of classes 3, 5 into 0.7 a + 0.3 b, labelled 0.7 of class 3 and 0.3 of 5.
-Cutmix puts a box of b into a; a box that covers 30 % gives the same label.
+Mixup with 0.7 turns images a, b of classes 3, 5 into 0.7 a + 0.3 b, labelled 0.7 of class 3 and 0.3 of class
+5. Cutmix puts a box of b into a. A box that covers 30 % gives the same label.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shardtrain.job.data.sampler import Share, generator
 
 
 class Draws(NamedTuple):
-    kept: Tensor  # float32 [images]: how much of an image stays its own
-    boxed: Tensor  # bool [images]: cutmix, not mixup
-    centres: Tensor  # float32 [images, 2]: of the box, as fractions of height and width
+    kept: Tensor  # float32 [images]: the fraction of an image that stays its own
+    boxed: Tensor  # bool [images]: whether cutmix is used, not mixup
+    centres: Tensor  # float32 [images, 2]: the box's centre, as fractions of height and width
 
 
 class Mix:
-    """How the images of every step are mixed: a pure function of (seed, step)."""
+    """Mix the images of every step, as a pure function of (seed, step)."""
 
     def __init__(self, mixup: float, cutmix: float, classes: int, share: Share, seed: int) -> None:
-        """mixup, cutmix: alpha of Beta(alpha, alpha); 0: off. With both, each image is given one of them."""
+        """mixup, cutmix: alpha of Beta(alpha, alpha); 0: off. With both, each image gets one of them."""
         self.mixup, self.cutmix, self.classes = mixup, cutmix, classes
         self.share, self.seed = share, seed
 
@@ -59,9 +59,9 @@ class Mix:
 
 
 def kept_pixels(draws: Draws, height: int, width: int) -> Tensor:
-    """Return how much of each image's pixels stays its own, float32 [batch, height, width].
+    """Return the fraction of each pixel that stays the image's own: float32 [batch, height, width].
 
-    A box takes the part ``1 - kept`` of the area before it is cut off at the image's edge.
+    A box has ``1 - kept`` of the area before it is clipped at the image's edge.
     """
     kept, boxed, centres = draws
     half = 0.5 * (1 - kept).sqrt()

@@ -1,7 +1,7 @@
-"""Photographs of any size, decoded and cut to squares when they are needed; and sets of them.
+"""Decode photographs of any size and crop them to squares when they are needed; open sets of them.
 
-Sets are files in folders, `root/train/<class>/<image>` and `root/val/<class>/<image>`, like ImageNet's, those
-of Hugging Face's `datasets`, an extra, and tar files (`tars`). This is imported when it is needed, because
+Sets are files in folders like ImageNet's, `root/train/<class>/<image>` and `root/val/<class>/<image>`, those
+of Hugging Face's `datasets` (an extra), and tar files (`tars`). This file is imported only when needed, since
 torchvision's transforms take a second to import.
 """
 
@@ -27,26 +27,26 @@ IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 
 
 class Source(Protocol):
-    """Encoded images, by number."""
+    """Read encoded images by index."""
 
     labels: list[int]
 
     def __getitem__(self, index: int) -> bytes: ...
 
     def name(self, index: int) -> str:
-        """Return where the image is, for messages."""
+        """Return the image's place, for messages."""
         ...
 
 
 class Unreadable(UserError):
-    """An image that cannot be read. A worker's comes with a traceback in its text, which is left out."""
+    """Report an image that cannot be read, without the traceback that a worker adds to the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.rpartition("Unreadable: ")[2].strip())
 
 
 class Pictures(Batches):
-    """One part of a data set, cut to squares; random crops depend on torch's random numbers."""
+    """Hold one part of a data set, cropped to squares. Random crops use torch's random numbers."""
 
     random = True
 
@@ -72,7 +72,7 @@ class Pictures(Batches):
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
             image = Image.open(io.BytesIO(self.source[index])).convert("RGB")
-        except Exception as error:  # decoders raise what they like
+        except Exception as error:  # decoders raise exceptions of many kinds
             raise Unreadable(f"cannot read the image {self.source.name(index)}: {error}") from None
         return self.transform(image), self.source.labels[index]
 
@@ -97,7 +97,7 @@ def _centre_crop(resize: int | None, side: int) -> v2.Transform:
 
 
 class Files:
-    """The images of `root/train` or `root/val`."""
+    """Read the images of `root/train` or `root/val`."""
 
     def __init__(self, config: ImageFolder, part: str) -> None:
         root = Path(config.root).expanduser()
@@ -128,7 +128,7 @@ def image_folder(config: ImageFolder) -> DataSet:
 
 
 class Rows:
-    """One split of Hugging Face's. Images are left encoded, so that one place here decodes them all."""
+    """Read one split of Hugging Face's `datasets`. Images stay encoded, since `Pictures` decodes all."""
 
     def __init__(self, found: Any, config: HuggingFace, key: str, undecoded: Any) -> None:
         name = getattr(config, key)
@@ -161,7 +161,7 @@ def hugging_face(config: HuggingFace) -> DataSet:
     saved = (root / "dataset_dict.json").is_file()
     try:
         found: Any = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(config.root)
-    except Exception as error:  # of many kinds: not found, no network, files that it cannot read
+    except Exception as error:  # of many kinds: not found, no network, unreadable files
         reason = str(error).split("\n", 1)[0]
         raise UserError(f"data.root={config.root}: datasets cannot load it: {reason}") from error
     train, val = (Rows(found, config, key, datasets.Image(decode=False)) for key in ("train", "val"))

@@ -1,12 +1,12 @@
-"""Which images a rank sees, and when: pure functions of the seed and of how far the run is.
+"""Compute which images a rank has in a step: pure functions of the seed and the step.
 
 Nothing here keeps state, so a run can continue exactly where it stopped, on any number of ranks. A global
-batch of 12 on 2 ranks with 2 micro-batches is cut, in the order of the epoch's permutation, into
+batch of 12 on 2 ranks with 2 micro-batches is divided, in the order of the epoch's permutation, into
 
     rank 0: [0 1 2] [3 4 5]      rank 1: [6 7 8] [9 10 11]
 
-Shown twice each (`data.repeats=2`), an epoch's first twelve are six images, and the copies lie half a batch
-apart, so that they go to different ranks wherever there are as many:
+With two versions of each image (`data.repeats=2`) an epoch's first twelve are six images. Copies are half a
+batch apart, so that they are on different ranks if there are at least two:
 
     rank 0: [0 1 2] [3 4 5]      rank 1: [0 1 2] [3 4 5]
 """
@@ -22,10 +22,10 @@ from torch import Tensor
 
 
 class Share(NamedTuple):
-    """How a global batch is divided, and which part of it is this rank's."""
+    """Describe how a global batch is divided, and which part of it is this rank's."""
 
     batch_size: int  # images, over all ranks and micro-batches
-    accumulate: int  # micro-batches of a step
+    accumulate: int  # micro-batches per step
     rank: int
     world_size: int
 
@@ -43,7 +43,7 @@ class Share(NamedTuple):
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """Return a source of random numbers that depend on ``key`` alone."""
+    """Return a random number generator seeded by ``key`` alone."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
@@ -51,14 +51,14 @@ def generator(*key: int | str) -> torch.Generator:
 def epoch_order(seed: int, epoch: int, images: int, repeats: int = 1) -> Tensor:
     """Return the indices that ``epoch`` visits, in order: int64 [images].
 
-    A permutation; with repeats its beginning, each index `repeats` times in a row.
+    It is a permutation; with repeats its beginning, with each index `repeats` times in a row.
     """
     order = torch.randperm(images, generator=generator("order", seed, epoch))
     return order.repeat_interleave(repeats)[:images]
 
 
 def copies_apart(batch: Tensor, repeats: int) -> Tensor:
-    """Put copies that follow one another as far apart as they can be: aabbcc becomes abcabc."""
+    """Reorder a batch so that adjacent copies are as far apart as possible: aabbcc becomes abcabc."""
     return torch.cat([batch[first::repeats] for first in range(repeats)])
 
 
@@ -74,18 +74,18 @@ def alternating_draws(seed: int, epoch: int, images: int) -> Tensor:
 
 
 class Request(NamedTuple):
-    """A micro-batch to be loaded."""
+    """Describe a micro-batch to be loaded."""
 
-    position: int  # of its first image in the run, counted over all ranks from the start
+    position: int  # the number of its first image, counted over all ranks from the run's start
     side: int  # pixels
     indices: list[int]
 
 
 class TrainSampler:
-    """Requests for this rank's micro-batches, step after step.
+    """Yield requests for this rank's micro-batches, step by step.
 
-    What is left of an epoch after its last full batch is dropped; every epoch drops other images.
-    `repeats`: see `epoch_order`. `side`: from an epoch to its images' pixels per side.
+    Images after an epoch's last full batch are dropped; every epoch drops other images.
+    `repeats`: see `epoch_order`. `side`: a function from an epoch to its images' pixels per side.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class TrainSampler:
 
 
 class EvalSampler:
-    """Index lists that show every image to exactly one rank: rank r takes r, r + N, r + 2N, …
+    """Yield lists of indices that give every image to exactly one rank: rank r has r, r + N, r + 2N, …
 
-    All ranks yield equally many lists of equal length, because a sharded model needs all of them in every
-    forward; `valid(i)` says how many of the i-th list count, the rest is filled up with image 0.
+    All ranks yield equally many lists of equal length, since a sharded model needs all ranks in every
+    forward. The first `valid(i)` indices of the i-th list count; the others are padding with image 0.
     """
 
     def __init__(self, images: int, batch_size: int, rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The data sets by name: arrays, digits, CIFAR and fake ones here, photographs in `photos` and `tars`."""
+"""Open data sets by name: arrays, digits, CIFAR and fake ones here, photographs by `photos` and `tars`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def load(config: Data) -> DataSet:
 
 
 def with_validation(data: DataSet, amount: float) -> DataSet:
-    """Take ``amount`` of the training images, a fraction or a number, for validation; keep the rest to test.
+    """Use ``amount`` (a fraction or a number) of the training images for validation, and ``data.val`` to test.
 
-    Which ones is a fixed permutation: the same for every seed of a run.
+    A fixed permutation chooses them, the same for every seed of a run. Raises UserError for another amount.
     """
     images = len(data.train)
     count = round(amount if amount >= 1 else amount * images)
@@ -65,7 +65,7 @@ def _read(config: Data) -> DataSet:
             return _cifar(config)
         case Fake():
             return _fake(config)
-    # What reads photographs is imported when it is needed: torchvision's transforms take a second.
+    # Imported only when needed, since torchvision's transforms take a second.
     from shardtrain.job.data import photos, tars
 
     match config:
@@ -87,7 +87,7 @@ def _npz(config: Npz) -> DataSet:
 
 
 def _arrays(file: IO[bytes], name: str) -> DataSet:
-    """Read an `.npz` that has MedMNIST's keys, or raise ValueError with what is wrong in it."""
+    """Read an `.npz` that has MedMNIST's keys. Raises ValueError if anything in it is wrong."""
     found = np.load(file, allow_pickle=False)
     if not isinstance(found, NpzFile):
         raise ValueError("it holds a single array")
@@ -118,7 +118,7 @@ def _arrays(file: IO[bytes], name: str) -> DataSet:
 
 
 def _part(found: NpzFile, part: str) -> Arrays:
-    """Return the images, uint8 with channels last, first or none, and labels [n] or [n, 1] of one part."""
+    """Return one part's images, uint8 with channels last, first or none, and labels, [n] or [n, 1]."""
     images, labels = (found.get(f"{part}_{kind}") for kind in ("images", "labels"))
     if images is None or labels is None:
         raise ValueError(f"no {part}_{'labels' if labels is None else 'images'} among {', '.join(found)}")
@@ -174,7 +174,7 @@ def _cifar(config: Cifar) -> DataSet:
 
 
 def _fetch(kind: Callable[..., object], config: Cifar) -> None:
-    """Download the data set on one rank for all ranks. Several hosts have to share `root`."""
+    """Download the data set on one rank for all ranks. Several hosts must share `root`."""
     try:
         kind(config.root, download=True)
     except (OSError, RuntimeError) as error:
@@ -184,7 +184,7 @@ def _fetch(kind: Callable[..., object], config: Cifar) -> None:
 
 
 def _fake(config: Fake) -> DataSet:
-    """Return random images with random labels, a few of them repeated: to measure speed and memory."""
+    """Return random images with random labels, a few of them repeated, to measure speed and memory."""
     few = min(256, config.train_images)
     shape = (few, config.channels, config.image_size, config.image_size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))

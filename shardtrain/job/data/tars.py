@@ -1,12 +1,12 @@
-"""WebDataset's format: tar files ("shards") with `<key>.jpg` and `<key>.cls` side by side.
+"""Read WebDataset's format: tar files ("shards") with `<key>.jpg` and `<key>.cls` side by side.
 
-A tar file is read where it lies: an index says at which byte each image begins, so any image can be had in
-any order, and what a rank sees stays a function of the seed and the step, as with every other data set. The
-`webdataset` package streams shards through a shuffle buffer instead, which is kinder to disks and to remote
-storage, and can neither continue exactly nor give the same batches to another number of ranks.
+An index has the byte at which each image begins. So images are read from the tar file in any order, and a
+rank's images are a function of the seed and the step, as with every other data set. The `webdataset` package
+streams shards through a shuffle buffer instead. That is faster on disks and remote storage, but can neither
+continue exactly nor give the same batches to another number of ranks.
 
-The index is made by reading the headers once. It is kept beside its shard, `NAME.tar.index`, where that
-folder can be written.
+The index is made by reading the headers once. It is kept beside its shard as `NAME.tar.index` if the folder
+is writable.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Index = NDArray[np.int64]  # [images, 3]: first byte, bytes, label
 
 
 class Shards:
-    """The images of several tar files, one after another."""
+    """Read the images of several tar files, one file after another."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
         together(lambda: [_index(path) for path in paths[comm.rank() :: comm.world_size()]])
-        indexes = [_index(path) for path in paths]  # most of which were made by other ranks just now
+        indexes = [_index(path) for path in paths]  # most of them just made by other ranks
         whole = np.concatenate(indexes)
         self.ends = np.cumsum([len(index) for index in indexes])
         self.first, self.size = whole[:, 0], whole[:, 1]
@@ -68,7 +68,7 @@ def _find(config: WebDataset, key: str) -> list[Path]:
 
 
 def _index(shard: Path) -> Index:
-    """Return the index kept beside the shard, if it is of this very shard; else read the headers."""
+    """Return the index kept beside the shard if size and time match; otherwise read the headers."""
     kept = shard.with_name(f"{shard.name}.index")
     state = shard.stat()
     stamp = np.array([[state.st_size, state.st_mtime_ns, 0]], dtype=np.int64)
@@ -77,15 +77,15 @@ def _index(shard: Path) -> Index:
         if np.array_equal(found[:1], stamp):
             return found[1:]
     except (OSError, ValueError, EOFError):
-        pass  # missing or damaged: it is made anew
+        pass  # missing or damaged: make it again
     index = np.array(list(_scan(shard)), dtype=np.int64)
-    # Several ranks may write at once: each writes a file of its own, and the last one stays.
+    # Several ranks may write at once: each writes its own file, and the last one stays.
     temporary = kept.with_name(f"{kept.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             np.save(file, np.concatenate([stamp, index]), allow_pickle=False)
         os.replace(temporary, kept)
-    except OSError:  # a folder that cannot be written: the next start reads the headers again
+    except OSError:  # the folder is not writable: the next start reads the headers again
         temporary.unlink(missing_ok=True)
     return index
 
