@@ -35,7 +35,7 @@ def load(config: Data) -> DataSet:
 
 
 def with_validation(data: DataSet, amount: float) -> DataSet:
-    """Use ``amount`` (a fraction or a number) of the training images for validation, and ``data.val`` to test.
+    """Use ``amount`` (fraction or number) of the training images for validation, and ``data.val`` to test.
 
     A fixed permutation chooses them, the same for every seed of a run. Raises UserError for another amount.
     """
