@@ -1,4 +1,4 @@
-"""``python -m shardtrain.plan +recipe=resnet world_size=64``: memory, traffic and time, predicted."""
+"""Predict memory, traffic and time: ``python -m shardtrain.plan +recipe=resnet world_size=64``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlanKeys:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What the command line asks for. ``config``: the training program's, the model's keys completed."""
+    """Hold the command line's settings. ``config``: the training program's, its model's keys completed."""
 
     keys: PlanKeys
     config: Config
@@ -52,7 +52,7 @@ class PlanSettings:
 
 
 def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
-    """Return the settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    """Return the settings of ``arguments``; None if a flag asks for output."""
     both = read_beside(PlanKeys, arguments, speak=speak, folder=Path(__file__).parent / "configs")
     if both is None:
         return None
@@ -60,14 +60,14 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     images = _data_set(config.data, config.model.get("num_classes"))
-    if config.device == "auto":  # a device that this machine has not can be planned for all the same
+    if config.device == "auto":  # otherwise also a device that this machine does not have
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")
     config = completed(config, images)
     return PlanSettings(keys, config, _question(keys, config, images.channels), config.threads)
 
 
 def _data_set(config: Data, classes: int | None) -> data.DataSet:
-    """Load the data set; where it is not at hand, return colour images and the model's classes."""
+    """Load the data set; if it is not available, return one of colour images and the model's classes."""
     try:
         return data.load(config)
     except UserError as error:
@@ -94,7 +94,7 @@ def _question(keys: PlanKeys, config: Config, channels: int) -> Question:
 
 
 def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
-    """Simulate, print, and write `plan.json`, `plan.txt` and a picture."""
+    """Simulate, print the plan, and write `plan.json`, `plan.txt` and a picture."""
     if rank_info.world_size > 1:
         raise UserError(
             "the planner is one process for any world size: start it with python -m shardtrain.plan"
@@ -143,10 +143,10 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
 
 
 def largest_batch(peak_of: Callable[[int], int], memory: int, start: int) -> int:
-    """Return the most images whose peak fits ``memory`` bytes; 0 if one image does not, at most MOST_IMAGES.
+    """Return the largest number of images whose peak fits in ``memory`` bytes: from 0 to MOST_IMAGES.
 
-    ``peak_of(images)``, bytes, grows with the images and nearly in proportion. So the straight line through
-    the two known points nearest to ``memory``, at first ``start`` and one more, leads there in a few plans.
+    ``peak_of(images)``, in bytes, grows nearly in proportion to the images. So a few steps along the line
+    through the two known points nearest to ``memory``, at first ``start`` and ``start + 1``, find it.
     """
     known = {images: peak_of(images) for images in (start, start + 1)}
     while True:

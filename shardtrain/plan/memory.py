@@ -1,17 +1,16 @@
-"""The memory of one step: which storages of tensors live when, by what they hold; as numbers and a picture.
+"""Record the memory of one step: which storages exist when, by what they hold; as numbers and as a picture.
 
-Every operation passes through a dispatch mode, so every tensor that it makes is seen, and a storage that
-dies says so. That works alike on tensors with data and without (torch's ``FakeTensorMode``), which is why
-a plan and a measurement can be compared. Memory that a kernel takes for itself and gives back, and what an
-allocator keeps for later, is not a tensor's and is not counted.
+Every operation passes through a dispatch mode, which sees every new tensor. Weak references report when a
+storage is freed. This works with and without data (torch's ``FakeTensorMode``), so that plans and
+measurements can be compared. Temporary memory of kernels and the allocator's reserve are not counted.
 
-The engine names its own memory: shards, full vectors, buffers for gradients. The rest is told apart by the
-time at which it was made::
+The engine knows its own memory: shards, full vectors, buffers for gradients. Other memory is classified by
+the time at which it was allocated::
 
     forward                                  activations
-    backward, in a parameter's own node      gradients: what arrives, is laid end to end, and is reduced
-    backward, elsewhere                      activations, their gradients among them
-    before forward, update                   other, beside the batch and buffers
+    backward, in a parameter's own node      gradients: as they arrive, are laid end to end, and are reduced
+    backward, elsewhere                      activations, their gradients included
+    before forward, update                   other, with the batch and buffers
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from shardtrain.job.pictures import Picture, plot
 from shardtrain.job.step import Step
 from shardtrain.optim import Ema
 
-# What a tensor can hold, and its colour in pictures; `monitor.metrics.PHASES` has those of time.
+# What a tensor can hold, and its colour in pictures; `monitor.metrics.PHASES` has the colours of time.
 MEMORY_KINDS = {
     "parameters": "#123c69",
     "optimizer": "tab:cyan",
@@ -44,12 +43,12 @@ MEMORY_KINDS = {
     "activations": "tab:green",
     "other": "0.7",
 }
-MOST_NAMES = 60  # units that have room along the axis
-LONGEST_NAME = 20  # characters of a unit's name there; of a longer one the end is shown
+MOST_NAMES = 60  # units named along the axis
+LONGEST_NAME = 20  # characters of a unit's name there; longer names are shown by their ends
 
 
 class MemoryPoint(NamedTuple):
-    """The memory of one rank after one operation of the step. ``bytes``: of each of MEMORY_KINDS."""
+    """Hold the memory of one rank after one operation of the step. ``bytes``: one number per MEMORY_KIND."""
 
     phase: str  # forward | backward | update
     unit: str
@@ -61,7 +60,7 @@ class MemoryPoint(NamedTuple):
 
 
 class MemoryTimeline(NamedTuple):
-    """The memory of one rank over one step, operation by operation."""
+    """Hold the memory of one rank over one step, operation by operation."""
 
     points: tuple[MemoryPoint, ...]
 
@@ -75,7 +74,7 @@ class MemoryTimeline(NamedTuple):
         return max(point.bytes[index] for point in self.points)
 
     def words(self) -> str:
-        """Say ``The peak of 93.1 MiB, in backward of layer4.1, consists of 42.6 MiB parameters, …``."""
+        """Return a text such as ``The peak of 93.1 MiB, in backward of layer4.1, consists of …``."""
         peak = self.peak
         parts = sorted(zip(peak.bytes, MEMORY_KINDS, strict=True), reverse=True)
         held = [f"{size / MIB:.1f} MiB {kind}" for size, kind in parts if size >= MIB / 20]
@@ -84,9 +83,9 @@ class MemoryTimeline(NamedTuple):
         return f"The peak of {peak.total / MIB:.1f} MiB, in {where}, consists of {listed}."
 
     def picture(self, capacity: float | None = None) -> Picture | str:
-        """Draw stacked areas over the step with the units along the axis; or say why there is no picture.
+        """Draw stacked areas over the step, with the units along the axis; or return why there is no picture.
 
-        ``capacity``: bytes that a rank has, which become a line.
+        ``capacity``: the bytes that a rank has, drawn as a line.
         """
         return plot(partial(self._draw, capacity), inches=(11, 5))
 
@@ -118,7 +117,7 @@ class MemoryTimeline(NamedTuple):
             first = next(run)[0]
             axes.axvline(first, color="0.3", linewidth=0.8)
             axes.text(first, 1.01, phase, fontsize=8, transform=axes.get_xaxis_transform())
-        named: dict[int, str] = {}  # by the first point of each run of points in one unit
+        named: dict[int, str] = {}  # by the first of consecutive points in one unit
         for (_, unit), run in groupby(enumerate(self.points), key=lambda item: item[1][:2]):
             first = next(run)[0]
             if not named or first - max(named) >= len(self.points) / MOST_NAMES:
@@ -128,7 +127,7 @@ class MemoryTimeline(NamedTuple):
 
 @dataclass(eq=False)
 class Life:
-    """One storage: its size, what it holds, and the instants between which it lived."""
+    """Record one storage: its size, what it holds, and the instants at which it was made and freed."""
 
     size: int
     kind: str
@@ -137,15 +136,15 @@ class Life:
 
 
 class LiveTensors(TorchDispatchMode):
-    """While entered, records every instant of a step of ``model`` and the life of every storage."""
+    """Record every operation of a step of ``model``, and the life of every storage, while entered."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, present: Iterable[Tensor]) -> None:
-        """``present``: tensors that are there before, the batch for instance."""
+        """``present``: tensors that exist before the step, such as the batch."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._instants: list[tuple[str, str, int]] = []  # phase, unit, bytes that the engine had gathered
         self._lives: list[Life] = []
         self._model = inside = introspect(model)
-        self._known: dict[int, Life] = {}  # by the address of a storage that lives
+        self._known: dict[int, Life] = {}  # existing storages, by address
         self._watches: list[weakref.ref[Any]] = []
         self._phase = ""  # the last one that the engine named
         self._fixed = {"parameters": inside.shard_bytes, "gradients": inside.transport.reserved}
@@ -160,7 +159,7 @@ class LiveTensors(TorchDispatchMode):
                     self._see(tensor, kind)
 
     def timeline(self) -> MemoryTimeline:
-        """Return what was seen while this was entered."""
+        """Return what was recorded."""
         count = len(self._instants)
         changes = {kind: [self._fixed.get(kind, 0)] + [0] * count for kind in MEMORY_KINDS}
         for life in self._lives:
@@ -174,7 +173,7 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            return func(*args, **kwargs)  # a question about a tensor, which only fake ones are asked here
+            return func(*args, **kwargs)  # a query of a tensor's properties, which only fake tensors get here
         given = _addresses((args, kwargs))
         result = func(*args, **kwargs)
         self._note(given.keys(), _addresses(result))
@@ -188,13 +187,13 @@ class LiveTensors(TorchDispatchMode):
             for address in given & self._known.keys():
                 life = self._known[address]
                 life.kind = kind if life.kind == "activations" else life.kind
-        for address in made.keys() - given:  # a view of memory that was not seen is not new memory
+        for address in made.keys() - given:  # views of an argument are no new memory
             self._see(made[address], kind)
         gathered = 0 if self._model.transport.in_place else self._model.gathered.bytes
         self._instants.append((phase, unit, gathered))
 
     def _where(self) -> tuple[str, str]:
-        """Return the phase and the unit; outside the model's passes the update follows a backward."""
+        """Return the phase and the unit. Outside of forward and backward, the update follows a backward."""
         phase, unit = self._model.under_way
         if phase != "rest":
             self._phase = phase
@@ -221,10 +220,10 @@ class LiveTensors(TorchDispatchMode):
 
 
 def memory_of_step(step: Step, batches: Sequence[Sequence[Tensor]]) -> MemoryTimeline:
-    """Take a ``step``, and return what it made this rank hold.
+    """Run a ``step``, and return this rank's memory during it.
 
-    It may not be the first one, whose order of units and optimizer state are new. It works on every device
-    and without data, and is slow: each operation is seen in Python.
+    It must not be the first step, in which the order of units and the optimizer state are new. Works on every
+    device and without data. It is slow, since Python handles each operation.
     """
     averages = step.ema.held() if step.ema is not None else []
     live = LiveTensors(step.model, step.optimizer, [*chain(*batches), *averages])
@@ -234,7 +233,7 @@ def memory_of_step(step: Step, batches: Sequence[Sequence[Tensor]]) -> MemoryTim
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> dict[str, int]:
-    """Return the bytes that this rank holds of what a checkpoint saves, without padding."""
+    """Return the bytes of this rank's state that a checkpoint saves, without padding."""
     state: dict[str, Iterable[Tensor]] = {
         "parameters": model.parameters(),
         "optimizer": optimizer_tensors(optimizer),
@@ -244,7 +243,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | N
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every tensor that ``optimizer`` keeps."""
+    """Return all tensors of ``optimizer``'s state."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
 
 
@@ -253,11 +252,11 @@ def _address(tensor: Tensor) -> int:
 
 
 def _addresses(tree: object) -> dict[int, Tensor]:
-    """Return the tensors in ``tree``, one for each storage."""
+    """Return the tensors in ``tree`` by storage, one per storage."""
     return {_address(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
 def _in_gradient() -> bool:
-    """Return whether autograd runs a parameter's own node, whose hooks move gradients, or ran all nodes."""
+    """Return whether autograd runs a parameter's accumulation node, or is at the end of backward."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     return node is None or node.name() == "torch::autograd::AccumulateGrad"

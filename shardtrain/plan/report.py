@@ -1,4 +1,4 @@
-"""A plan in words and columns, and as JSON."""
+"""Describe a plan in words, in tables and as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardtrain.plan.simulate import Plan
 
 
 class Rates(NamedTuple):
-    """What hardware can do at best, per rank."""
+    """Hold the peak rates of the hardware per rank."""
 
     bandwidth: float  # GB/s sent
     flops: float  # TFLOP/s
 
 
 def headline(config: Config, plan: Plan) -> str:
-    """Say what is planned for, in two lines; a third if that is not the configuration's batch."""
+    """Return what is planned for, in two lines, and in a third if the batch is not the configuration's."""
     question, parallel = plan.question, config.parallel
     side, asked = config.data.image_size, config.train.batch_size
     parts = question.world_size * plan.accumulate
@@ -48,7 +48,7 @@ def headline(config: Config, plan: Plan) -> str:
 
 
 def rank_table(plan: Plan) -> str:
-    """Return what one rank holds, sends and computes per step."""
+    """Return a table of what one rank holds, sends and computes per step."""
     rank = f"rank {plan.question.rank}" if plan.uneven else "a rank"
     rows = [[f"{rank}, which has most, holds" if plan.uneven else "a rank holds", "MiB"]]
     rows += [[name, _mib(size)] for name, size in bytes_by_kind(plan).items()]
@@ -64,7 +64,7 @@ def rank_table(plan: Plan) -> str:
 
 
 def bytes_by_kind(plan: Plan) -> dict[str, int]:
-    """Return the bytes per rank by what they hold: all the time, then at most at any time of the step."""
+    """Return the bytes per rank by what they hold: first constant ones, then peaks during the step."""
     most = plan.timeline.most
     return {
         "parameters": plan.parameters,
@@ -80,7 +80,7 @@ def bytes_by_kind(plan: Plan) -> dict[str, int]:
 
 
 def bound_in_words(plan: Plan, rates: Rates) -> str:
-    """Say how long a step takes at least."""
+    """Return a sentence with the lower bound of a step's time."""
     compute, send = plan.seconds(*rates)
     return (
         f"At {rates.flops:g} TFLOP/s and {rates.bandwidth:g} GB/s a step takes at least "
@@ -90,7 +90,7 @@ def bound_in_words(plan: Plan, rates: Rates) -> str:
 
 
 def fit_in_words(plan: Plan, memory: float, images: int) -> str:
-    """Say that at most ``images`` per rank in one forward fit ``memory`` GiB."""
+    """Return a sentence that at most ``images`` per rank in one forward fit in ``memory`` GiB."""
     if not images:
         return f"Not even one image of a rank fits {memory:g} GiB: more ranks, or a smaller model."
     return (
@@ -100,7 +100,7 @@ def fit_in_words(plan: Plan, memory: float, images: int) -> str:
 
 
 def curve_table(plans: Sequence[Plan], rates: Rates | None) -> str:
-    """Compare world sizes with as many images per rank, in MiB."""
+    """Return a table over world sizes, in MiB, with equally many images per rank."""
     head = ["ranks", "parameters", "optimizer", "gradients", "gathered", "activations", "peak"]
     rows = [[*head, "gathers send", "reductions send", *(["ms at least"] if rates else [])]]
     for plan in plans:
@@ -115,7 +115,7 @@ def curve_table(plans: Sequence[Plan], rates: Rates | None) -> str:
 
 
 def shards_table(plans: Sequence[Plan]) -> str:
-    """Compare world sizes: how even the shards are, and how small the messages become."""
+    """Return a table over world sizes of how even the shards are, and how small the messages."""
     rows = [["ranks", "even share", "a rank holds", "FSDP2", "smallest of a unit", "largest"]]
     for plan in plans:
         world, whole = plan.question.world_size, sum(unit.bytes for unit in plan.units)

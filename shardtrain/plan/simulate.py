@@ -1,8 +1,8 @@
-"""Run one rank of any world without data: the engine's own layouts, schedule and optimizer, in one process.
+"""Simulate one rank of any world without data: the engine's own layouts, schedule and optimizer.
 
-The model is built on the meta device and then given tensors that have shapes and storages but no memory.
-Two steps are taken: the first makes the optimizer's state and shows the order of the units, the second is
-recorded. Nothing here repeats what the engine does, so a plan follows the engine when that changes.
+The model is built on the meta device, and then gets tensors with shapes and storages but no memory. It takes
+two steps: the first makes the optimizer's state and shows the order of the units, the second is recorded.
+Nothing here repeats what the engine does, so a plan follows the engine when that changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan for. ``in_place``, ``inbox``: see `comm.Simulated`."""
+    """Describe what to plan for. ``in_place``, ``inbox``: see `comm.Simulated`."""
 
     world_size: int
     replicate: int
@@ -37,24 +37,24 @@ class Question:
     channels: int
     in_place: bool
     inbox: bool
-    rank: int | None = None  # whose memory and traffic; None: the rank that holds most, the first of several
+    rank: int | None = None  # the rank to plan for; None: the first that holds most
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``question.rank`` will do in one step. Sizes are in bytes."""
+    """Hold the plan of ``question.rank`` for one step. Sizes are in bytes."""
 
     question: Question
     accumulate: int
     uneven: bool  # other ranks hold less
     units: tuple[UnitInfo, ...]
-    by_rows: int  # of this rank's parameters if they were cut as FSDP2 does, see `held_by_rows`
-    parameters: int  # of this rank, without padding, and so are the next three
+    by_rows: int  # parameters of this rank if they were cut as by FSDP2, see `held_by_rows`
+    parameters: int  # of this rank, without padding, like the next three
     optimizer: int
-    averages: int  # of parameters and buffers, over time
+    averages: int  # moving averages of parameters and buffers
     gradients: int
     buffers: int
-    gathered: int  # at most at once, whichever rank holds it
+    gathered: int  # the peak of full vectors
     timeline: MemoryTimeline
     sent: dict[str, int]  # by kind of collective
     calls: dict[str, int]
@@ -65,12 +65,12 @@ class Plan:
         return self.timeline.peak.total
 
     def seconds(self, bandwidth: float, flops: float) -> tuple[float, float]:
-        """Return the seconds of computation and of communication at full TFLOP/s and GB/s sent."""
+        """Return the seconds of computation at ``flops`` TFLOP/s, and of sending at ``bandwidth`` GB/s."""
         return self.flops / (flops * 1e12), sum(self.sent.values()) / (bandwidth * 1e9)
 
 
 def simulate(config: Config, question: Question) -> Plan:
-    """Plan for ``config``, whose model's keys are complete, as if nothing were compiled."""
+    """Return the plan for ``config``, whose model's keys are complete, as if nothing were compiled."""
     config = uncompiled(config)
     with _without_data():
         model, optimizer, by_rows = _sharded(config, question)
@@ -87,7 +87,8 @@ def simulate(config: Config, question: Question) -> Plan:
         labels = torch.zeros(question.micro_batch, dtype=torch.int64)
         batches = [(torch.empty(shape), labels.clone()) for _ in range(config.train.accumulate)]
         try:
-            with FlopCounterMode(display=False) as flops:  # it keeps alive what backward computes again
+            # In the first step, since the counter keeps recomputed activations alive.
+            with FlopCounterMode(display=False) as flops:
                 step(batches)
         except ValueError as error:
             raise UserError(
@@ -116,7 +117,7 @@ def simulate(config: Config, question: Question) -> Plan:
 
 
 def plan_of(config: Config, job: Job) -> Plan:
-    """Plan a job that has been built: its ranks, transport and batch."""
+    """Return the plan for a job: its ranks, transport and batch."""
     transport = introspect(job.model).transport
     in_place = transport.in_place and transport.world > 1
     question = Question(
@@ -131,12 +132,12 @@ def plan_of(config: Config, job: Job) -> Plan:
 
 
 def held_by_rows(parameters: Iterable[Tensor], world: int) -> int:
-    """Return the bytes of a rank's shards of ``parameters`` if each were cut for itself, as FSDP2 does.
+    """Return the bytes of one rank's shards if ``parameters`` were cut by rows, as FSDP2 cuts them.
 
-    This is the measure for what a flat vector saves. FSDP2 gives each rank as many rows (first dimension) of
-    every parameter as the first rank gets, and pads the rest; a scalar counts as one row. Three ranks, a
-    parameter of 4 rows: 2 rows each, so 6 are held for 4. On many ranks most parameters have fewer rows than
-    there are ranks, and each rank holds one row of each.
+    This shows what a flat vector saves. FSDP2 cuts each parameter on its first dimension, and pads it so that
+    each rank has as many rows as the first. A scalar counts as one row. On three ranks a parameter of 4 rows
+    takes 2 rows per rank, 6 in all. On many ranks most parameters have fewer rows than there are ranks, and
+    each rank holds one row of each.
     """
     held = 0
     for parameter in parameters:
@@ -146,7 +147,7 @@ def held_by_rows(parameters: Iterable[Tensor], world: int) -> int:
 
 
 def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    """Return the model on the question's rank, rank 0 if it names none; its optimizer; `Plan.by_rows`."""
+    """Return the model on the question's rank (default: 0), its optimizer, and `Plan.by_rows`."""
     model = _unsharded(config)
     by_rows = held_by_rows(model.parameters(), question.world_size // question.replicate)
     transport = comm.simulated(
@@ -160,7 +161,7 @@ def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim
 
 
 def _unsharded(config: Config) -> nn.Module:
-    """Return the model that the configuration names, made of tensors without memory."""
+    """Return the model of the configuration, of tensors without memory."""
     # On the meta device initialisation costs nothing; torch 2.11 refuses meta inside `FakeTensorMode`.
     with _disable_current_modes(), torch.device("meta"):
         model = plain_model(config.model, config.allow)
@@ -180,9 +181,9 @@ def _unsharded(config: Config) -> nn.Module:
 
 @contextmanager
 def _without_data() -> Iterator[None]:
-    """Give the tensors that are made inside a shape and a storage, and no memory."""
+    """Make tensors inside with a shape and a storage, but no memory."""
     with warnings.catch_warnings(), FakeTensorMode():
-        # The engine compares addresses to see whether users replaced a parameter; here all are 0.
+        # The engine compares addresses to notice replaced parameters; here all are 0.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
 
