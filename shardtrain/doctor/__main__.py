@@ -1,4 +1,4 @@
-"""``-m shardtrain.doctor +recipe=resnet``, alone or under torchrun: one line, exit code 0 or 1."""
+"""Print one line and exit with 0 or 1: ``-m shardtrain.doctor +recipe=resnet``, alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DoctorKeys:
 
 @dataclass(frozen=True)
 class DoctorSettings:
-    """What the command line asks for. ``config``: the training program's."""
+    """Hold the command line's settings. ``config``: the training program's."""
 
     keys: DoctorKeys
     config: Config
@@ -38,7 +38,7 @@ class DoctorSettings:
 
 
 def read(arguments: Sequence[str], speak: bool) -> DoctorSettings | None:
-    """Return the settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    """Return the settings of ``arguments``; None if a flag asks for output."""
     both = read_beside(DoctorKeys, arguments, speak=speak, folder=Path(__file__).parent / "configs")
     if both is None:
         return None
@@ -52,8 +52,8 @@ def read(arguments: Sequence[str], speak: bool) -> DoctorSettings | None:
 
 
 def examine(settings: DoctorSettings, rank_info: RankInfo, device: torch.device) -> None:
-    """Print the finding on rank 0; leave with code 1 if sharding has changed something."""
-    # A compiler rounds, and draws random numbers, in its own way: what is examined is the sharding.
+    """Print the finding on rank 0; exit with code 1 if sharding changes anything."""
+    # Uncompiled, since a compiler rounds and draws random numbers differently.
     job, config = build(uncompiled(settings.config), rank_info.rank, rank_info.world_size, device)
     finding = Twins(job, config).examine(min(settings.keys.steps, job.steps))
     if rank_info.rank == 0:
@@ -63,8 +63,8 @@ def examine(settings: DoctorSettings, rank_info: RankInfo, device: torch.device)
 
 
 def main() -> None:
-    # On some processors MKL adds up in another order where memory is aligned otherwise, and a unit's
-    # parameters lie end to end. Bits are compared here; MKL reads this when it is first used.
+    # On some processors the order of MKL's sums depends on alignment, and a unit's parameters lie end to end.
+    # The doctor compares bits. MKL reads this variable at its first use.
     os.environ.setdefault("MKL_CBWR", "AVX2")
     launch.start(read, examine)
 

@@ -1,7 +1,7 @@
-"""Take the same steps sharded and unsharded, and compare them tensor by tensor in the order of computation.
+"""Run the same steps sharded and unsharded, and compare them tensor by tensor in the order of computation.
 
-Every rank holds an unsharded twin of the model beside its shards, gives both its share of the batch, and
-averages the twin's gradients as replicas do: all ranks' gradients are added in rank order and divided by the
+Every rank holds an unsharded twin of the model beside its shards, runs both on its share of the batch, and
+averages the twin's gradients as replicas do: all ranks' gradients are summed in rank order and divided by the
 number of ranks. There are five comparisons per step, and the first tensor that differs ends the check::
 
     output           of each unit, in the order of forward
@@ -10,12 +10,12 @@ number of ranks. There are five comparisons per step, and the first tensor that 
     parameter        after the update
     buffer
 
-Shared memory on one host and messages over gloo add in that order, too, so outputs and gradients are equal
+Shared memory on one host and messages over gloo sum in that order, too, so outputs and gradients are equal
 bit for bit. Elsewhere (NCCL's sums, several hosts, bf16 with micro-batches, CUDA's convolutions) rounding may
-differ, and tensors have to be equal to TOLERANCE of their largest element. An update may round differently in
-any case, where a fused optimizer's vector instructions end at a shard's end: it has UPDATE_TOLERANCE, and
-then the twin takes over the sharded parameters, so that each step begins alike. In bf16 and fp16 the twin
-is the engine's own single rank, since nothing else casts as it does.
+differ, and tensors must be equal to TOLERANCE of their largest element. Updates may always round differently,
+since a fused optimizer's vector instructions end at a shard's end. They have UPDATE_TOLERANCE, and then the
+twin gets the sharded parameters, so that each step begins equal. In bf16 and fp16 the twin is the engine on a
+single rank, since nothing else casts as the engine does.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from shardtrain.job.format import counted
 from shardtrain.job.model import PRECISIONS, converted, initial_model, parameter_groups, shard_with_optimizer
 from shardtrain.job.step import accumulate
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # of the largest element
-UPDATE_TOLERANCE = 1e-6  # likewise
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # fractions of the largest element
+UPDATE_TOLERANCE = 1e-6  # also a fraction of the largest element
 ADVICE = {
     "initial value": "parameters were changed between shard() and the first step, on one rank perhaps",
     "output": "the unit computed with other parameters or inputs; does it use parameters of another unit?",
@@ -56,7 +56,7 @@ Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step
 
 
 class Finding(NamedTuple):
-    """Whether the twins agree, and that in words."""
+    """Hold whether the twins agree, and a text about it."""
 
     equal: bool
     text: str
@@ -66,7 +66,7 @@ class Finding(NamedTuple):
 
 
 class Recorded:
-    """A model and its optimizer; each step records the units' outputs and this rank's own gradients."""
+    """Hold a model and its optimizer, and record units' outputs and this rank's own gradients."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str]) -> None:
         """``units``: names of the modules whose outputs are recorded."""
@@ -94,7 +94,7 @@ class Recorded:
 
 
 class Twins:
-    """A job's sharded model and its unsharded twin."""
+    """Compare a job's sharded model with its unsharded twin."""
 
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
@@ -111,7 +111,7 @@ class Twins:
             self.twin, self._engines = Recorded(whole, optimizer, units), [job.model, whole]
 
     def examine(self, steps: int) -> Finding:
-        """Take ``steps`` steps and return the first difference, the same on every rank. Collective."""
+        """Run ``steps`` steps; return the first difference, the same on every rank. Collective."""
         compared = 0
         with contextlib.closing(self._comparisons(steps)) as comparisons:
             for step, phase, found, expected in comparisons:
@@ -128,14 +128,14 @@ class Twins:
         return Finding(True, text)
 
     def _difference(self, phase: str, key: str, found: Tensor, expected: Tensor) -> str:
-        """Return which tensor differs by how much; "" if it is within the tolerance."""
+        """Return the name of a tensor that differs, and by how much; "" if within the tolerance."""
         text = difference(found.detach(), expected.detach(), _tolerance(self.job, self.config, phase))
         name = key.partition("#")[0]
         unit = self._unit_of.get(name, name if phase == "output" else "") or "the root"
         return f"{name or 'the model'} in unit {unit}: {text}" if text else ""
 
     def _comparisons(self, steps: int) -> Generator[Comparison, None, None]:
-        """Take the steps with both models, and yield what is to be compared as soon as it is there."""
+        """Run the steps with both models, and yield each comparison as soon as its tensors exist."""
         sharded, twin, count = self.sharded, self.twin, self.config.train.accumulate
         batches = iter(self.job.train)
         try:
@@ -145,7 +145,7 @@ class Twins:
                 micro = list(islice(batches, count))
                 for recorded in (sharded.outputs, sharded.gradients, twin.outputs, twin.gradients):
                     recorded.clear()
-                with torch.random.fork_rng():  # dropout: both draw the same
+                with torch.random.fork_rng():  # so that both draw the same dropout masks
                     accumulate(twin.model, self.job.loss, iter(micro), count, contextlib.nullcontext)
                 no_sync = partial(shardtrain.no_sync, sharded.model)
                 accumulate(sharded.model, self.job.loss, iter(micro), count, no_sync)
@@ -173,7 +173,7 @@ class Twins:
         return stack
 
     def _average(self) -> None:
-        """Make the twin's gradients the mean over ranks, added in rank order."""
+        """Replace the twin's gradients by their means over ranks, summed in rank order."""
         for param in self.twin.params.values():
             if self.world > 1 and param.requires_grad:
                 own = torch.zeros_like(param) if param.grad is None else param.grad
@@ -182,7 +182,7 @@ class Twins:
                 param.grad = functools.reduce(torch.add, gathered) / self.world
 
     def _update(self) -> None:
-        """Clip and update both alike, at the schedule's learning rate."""
+        """Clip and update both models, at the schedule's learning rate."""
         max_norm, optimizers = self.config.train.clip_grad_norm, (self.job.optimizer, self.twin.optimizer)
         for sharded, twin in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
             twin["lr"] = sharded["lr"]
@@ -196,7 +196,7 @@ class Twins:
 
 
 def _ranks_with(text: str) -> str:
-    """Return the first text that is not empty, with its ranks in front if not all have it. Collective."""
+    """Return the first text that is not empty, after its ranks' numbers unless all have it. Collective."""
     texts = comm.gather_texts(text, comm.plain_transport())
     first = next(filter(None, texts), "")
     ranks = [str(rank) for rank, own in enumerate(texts) if own == first]
@@ -204,7 +204,7 @@ def _ranks_with(text: str) -> str:
 
 
 def _tolerance(job: Job, config: Config, phase: str) -> float:
-    """Return how far tensors may be apart, over the largest element."""
+    """Return the allowed difference of tensors, as a fraction of the largest element."""
     transport = introspect(job.model).transport
     gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
     in_rank_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
@@ -215,9 +215,9 @@ def _tolerance(job: Job, config: Config, phase: str) -> float:
 
 
 def difference(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> str:
-    """Describe how far apart two tensors of one shape and dtype are; NaN equals NaN.
+    """Return how two tensors of one shape and dtype differ; NaN equals NaN.
 
-    Returns "" where they are equal to ``tolerance`` of the largest expected magnitude.
+    Returns "" if they are equal to ``tolerance`` of the largest expected magnitude.
     """
     largest = expected.double().nan_to_num(0, 0, 0).abs().max().item()
     try:

@@ -1,11 +1,10 @@
-"""Export the full weights of a run, checked.
+"""Export the full weights of a run, and check them.
 
     python -m shardtrain.export run=outputs/NAME out=weights.safetensors weights=ema
 
-One process reads the newest complete checkpoint, whatever the number of ranks that wrote it, and writes every
-full parameter, or its moving average, with the mean of the ranks' buffers. Then it loads the file into the
-plain model, and compares its answers to random images with those of the checkpoint, loaded as a training run
-would.
+One process reads the newest complete checkpoint, written by any number of ranks. It writes every full
+parameter, or its moving average, with the mean of the ranks' buffers. Then it loads the file into the plain
+model, and compares its outputs for random images with those of the checkpoint, loaded as by a training run.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from shardtrain.job.schema import UserError, at_least, checked, one_of
 from shardtrain.optim import Ema
 from shardtrain.train.resume import open_named
 
-IMAGES = 32  # of the comparison
+IMAGES = 32  # random images in the comparison
 SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
@@ -54,7 +53,7 @@ def main() -> None:
 
 
 def _read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
-    program_configs()  # a checkout that is not installed finds its recipes by this
+    program_configs()  # makes the recipes of a checkout that is not installed importable
     raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
     return None if raw is None else checked(raw, ExportSettings)
 
@@ -83,10 +82,10 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
 
 
 def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a new file, completely or not at all.
+    """Write a new file, complete or absent.
 
     Raises:
-        UserError: it exists, or cannot be written.
+        UserError: the file exists, or cannot be written.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
@@ -107,7 +106,7 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def _images(facts: Mapping[str, Any]) -> Tensor:
-    """Return random images such as the run was trained on. Older checkpoints do not know their channels."""
+    """Return random images of the run's shape. Older checkpoints do not have the number of channels."""
     model, side = facts["config"]["model"], facts["config"]["data"]["image_size"]
     channels = facts.get("channels", model.get("in_channels", 3))
     return torch.randn(IMAGES, channels, side, side, generator=torch.Generator().manual_seed(0))
@@ -115,7 +114,7 @@ def _images(facts: Mapping[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def _loaded(opened: Opened, model: nn.Module, settings: ExportSettings) -> Iterator[None]:
-    """Give the model the checkpoint's weights, or their average while inside."""
+    """Load the checkpoint's weights into the model; with ``weights=ema`` their averages, inside."""
     if settings.weights == "ema" and not opened.manifest.ema:
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     ema = Ema(model, 0.0) if settings.weights == "ema" else None

@@ -1,11 +1,11 @@
-"""Reports of a run: progress, tables, files, TensorBoard.
+"""Report a run: progress, tables, files, TensorBoard.
 
 The loop reports events to a `Monitor`, which passes each on to its writers. Ranks other than 0 have a monitor
-without writers, so the loop never asks which rank it is on.
+without writers, so the loop does not depend on the rank.
 
-Read in this order: ``metrics`` (what is measured between two reports), ``tables`` (what is said of it),
-``writers`` (where events go, and the first page), ``monitor`` (all of these together), ``timeline`` (steps in
-detail, on request).
+Read in this order: ``metrics`` (what is measured between two reports), ``tables`` (texts about it),
+``writers`` (where events go, and the first page), ``monitor`` (all of these together), ``timeline`` (traces
+of steps, on request).
 """
 
 from shardtrain.monitor.metrics import StepMetrics

@@ -1,6 +1,6 @@
-"""Measurements between two reports: loss and hits, time by phase, traffic, memory, and the slowest rank.
+"""Measure steps between two reports: loss and hits, time by phase, traffic, memory, and the slowest rank.
 
-Every rank measures; `StepMetrics.report` adds the ranks up and returns scalars by TensorBoard tag.
+Every rank measures. `StepMetrics.report` sums over ranks and returns scalars by TensorBoard tag.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardtrain.job.build import Job
 from shardtrain.job.format import MIB
 from shardtrain.plan.memory import MEMORY_KINDS, optimizer_tensors
 
-PHASES = {  # of a step, and their colours in pictures
+PHASES = {  # the phases of a step, and their colours in pictures
     "data": "tab:olive",
     "forward": "tab:blue",
     "backward": "#17708a",
@@ -35,23 +35,23 @@ PHASES = {  # of a step, and their colours in pictures
 WAITING = "tab:red"
 REPORTED_TRAFFIC = ("all_gather", "reduce_scatter", "all_reduce")
 
-# Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity): what
-# convolutions of fp32 tensors use by default. In bf16 and fp16 each of these GPUs has twice that.
-# `perf/mfu` is reported where the peak is known.
+# Dense TF32 peak of one GPU in operations per second (NVIDIA's data sheets, without sparsity). Convolutions
+# of fp32 tensors use TF32 by default. In bf16 and fp16 each of these GPUs has twice that. `perf/mfu` is
+# reported if the peak is known.
 TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
 
 
-# Step times do not show which rank is slow: ranks wait for one another, so all steps take as long as the
-# slowest rank's. What a rank does itself, without waiting for others, shows it: busy 135 ms where the others'
-# median is 94, 40 ms of the difference in data. A rank is slow if it is busy longer than the median by more
-# than both of these.
+# Step times do not show which rank is slow: ranks wait for one another, so every rank's step takes as long as
+# the slowest rank's. A rank's own work, without waiting, shows it: busy 135 ms where the others' median is
+# 94, with 40 ms of the difference in data. A rank is slow if its work exceeds the median by more than both of
+# these.
 
 MARGIN = 0.20  # of the others' time
 LEAST_S = 0.005  # per step
 
 
 class SlowRank(NamedTuple):
-    """A rank that is slower than the others, the phase in which it is slowest, and both in words."""
+    """Name a rank that is slower than the others, the phase of the largest difference, and both in words."""
 
     rank: int
     phase: str
@@ -59,7 +59,7 @@ class SlowRank(NamedTuple):
 
 
 def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
-    """Return the slow rank, if there is one, of ``busy[rank][phase]`` in seconds per step."""
+    """Return the slow rank, if any, given ``busy[rank][phase]`` in seconds per step."""
     totals = [sum(row.values()) for row in busy]
     own = max(totals)
     rank = totals.index(own)
@@ -78,10 +78,10 @@ def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
 
 @dataclass
 class Spent:
-    """Seconds that this process's training spent, by what they were spent on; the mean over ranks.
+    """Sum up the seconds of this process's training, as means over ranks.
 
-    ``seconds``: keys are the phases of a step, without waiting; ``waiting`` for other ranks; and what
-    interrupted the steps.
+    Keys of ``seconds``: the phases of a step, without waiting; ``waiting`` for other ranks; and interruptions
+    such as ``evaluation``.
     """
 
     since: float = field(default_factory=time.perf_counter)
@@ -91,10 +91,10 @@ class Spent:
 
 
 class Report(NamedTuple):
-    """What all ranks know of the steps since the last report.
+    """Hold the results of the steps since the last report, the same on all ranks.
 
-    ``scalars``: by tag. ``slow``: the slow rank, if there is one. ``profile_requested``: whether a rank asks
-    for a profile.
+    ``scalars``: by tag. ``slow``: the slow rank, if any. ``profile_requested``: whether a rank asks for a
+    profile.
     """
 
     scalars: dict[str, float]
@@ -103,11 +103,11 @@ class Report(NamedTuple):
 
 
 class StepMetrics:
-    """Measures the steps of one rank; each `report` covers those since the one before.
+    """Measure the steps of one rank. Each `report` covers the steps since the last one.
 
-    Only one phase runs at a time. A phase inside another interrupts it: loading images within a step is
-    ``data`` alone. On an accelerator marks are events in the compute stream, so launching a forward is not
-    taken for one.
+    Only one phase runs at a time. A phase inside another interrupts it: loading images within a step counts
+    as ``data`` only. On an accelerator marks are events in the compute stream, so they time the computation,
+    not its launch.
     """
 
     def __init__(self, job: Job) -> None:
@@ -116,17 +116,17 @@ class StepMetrics:
         self._restart()
 
     def start(self) -> None:
-        """Leave out of reports what start-up took, of time and of memory."""
+        """Exclude start-up's time and memory from reports."""
         self.since = self.spent.since = time.perf_counter()
         device.reset_peak_memory(self.device)
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that resumes needs; ``total`` is for other world sizes. Collective."""
+        """Return the state for resuming; ``total`` is for other world sizes. Collective."""
         total = comm.all_reduce(self.sums.clone())
         return {"sums": self.sums.clone(), "total": total, "scored": self.scored}
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
-        """Continue from the `state` of ``ranks`` ranks; of more or fewer, rank 0 takes over the sums."""
+        """Continue from the `state` of ``ranks`` ranks. At another world size rank 0 gets all sums."""
         if ranks == comm.world_size():
             self.sums.copy_(state["sums"])
         elif comm.rank() == 0:
@@ -134,11 +134,11 @@ class StepMetrics:
         self.scored = state["scored"] * ranks // comm.world_size()
 
     def _restart(self) -> None:
-        # Summed on the device, so that no step waits for it: loss times images, right first guesses.
+        # Summed on the device, so that no step waits: loss times images, and right first guesses.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.scored = 0  # images in these sums
-        # A run that resumes measures the following anew.
-        self.images: Counter[int] = Counter()  # by their side in pixels
+        # A resumed run begins the following anew.
+        self.images: Counter[int] = Counter()  # images, by their side in pixels
         self._phase = ""
         self._marks: list[tuple[str, Any]] = []  # phases, and the moments at which they began
         self._meters: list[comm.Meter] = []  # one per step
@@ -146,7 +146,7 @@ class StepMetrics:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time one step and count its traffic. Whatever lies outside a `phase` is the optimizer's."""
+        """Time one step and count its traffic. Time outside of a `phase` counts as ``optimizer``."""
         with comm.meter() as meter:
             self._meters.append(meter)
             trace.begin("step", "step")
@@ -158,7 +158,7 @@ class StepMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block, part of a step, as ``name``; afterwards the phase before it continues."""
+        """Count the block, part of a step, as ``name``. Afterwards the previous phase continues."""
         before = self._phase
         self._enter(name)
         trace.begin("phase", name)
@@ -174,7 +174,7 @@ class StepMetrics:
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """Leave the block's time out of the steps'; it counts as ``what``."""
+        """Exclude the block's time from the steps, and count it as ``what``."""
         start = time.perf_counter()
         try:
             yield
@@ -185,7 +185,7 @@ class StepMetrics:
 
     def add(self, images: Tensor, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a micro-batch: images [batch, channels, side, side], mean loss, logits [batch, classes], labels
-        [batch] or soft ones as the logits."""
+        [batch] or [batch, classes]."""
         with torch.no_grad():
             labels = labels.argmax(1) if labels.ndim == 2 else labels
             losses, hits = self.sums.unbind()
@@ -195,7 +195,7 @@ class StepMetrics:
         self.scored += len(labels)
 
     def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
-        """Report the steps since the last call; gradients have to be still there. Collective.
+        """Report the steps since the last call. Gradients must not have been cleared. Collective.
 
         Raises:
             RuntimeError: the loss is not finite.
@@ -251,7 +251,7 @@ class StepMetrics:
 
 
 def _memory(job: Job) -> dict[str, float]:
-    """Return MiB that this rank holds at the end of a step; the peak is the device's, or the process's."""
+    """Return MiB that this rank holds at the end of a step, and the peak of the device or process."""
     params = list(job.model.parameters())
     held = {
         tags.PARAMS_MIB: sum(param.nbytes for param in params),

@@ -1,4 +1,4 @@
-"""The monitor of a run: it passes events on to writers, and reports how the run ended."""
+"""Pass a run's events on to writers, and report how the run ended."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from shardtrain.monitor.writers import Console, LogFile, ResultFile, SummaryFigu
 
 
 class Monitor:
-    """Passes each event on to its writers. One that cannot write does not end the run.
+    """Pass each event on to all writers. A writer that cannot write does not end the run.
 
-    It is warned of once, and still gets every event: a disk that is full may have room again.
+    It is warned of once, and still gets every event: a full disk may have space again.
     """
 
     def __init__(self, writers: Sequence[Writer] = (), summary: SummaryFigure | None = None) -> None:
@@ -60,7 +60,7 @@ class Monitor:
         self._each(lambda writer: writer.close(status))
 
     def picture(self, tag: str, picture: Picture | str, path: Path | None = None) -> bool:
-        """Pass a picture on, and write it to ``path``. A text instead says why there is none: once.
+        """Pass a picture on, and write it to ``path``. A text instead is printed once: why there is none.
 
         Returns whether there is a picture.
         """
@@ -75,7 +75,7 @@ class Monitor:
         return True
 
     def save(self, path: Path, content: Picture | str) -> bool:
-        """Write a file of the run directory; return whether that worked, and warn if it did not."""
+        """Write a file of the run directory; return whether it was written. Warns if not."""
         try:
             path.parent.mkdir(exist_ok=True)
             if isinstance(content, str):
@@ -88,13 +88,13 @@ class Monitor:
         return True
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Log an evaluation's scores, and draw the summary if that is due."""
+        """Log an evaluation's scores, and draw the summary if it is due."""
         self.log(step, evaluation.scalars())
         if self.summary is not None and time.perf_counter() > self.summary.due_at:
             self.draw_summary()
 
     def tested(self, step: int, evaluation: Evaluation) -> None:
-        """Log the scores of the images that nothing was chosen by."""
+        """Log the scores of the test images, which decide nothing."""
         self.log(step, dict(zip(tags.TEST, evaluation.judged, strict=True)))
 
     def draw_summary(self) -> None:
@@ -103,7 +103,7 @@ class Monitor:
         self.picture(tags.SUMMARY, self.summary.draw(), self.summary.path)
 
     def showing(self, feed: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the feed's batches, and make a picture of the first one."""
+        """Yield the feed's batches, with a picture of the first one."""
         for index, batch in enumerate(feed):
             if index == 0 and self.summary is not None:
                 self.picture(tags.SAMPLES, self.summary.samples(batch))
@@ -116,7 +116,7 @@ class Monitor:
             except OSError as error:
                 if writer not in self._warned:
                     self._warned.add(writer)
-                    with contextlib.suppress(OSError):  # the terminal may be what is gone
+                    with contextlib.suppress(OSError):  # the terminal may be gone
                         text = f"warning: {type(writer).__name__}: {error}; training goes on"
                         print(text, file=sys.stderr, flush=True)
 
@@ -125,9 +125,9 @@ class Monitor:
 def open_monitor(
     config: Config, context: Context, job: Job, metrics: StepMetrics, best: tuple[int, float] | None = None
 ) -> Iterator[Monitor]:
-    """Open the run's monitor; however the block is left, files are complete afterwards.
+    """Open the run's monitor. Its files are complete after the block, also after an exception.
 
-    ``best``: step and accuracy of the best evaluation of the run which continues here, if there was one.
+    ``best``: step and accuracy of the resumed run's best evaluation, if it has one.
     """
     console_only = config.dry_run or config.eval_only
     if not console_only:
@@ -147,14 +147,14 @@ def open_monitor(
     finally:
         verdict = judge(metrics.spent) if metrics.spent.steps else {}
         monitor.facts({"status": status, **verdict})
-        if status != "failed":  # what follows a failure is its report
+        if status != "failed":  # after a failure only the exception is reported
             monitor.draw_summary()
             monitor.say(end_table(result))
         monitor.close(status)
 
 
 def _make_run_dir(path: Path, config: Config) -> None:
-    """Make the directory and write the configuration, complete enough to be used again."""
+    """Make the directory, and write the resolved configuration."""
     with writing("run.dir", path):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(OmegaConf.to_yaml(dataclasses.asdict(config)))
@@ -163,7 +163,7 @@ def _make_run_dir(path: Path, config: Config) -> None:
 def _open(
     config: Config, context: Context, job: Job, best: tuple[int, float] | None
 ) -> tuple[Monitor, Mapping[str, Any]]:
-    """Return rank 0's monitor, and what result.json holds, as it changes."""
+    """Return rank 0's monitor, and the live content of result.json."""
     facts = {
         "run_dir": str(context.run_dir),
         "model": config.model_name,
@@ -194,7 +194,7 @@ def _open(
 
 
 def _commit() -> str | None:
-    """Return the git commit of the working directory, where it is in a repository."""
+    """Return the git commit of the working directory; None outside of a repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
         return asked.stdout.strip() or None

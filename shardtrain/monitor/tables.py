@@ -1,4 +1,4 @@
-"""Texts at the start and at the end of a run: tables, scores, where the time went."""
+"""Write the texts at the start and the end of a run: tables, scores, where the time went."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardtrain.monitor.metrics import Spent
 
 
 def start_table(config: Config, context: Context, job: Job) -> str:
-    """Describe what will be trained, on what, and what this rank will hold."""
+    """Return a table of what will be trained, on what, and what this rank will hold."""
     share, optim, side = job.share, config.optim, config.data.image_size
     units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
     own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
@@ -50,14 +50,14 @@ def start_table(config: Config, context: Context, job: Job) -> str:
 
 
 def _model_name(model: Mapping[str, Any]) -> str:
-    """Name the model, with what is not as usual."""
+    """Return the model's name, with keys that are not at their defaults."""
     usual = ("_target_", "name", "num_classes", "in_channels", "image_size")
     keys = [f"{k} {v}" for k, v in model.items() if k not in usual and v not in (None, False, "auto", [])]
     return ", ".join([str(model.get("name", model["_target_"])), *keys])
 
 
 def end_table(result: Mapping[str, Any]) -> str:
-    """Describe how a run ended, from what result.json holds."""
+    """Return a table of how a run ended, from the content of result.json."""
     rows = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
     if tags.TRAIN_LOSS in result:
         loss, acc1, speed = (result[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
@@ -72,7 +72,7 @@ def end_table(result: Mapping[str, Any]) -> str:
 
 
 def score_table(evaluation: Evaluation, reference: Reference | None, classes: int) -> str:
-    """Describe an evaluation without a run."""
+    """Return a table of an evaluation without a run."""
     facts = {"reference": None if reference is None else dataclasses.asdict(reference), "classes": classes}
     return _labelled(_score_rows(evaluation.scalars() | facts, ""))
 
@@ -84,7 +84,7 @@ def in_words(scalars: Mapping[str, Any], names: Sequence[str], classes: int) -> 
 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
-    """Describe the latest evaluation in ``result``, and how it compares with what has been published."""
+    """Return rows for the latest evaluation in ``result``, and its comparison with the reference."""
     rows = []
     for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
         if names[0] in result:
@@ -108,12 +108,12 @@ def _labelled(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-# Where a run's time went, and what helps most: the hint is for what takes most more of it than is usual.
+# Where a run's time went, and what helps most: the hint is for the part that exceeds its usual share most.
 
-FEW_STEPS = 20  # of fewer, the first is most of what there is to see
+FEW_STEPS = 20  # with fewer, the first step dominates
 ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
 
-# Part of the time → the percentage that is usual, what it is, and what makes it less.
+# Part of the time → its usual percentage, what it is, and what reduces it.
 HINTS = {
     "data": (10, "waiting for images: raise data.workers"),
     "waiting": (
@@ -129,7 +129,7 @@ HINTS = {
 
 
 def judge(spent: Spent) -> dict[str, Any]:
-    """Return entries of result.json: seconds by what they went to, and the verdict in one sentence."""
+    """Return entries of result.json: seconds by part, and the verdict in one sentence."""
     seconds = time.perf_counter() - spent.since
     parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
     parts["the rest"] = max(0.0, seconds - sum(parts.values()))
@@ -144,7 +144,7 @@ def judge(spent: Spent) -> dict[str, Any]:
 
 
 def verdict(shares: Mapping[str, float]) -> str:
-    """Say what takes more of the time than it should, and what to change. ``shares``: in percent."""
+    """Return a sentence: what takes more time than usual, and what to change. ``shares``: in percent."""
     over = {what: shares.get(what, 0.0) - usual for what, (usual, _) in HINTS.items()}
     worst = max(over, key=over.__getitem__)
     if over[worst] > 0:

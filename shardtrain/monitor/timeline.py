@@ -1,10 +1,10 @@
-"""Steps of all ranks as a trace for Perfetto or Chrome, and one of them as a picture.
+"""Trace steps of all ranks for Perfetto or Chrome, and draw one of them as a picture.
 
-Steps are traced where `monitor.profile_at` says, or when somebody touches the file ``profile`` in the run
-directory. Rank 0 looks for it with each report, and the report's exchange passes that on.
+Steps are traced from `monitor.profile_at` on, or when somebody touches the file ``profile`` in the run
+directory. Rank 0 looks for it with each report, and the report's exchange tells the other ranks.
 
-A rank is a lane. Its units compute; below them their gathers and reductions are under way, each from the
-request to the result. Computation hides what lies below it. What it does not hide is waiting, in red.
+Each rank is a lane. Its units compute; below them are their gathers and reductions, each from its start to
+its result. Computation hides the communication below it. Exposed communication is waiting, in red.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardtrain.monitor.metrics import PHASES, WAITING, Report, SlowRank, StepMe
 from shardtrain.monitor.monitor import Monitor
 from shardtrain.plan.memory import MEMORY_KINDS
 
-MOST_RANKS = 16  # whose spans are collected, and have room in a picture
-READINGS = 10  # of the clocks
-TRACED = 3  # steps
+MOST_RANKS = 16  # ranks whose spans are collected and drawn
+READINGS = 10  # readings of the clocks
+TRACED = 3  # steps per trace
 REQUEST, FOLDER = "profile", "timeline"
-LEAST_NAMED = 0.012  # of a picture's width, which a name turned upright takes
+LEAST_NAMED = 0.012  # of a picture's width: what an upright name takes
 
-TRACKS = {  # kind of span → its rows in a trace, from top to bottom
+TRACKS = {  # kind of span → its row in a trace, from top to bottom
     "step": "steps",
     "phase": "phases",
     "forward": "units",
@@ -44,7 +44,7 @@ TRACKS = {  # kind of span → its rows in a trace, from top to bottom
     "reduce": "reductions",
 }
 
-# Kind of span, or kind and name → color, top and height as parts of a rank's lane, legend.
+# Kind of span, or kind and name → color, top and height as fractions of a rank's lane, legend.
 STYLES = {
     "phase": ("#c6dde8", 0.05, 0.55, "forward and backward"),
     "phase data": (PHASES["data"], 0.05, 0.55, "loading images"),
@@ -58,7 +58,7 @@ STYLES = {
 
 
 class Lanes(NamedTuple):
-    """``spans[rank]`` by the wall clock, the earliest first, of the steps from ``first_step`` on."""
+    """Hold ``spans[rank]``, in seconds of the wall clock, of the steps from ``first_step`` on."""
 
     spans: list[list[Span]]
     first_step: int
@@ -69,7 +69,7 @@ class Lanes(NamedTuple):
         return range(self.first_step, self.first_step + traced)
 
     def of_step(self, step: int) -> tuple[float, float, list[list[Span]]]:
-        """Return when the first rank began ``step``, when the last ended it, and what happened between."""
+        """Return when the first rank began ``step``, when the last ended it, and the spans between."""
         index = step - self.first_step
         each = [[span for span in lane if span.kind == "step"][index] for lane in self.spans]
         start, end = min(span.start for span in each), max(span.end for span in each)
@@ -79,8 +79,8 @@ class Lanes(NamedTuple):
 
 def collect(spans: Sequence[Span], first_step: int) -> Lanes:
     """Return the spans of the first `MOST_RANKS` ranks, on every rank. Collective."""
-    # Hosts share no other clock than the wall clock. The largest of several readings is one that was not
-    # interrupted between the two clocks.
+    # Hosts share only the wall clock. The largest of several readings was not interrupted between reading
+    # the two clocks.
     offset = max(time.time() - time.perf_counter() for _ in range(READINGS))
     mine = spans if comm.rank() < MOST_RANKS else ()
     rows = [(span.kind, span.name, span.start + offset, span.end + offset) for span in mine]
@@ -95,7 +95,7 @@ def chrome(lanes: Lanes) -> dict[str, Any]:
     for rank, spans in enumerate(lanes.spans):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS.values()}
-        for span in spans:  # into the first row with room, since viewers drop spans that overlap
+        for span in spans:  # into the first free row, since viewers drop overlapping spans
             rows = tracks[TRACKS[span.kind]]
             if all(row[-1].end > span.start for row in rows):
                 rows.append([])
@@ -112,7 +112,7 @@ def chrome(lanes: Lanes) -> dict[str, Any]:
 
 
 def in_words(lanes: Lanes, step: int) -> str:
-    """Say how long ``step`` took, and what was waited for longest."""
+    """Return a sentence: how long ``step`` took, and its longest wait."""
     start, end, spans = lanes.of_step(step)
     waits = [[(span.end - span.start, span.name) for span in lane if span.kind == "wait"] for lane in spans]
     took = f"step {step}: {1e3 * (end - start):.1f} ms"
@@ -133,7 +133,7 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
             for kind, name, begun, ended in lane:
                 computes = kind in ("forward", "backward")
                 style = STYLES.get(f"{kind} {name}") or STYLES.get(kind)
-                if style is None or (computes and name == "the root"):  # which computes around all others
+                if style is None or (computes and name == "the root"):  # the root's span contains all others
                     continue
                 color, top, height, _ = style
                 left, width = 1e3 * (begun - start), 1e3 * (ended - begun)
@@ -152,7 +152,7 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
 
 
 class Watch(contextlib.AbstractContextManager["Watch"]):
-    """Called after every step, on every rank."""
+    """Trace steps on request, and name slow ranks. Called after every step, on every rank."""
 
     def __init__(
         self, config: Config, context: Context, job: Job, metrics: StepMetrics, monitor: Monitor
@@ -163,16 +163,16 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
         self._profile_at = config.monitor.profile_at
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
-        self._named: tuple[int, str] | None = None  # the slow rank that was named last
+        self._named: tuple[int, str] | None = None  # the slow rank that was last named
         self._requested = False
         self._recording = contextlib.ExitStack()
-        self._tracing: tuple[int, trace.Trace] | None = None  # the first step, and the trace that is open
+        self._tracing: tuple[int, trace.Trace] | None = None  # the first step, and the open trace
 
     def __exit__(self, *_: object) -> None:
         self._recording.close()
 
     def requested(self) -> bool:
-        """Return whether somebody asked for a trace since the last call; the file is gone then."""
+        """Return whether somebody asked for a trace since the last call. Removes the file."""
         with contextlib.suppress(OSError):
             if self._rank_0:
                 self._request.unlink()
@@ -180,7 +180,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         return False
 
     def step_done(self, step: int, report: Report | None) -> None:
-        """Look at a step after its update. Collective after steps that were traced or reported."""
+        """Begin or end a trace after ``step``; name slow ranks. Collective after traced or reported steps."""
         if report is not None:
             self._requested |= report.profile_requested
             self._name_slow_rank(step, report.slow)
@@ -201,7 +201,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             comm.barrier()  # or the others would wait for rank 0 in the next step
 
     def _name_slow_rank(self, step: int, slow: SlowRank | None) -> None:
-        """Name a rank once that two reports in a row name: one report is often another program's doing."""
+        """Name a rank once if two reports in a row name it, since other programs often disturb one report."""
         now = slow and slow[:2]
         again, self._slow = now == self._slow, now
         if again and now != self._named:

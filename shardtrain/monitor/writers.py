@@ -1,6 +1,6 @@
-"""Where a run's events go: the console, log.txt, result.json and TensorBoard. Rank 0 alone has writers.
+"""Write a run's events to the console, log.txt, result.json and TensorBoard. Only rank 0 has writers.
 
-The summary is one picture: does the run learn, is it fast, does it fit.
+The summary is one picture: does the run learn, is it fast, does it fit into memory?
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardtrain.plan.memory import MEMORY_KINDS
 
 
 class Writer:
-    """Ignores every event; a writer overrides those that concern it.
+    """Ignore every event; subclasses override the events that they write.
 
-    ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag. ``picture``: of
-    the latest step. ``facts``: entries of result.json that no curve has. ``close``: the run has ``finished``,
-    was ``interrupted`` or has ``failed``.
+    ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag. ``picture``: one
+    of the latest step. ``facts``: entries of result.json without a curve. ``close``: the run has
+    ``finished``, was ``interrupted`` or has ``failed``.
     """
 
     def say(self, text: str) -> None: ...
@@ -46,7 +46,7 @@ class Writer:
 
 
 class Console(Writer):
-    """What is said, and progress as ``lines``, one per report, or as ``none``."""
+    """Print texts, and progress as ``lines``, one per report, or as ``none``."""
 
     def __init__(
         self, progress: str, steps: int, steps_per_epoch: int, first_step: int = 0, classes: int = 10
@@ -77,7 +77,7 @@ class Console(Writer):
 
 
 class LogFile(Writer):
-    """What the console says, with the time, in log.txt; a later run in the same directory appends to it."""
+    """Write the console's texts with the time to log.txt. A later run in the same directory appends."""
 
     def __init__(self, directory: Path) -> None:
         self.file = (directory / "log.txt").open("a", encoding="utf-8", buffering=1)
@@ -96,7 +96,7 @@ class LogFile(Writer):
 
 
 class ResultFile(Writer):
-    """result.json: the latest value of every tag, and what it takes to compare runs."""
+    """Write result.json: the latest value of every tag, and the facts for comparing runs."""
 
     def __init__(
         self, directory: Path, facts: Mapping[str, Any], steps_per_epoch: int, first_step: int = 0
@@ -121,7 +121,7 @@ class ResultFile(Writer):
             self.facts({tags.BEST_ACC1: judged, tags.BEST_STEP: step} if best else {})
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """Replace the file at once: a reader finds the old one or the new one, complete."""
+        """Replace the file atomically: a reader finds the old or the new one, complete."""
         self.result.update(facts)
         self.result["epoch"] = self.result["step"] / self.steps_per_epoch
         self.result["seconds"] = round(time.perf_counter() - self.started, 3)
@@ -134,7 +134,7 @@ class ResultFile(Writer):
         os.replace(temporary, self.path)
 
     def _read(self) -> dict[str, Any]:
-        """Return the tags and the seconds of the process that this one continues."""
+        """Return the tags and the seconds of the process that this process continues."""
         try:
             result = json.loads(self.path.read_text())
         except (OSError, ValueError):
@@ -143,7 +143,7 @@ class ResultFile(Writer):
         return {key: value for key, value in kept.items() if value is not None}
 
 
-# Page → chart → tags, regular expressions among them. The last page, of what hardly changes, is closed.
+# Page → chart → tags or regular expressions. The last page hardly changes, and is folded.
 PAGES = {
     "Is it learning?": {
         "loss": [tags.TRAIN_LOSS, tags.VAL_LOSS, tags.VAL_EMA_LOSS],
@@ -182,9 +182,9 @@ SUMMARY = {
 }
 
 METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
-FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")  # of HParams, whose other columns follow by name
+FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")  # of HParams; others follow in order of names
 
-# What tells runs apart on the HParams page, besides facts: keys of the command line, the same for every run.
+# Keys of the command line on the HParams page, beside facts. Every run writes the same ones.
 COMPARED = (
     *("data.image_size", "optim.lr", "optim.weight_decay", "train.batch_size", "train.accumulate"),
     *("train.label_smoothing", "train.loss", "train.mixup", "train.cutmix", "train.clip_grad_norm"),
@@ -195,9 +195,9 @@ COMPARED = (
 
 
 class TensorBoard(Writer):
-    """One file of events per process, flushed with every report, and so before every checkpoint.
+    """Write one event file per process, flushed with every report, and so before every checkpoint.
 
-    Torch's `add_hparams` makes a run of its own per call; here hyperparameters go into the run's own file.
+    torch's `add_hparams` makes a separate run per call; here hyperparameters go into the run's own file.
     """
 
     def __init__(
@@ -205,18 +205,18 @@ class TensorBoard(Writer):
     ) -> None:
         from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-        from torch.utils.tensorboard import SummaryWriter  # which takes 1.5 s
+        from torch.utils.tensorboard import SummaryWriter  # here, since it takes 1.5 s
         from torch.utils.tensorboard.summary import custom_scalars, hparams
 
         self.latest = first_step
-        # TensorBoard drops what an earlier process wrote of later steps than the one this continues from.
+        # TensorBoard then drops later steps that an earlier process has written.
         purge = first_step + 1 if first_step else 0
         self.writer: Any = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
         experiment, session, self._end = hparams(hyperparameters(config, facts), dict.fromkeys(METRICS, 0))
         plugin = experiment.value[0].metadata.plugin_data
         columns = HParamsPluginData.FromString(plugin.content)
         for column in columns.experiment.hparam_infos:
-            column.differs = column.name in FIRST_COLUMNS  # those that are said to differ come first
+            column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
         plugin.content = columns.SerializeToString()
         charts = {
             page: {name: ["Multiline", shown] for name, shown in each.items()} for page, each in PAGES.items()
@@ -243,13 +243,13 @@ class TensorBoard(Writer):
         self.writer.add_image(tag, picture, self.latest, dataformats="HWC")
 
     def close(self, status: str) -> None:
-        if status == "finished":  # without it, TensorBoard shows the run as running
+        if status == "finished":  # otherwise TensorBoard shows the run as running
             self.writer.file_writer.add_summary(self._end)
         self.writer.close()
 
 
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return what tells runs apart, under the names of the command line."""
+    """Return the values that distinguish runs, under the command line's names."""
     values = {key: attrgetter(key)(config) for key in COMPARED}
     return {
         **{key: facts[key] for key in ("model", "parameters", "world_size", "device")},
@@ -260,12 +260,12 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
     }
 
 
-REDRAW_S = 100.0  # a drawing takes about a second: 1 % of the run's time
-SAMPLES = 32  # images of a batch that are shown
+REDRAW_S = 100.0  # drawing takes about a second: 1 % of the run's time
+SAMPLES = 32  # images of a batch in the picture
 
 
 class SummaryFigure:
-    """Collects every curve of a run and draws them. ``memory_mib``: what the device has."""
+    """Collect all curves of a run, and draw the summary. ``memory_mib``: the device's memory."""
 
     def __init__(self, directory: Path, validation: EvalFeed, first_step: int, memory_mib: float) -> None:
         self.path, self.validation, self.memory_mib = directory / "at_a_glance.png", validation, memory_mib
@@ -277,7 +277,7 @@ class SummaryFigure:
             self.curves.setdefault(tag, {})[step] = value
 
     def samples(self, batch: Batch) -> Picture:
-        """Return the first images of a training batch, as the model sees them."""
+        """Return the first images of a training batch, as the model gets them."""
         prepare = self.validation.prepare
         return pictures.grid(batch.images[:SAMPLES], prepare.mean, prepare.std)
 
@@ -287,7 +287,7 @@ class SummaryFigure:
         return pictures.plot(self._draw, (4.0, 2.45), dpi=220)
 
     def _draw(self, figure: Any) -> None:
-        """Draw the charts; beside each stand its curves with their latest values."""
+        """Draw the charts, each with its curves' names and latest values beside it."""
         for axes, (chart, shown) in zip(
             figure.subplots(2, 2, sharex=True).flat, SUMMARY.items(), strict=True
         ):
@@ -312,7 +312,7 @@ class SummaryFigure:
 
 
 def _curves_until(directory: Path, step: int) -> dict[str, dict[int, float]]:
-    """Read what earlier processes of the run wrote for TensorBoard, up to ``step``; the latest one counts."""
+    """Return the curves up to ``step`` that earlier processes wrote; of several values the latest."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory), purge_orphaned_data=False).Reload()

@@ -1,1 +1,1 @@
-"""The training program: ``python -m shardtrain.train +recipe=resnet``, alone or under torchrun."""
+"""Train a model: ``python -m shardtrain.train +recipe=resnet``, alone or under torchrun."""

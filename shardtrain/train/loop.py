@@ -1,10 +1,10 @@
-"""The main program.
+"""Run a training job.
 
     python -m shardtrain.train +recipe=resnet                          one process
     torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet     two ranks of one host
 
-`fit` is the whole of training. What it works on comes from `job/build.py`, what it reports goes to the
-monitor, `saving.py` saves it, and `resume.py` finds where an earlier process stopped.
+`fit` is the training loop. `job/build.py` builds its job, the monitor reports it, `saving.py` saves it, and
+`resume.py` finds where an earlier process stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         with metrics.step():
             norm = one_step.gradients(batches, train.accumulate, metrics.phase, metrics.add)
             if not gradients.are_finite(step, norm):
-                job.optimizer.zero_grad()  # which leaves the update nothing to do
+                job.optimizer.zero_grad()  # so that the update changes nothing
             saver.before_update()
             one_step.update(step)
         last = step == job.steps
@@ -64,28 +64,28 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
 
 
 class Finiteness:
-    """Whether gradients are finite; otherwise their scale in fp16 was too high.
+    """Check that gradients are finite. In fp16 they may not be because their scale was too high.
 
-    The gradient's norm is the same number on every rank, and not finite as soon as one element of one rank's
-    gradient is not. So every rank decides alike; only then do they exchange where it came from. On an
-    accelerator, where the scaler skips updates by itself, a step is judged when the next one has been
-    launched, and before a save: the host does not wait.
+    The gradient's norm is the same number on every rank, and not finite if any element of any rank's gradient
+    is not. So all ranks decide alike, and exchange the cause only then. On an accelerator, where the scaler
+    skips updates by itself, a step is checked when the next one has been launched, and before a save: so the
+    host does not wait.
 
-    Raises RuntimeError on every rank: a loss is not finite, or a gradient that no scale has made so.
+    Raises RuntimeError on every rank if a loss is not finite, or if a gradient's scale cannot be the cause.
     """
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self._open: list[tuple[int, HostCopy]] = []  # steps, with their norms and this rank's losses
+        self._open: list[tuple[int, HostCopy]] = []  # unchecked steps, their norms and this rank's losses
 
     def are_finite(self, step: int, norm: Tensor) -> bool:
-        """Return False where the gradients of ``step``, of this ``norm``, are known not to be finite."""
-        loss = self._training.metrics.sums[0]  # which was finite before this step
+        """Return False if the gradients of ``step``, with this ``norm``, are known not to be finite."""
+        loss = self._training.metrics.sums[0]  # it was finite before this step
         self._open.append((step, HostCopy(torch.stack([norm.to(loss), loss]))))
         return self.settle(keep=int(on_accelerator(norm)))
 
     def settle(self, keep: int = 0) -> bool:
-        """Judge all steps but the last ``keep``; return False if the newest is not finite."""
+        """Check all steps but the last ``keep``; return False if the newest is not finite."""
         finite = True
         while len(self._open) > keep:
             step, copy = self._open.pop(0)
@@ -106,7 +106,7 @@ class Finiteness:
 
 
 def train(config: Config, context: Context) -> float | None:
-    """Run one job from its configuration to its result: the best accuracy in percent, if there is one."""
+    """Run one job; return its best accuracy in percent, or None without an evaluation."""
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     start = find_start(config, context)

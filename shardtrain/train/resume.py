@@ -1,4 +1,4 @@
-"""Where a run starts: anew, or after the step that an earlier process saved last (see `saving.py`)."""
+"""Start a run anew, or resume it after the last step that an earlier process saved (see `saving.py`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHECKPOINTS, LOCK = "checkpoints", ".lock"
 
 
 class Start(NamedTuple):
-    """Where a run starts: after ``step`` steps, with what ``opened`` holds, or anew."""
+    """Describe where a run starts: after ``step`` steps, from the checkpoint ``opened``, or anew."""
 
     step: int
     opened: Opened | None
@@ -42,7 +42,7 @@ class Start(NamedTuple):
 
 
 def start_messages(start: Start, job: Job, config: Config) -> list[str]:
-    """Return what people should know of the start."""
+    """Return the lines that a run prints about its start."""
     aside = "" if config.eval_only or config.dry_run else "; it is set aside"
     warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
     if start.opened is None:
@@ -55,10 +55,10 @@ def start_messages(start: Start, job: Job, config: Config) -> list[str]:
 
 
 def find_start(config: Config, context: Context) -> Start:
-    """Find where the configuration's `resume` says to start; change nothing yet. Collective.
+    """Find the start that `resume` in the configuration names. Changes nothing. Collective.
 
     Raises:
-        UserError: there is nothing complete to start from, where there should be.
+        UserError: there are no complete checkpoints where `resume` requires one.
     """
     store = Store(
         context.run_dir / CHECKPOINTS,
@@ -83,9 +83,9 @@ def find_start(config: Config, context: Context) -> Start:
 
 
 def _restarted(context: Context) -> bool:
-    """Return whether torchrun has started this run before: after a failure, or with more or fewer ranks.
+    """Return whether torchrun restarted this run: after a failure, or with more or fewer ranks.
 
-    Then it resumes from its own checkpoints, whatever its `resume` says. Collective.
+    Then it resumes from its own checkpoints, whatever `resume` says. Collective.
     """
     before = False
     if context.rank_info.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -104,9 +104,9 @@ def open_named(path: Path) -> Newest:
 
 
 def disk_in_words(directory: Path, checkpoint: int) -> str:
-    """Say what room there is for checkpoints of so many bytes per rank in ``directory``; it need not exist.
+    """Return a sentence: the bytes of a ``checkpoint`` per rank, and the free space of ``directory``'s disk.
 
-    Raises UserError if nobody can write there.
+    ``directory`` need not exist. Raises UserError if it is not writable.
     """
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     with writing("run.dir", directory), tempfile.TemporaryFile(dir=place):
@@ -116,12 +116,12 @@ def disk_in_words(directory: Path, checkpoint: int) -> str:
 
 @contextlib.contextmanager
 def run_directory(start: Start, config: Config, context: Context) -> Iterator[list[str]]:
-    """Keep the run directory for this job alone, ready for its checkpoints. Collective.
+    """Lock the run directory for this job, and prepare it for checkpoints. Collective.
 
-    Gives what people should know of that. A run that writes nothing changes nothing here.
+    Yields lines to print about that. A run that writes nothing changes nothing here.
 
     Raises:
-        UserError: on every rank: another job writes there, or nobody can.
+        UserError: on every rank: another job writes there, or it is not writable.
     """
     messages: list[str] = []
     with contextlib.ExitStack() as held:
@@ -138,7 +138,7 @@ def run_directory(start: Start, config: Config, context: Context) -> Iterator[li
 
 
 def _set_aside(directory: Path) -> list[str]:
-    """Rename the checkpoints of an earlier run, so that no restart takes them for this one's."""
+    """Rename the checkpoints of an earlier run, so that no restart takes them for this run's."""
     if not steps_in(directory):
         return []
     taken = len(list(directory.parent.glob(f"{CHECKPOINTS}.*")))
@@ -150,13 +150,13 @@ def _set_aside(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make ``directory``, and keep other processes out of it, on whichever host.
+    """Make ``directory``, and lock it against processes of all hosts.
 
-    The kernel holds the lock for this process alone (`lockf`, not `flock`): it ends with the process, even
-    where a data loader's workers outlive it for seconds.
+    The lock belongs to this process alone (`lockf`, not `flock`): it ends with the process, even if a data
+    loader's workers outlive it for seconds.
 
     Raises:
-        UserError: another process is inside, or nobody can write there.
+        UserError: another process holds the lock, or the directory is not writable.
     """
     path = directory / LOCK
     with writing("run.dir", directory):
@@ -172,7 +172,7 @@ def locked(directory: Path) -> Iterator[None]:
                 f"for it; if there is no such process any more, remove {path}"
             ) from None
         except OSError:
-            pass  # a file system without locks: there nobody is kept apart
+            pass  # a file system without locks: jobs are not kept apart there
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -180,13 +180,13 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> RunState:
-    """Fill the job with what `find_start` found, and return what is known of the run. Collective.
+    """Load the checkpoint of ``start`` into the job, and return the run's state. Collective.
 
-    The command's settings count, not the saved ones: a new `optim.weight_decay` takes effect.
+    The command's settings replace the saved ones: a new `optim.weight_decay` takes effect.
 
     Raises:
-        UserError: the checkpoint is of another model or optimizer, or of other batches; or an evaluation
-            alone finds nothing to evaluate.
+        UserError: the checkpoint is of another model or optimizer, or of other batches; or `eval_only` has
+            nothing to evaluate.
     """
     opened, evaluating = start.opened, config.eval_only
     if opened is None:
@@ -196,7 +196,7 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
                 "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
             )
         return RunState()
-    if not evaluating:  # to which the optimizer and the place among the images do not matter
+    if not evaluating:  # an evaluation needs neither the optimizer nor the position among the images
         _require_same_run(opened.manifest.facts, facts_of(config, job))
     groups = [dict(group) for group in job.optimizer.param_groups]
     try:
@@ -215,7 +215,7 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
     for group, ours in zip(job.optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in ours.items() if key != "params"})
     metrics.restore(extra["window"], ranks)
-    if extra.get("scaler"):  # empty from a run that scaled nothing
+    if extra.get("scaler"):  # empty if the run did not scale its loss
         job.scaler.load_state_dict(extra["scaler"])
     if ranks == job.share.world_size:
         restore_random_state(extra["random"], job.device)
@@ -225,7 +225,7 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
 
 
 def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another model, or of other batches."""
+    """Raise UserError for a checkpoint of another model, or of other batches."""
 
     def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
         model, position = facts["config"]["model"], facts.get("position", {})

@@ -1,8 +1,8 @@
-"""What is saved of a run, and when; and how it ends when it is asked to.
+"""Save and evaluate a run when it is time to, and end it on a signal.
 
 Most of a run is a pure function of the configuration and the step: the order of the images, their random
-crops and augmentation, the learning rate. What is not is saved: parameters, their moving averages, optimizer
-state, buffers and random numbers of every rank, what the next report adds up, and the best score.
+crops and augmentation, the learning rate. All else is saved: parameters, their moving averages, optimizer
+state, every rank's buffers and random numbers, the sums of the next report, and the best score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardtrain.monitor import Monitor, StepMetrics
 
 
 class Training(NamedTuple):
-    """A job while it trains."""
+    """Hold a job and its measurements while it trains."""
 
     config: Config
     job: Job
@@ -39,22 +39,22 @@ class Training(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The best evaluation so far."""
+    """Hold the best evaluation so far."""
 
     step: int
     acc1: float
 
 
 class RunState(NamedTuple):
-    """What a saved step knows of the run until then."""
+    """Hold what a checkpoint knows of the run until then."""
 
     best: Best | None = None
     pending_evaluation: bool = False
-    """Whether the step has still to be evaluated, because a rank was asked to stop meanwhile."""
+    """Whether the step is yet to be evaluated, since a signal ended its evaluation."""
 
 
 def facts_of(config: Config, job: Job) -> dict[str, Any]:
-    """Return what the manifest says of the run; the step and these say which images have been seen."""
+    """Return the manifest's facts of the run. With the step they determine which images have been used."""
     return {
         "position": {
             "seed": config.seed,
@@ -69,7 +69,7 @@ def facts_of(config: Config, job: Job) -> dict[str, Any]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of this rank's random numbers: torch's, Python's, NumPy's and the device's."""
+    """Return this rank's random number states: torch's, Python's, NumPy's and the device's."""
     numpy: Any = np.random.get_state(legacy=False)
     key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     return {
@@ -81,7 +81,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Take over what `random_state` returned."""
+    """Restore what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -91,11 +91,11 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 class Saver:
-    """Evaluates and saves the run when it is time to, and ends it when a rank is asked to stop.
+    """Evaluate and save the run when it is time to, and end it if a rank got a signal.
 
-    With each step the ranks exchange two small numbers, and read what they exchanged the step before:
-    whether one has been asked to stop, whether one is still writing. So they do the same at the same
-    step, and on a GPU nobody waits for the exchange.
+    With each step ranks exchange two numbers, and read those of the step before: whether a rank got a
+    signal, and whether one is still writing. So all ranks act at the same step, and on a GPU no host waits
+    for the exchange.
     """
 
     def __init__(self, training: Training, store: Store, state: RunState, signals: StopSignals) -> None:
@@ -104,30 +104,30 @@ class Saver:
         self.best, self.pending_evaluation = state
         self._every = self._config.checkpoint.every_steps or self._job.steps_per_epoch
         self.before_save: Callable[[], object] = lambda: None
-        self._exchanged: tuple[HostCopy, Thread | None] | None = None  # and the writer it is about
+        self._exchanged: tuple[HostCopy, Thread | None] | None = None  # with the writer that it concerns
         self._evaluation_signal = 0  # the signal that ended an evaluation
 
     def before_update(self) -> None:
-        """Wait for the copy of a save that reads the parameters, before they change."""
+        """Wait until a save has copied the parameters, before they change."""
         with self._metrics.phase("checkpoint"):
             self._store.settle()
 
     def evaluate_pending(self, step: int) -> None:
-        """Evaluate the saved step that this process resumes from, as the earlier one could not. Collective.
+        """Evaluate the step from which this process resumes, if the earlier one did not. Collective.
 
         Raises:
-            Stopped: on every rank: one was asked to stop once more.
+            Stopped: on every rank: a rank got a signal again.
         """
         self._evaluate(step)
         if self.pending_evaluation:
             self._stop(step, self._evaluation_signal)
 
     def step_done(self, step: int, evaluate: bool) -> None:
-        """Do what is due after everything else of a step. Collective.
+        """Evaluate, save or stop as due after ``step``. Collective.
 
         Raises:
-            Stopped: on every rank: one was asked to stop, and the step is saved.
-            SaveFailed: on every rank, if failures are to stop the run.
+            Stopped: on every rank: a rank got a signal, and the step is saved.
+            SaveFailed: on every rank, if the configuration says that failures stop the run.
         """
         better = evaluate and self._evaluate(step)
         signal, busy = self._exchange()
@@ -147,11 +147,11 @@ class Saver:
             self._stop(step, signal)
 
     def finish(self) -> None:
-        """Return when the last save is committed, and the images that nothing is chosen by are evaluated.
+        """Wait until the last save is committed, and evaluate the test images, if there are any.
 
         Raises:
-            SaveFailed: on every rank: it is not.
-            Stopped: on every rank: one was asked to stop meanwhile; the same command evaluates them.
+            SaveFailed: on every rank: the last save failed.
+            Stopped: on every rank: a rank got a signal meanwhile; the same command evaluates again.
         """
         with self._metrics.paused("checkpoint"):
             self._try(self._store.finish, final=True)
@@ -162,7 +162,7 @@ class Saver:
     def _evaluate(self, step: int) -> bool:
         """Evaluate, and return whether the model is the best so far.
 
-        When a rank is asked to stop meanwhile, the evaluation stays pending for the process that resumes.
+        If a rank gets a signal meanwhile, the evaluation stays pending for the process that resumes.
         """
         self.pending_evaluation = True
         with self._metrics.paused("evaluation"):
@@ -194,7 +194,7 @@ class Saver:
         raise stopped
 
     def _exchange(self) -> tuple[int, bool]:
-        """Return the signal that a rank had noted the step before, and whether a rank was still writing."""
+        """Return the signal that a rank noted in the step before, and whether a rank was still writing."""
         mine = torch.tensor([self._signals.noted, self._store.busy]).to(self._job.device, non_blocking=True)
         latest = HostCopy(comm.all_reduce(mine, "max")), self._store.writer
         before, self._exchanged = self._exchanged, latest
@@ -225,7 +225,7 @@ class Saver:
         )
 
     def _try(self, action: Callable[[], object], final: bool = False) -> None:
-        """Call ``action``; its failure stops the run if it is ``final`` or the configuration says so."""
+        """Call ``action``. Its SaveFailed is raised if ``final`` or configured so; otherwise it warns."""
         try:
             action()
         except SaveFailed as error:

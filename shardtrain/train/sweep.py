@@ -1,10 +1,10 @@
-"""Several runs by one command: every combination of the values given.
+"""Run several jobs by one command: every combination of the given values.
 
     python -m shardtrain.train -m +recipe=resnet optim.lr=0.02,0.04 seed=range(3)
 
-The ranks and their process group live through all jobs; each job has a numbered folder in one directory.
-The objective of a job is its best accuracy on the held-out images. When a job fails alike on every rank, the
-next one follows; when the ranks leave it for different reasons, nothing can follow.
+All jobs share the ranks and their process group. Each job has a numbered folder in one directory. A job's
+objective is its best accuracy on the validation images. If a job fails for the same reason on every rank, the
+next one starts. If ranks leave it for different reasons, the sweep ends.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from shardtrain.job.schema import UserError
 Program = Callable[[Config, Context], float | None]
 
 FLAGS = ("-m", "--multirun")
-# One process group, on one device, in one directory: of all jobs together.
+# All jobs share these: one process group, one device, one directory.
 SHARED = ("device", "threads", "run.name", "run.dir")
 
 
 class Outcome(NamedTuple):
-    """The result of a job."""
+    """Hold the result of a job."""
 
-    overrides: list[str]  # those in which jobs differ
+    overrides: list[str]  # the overrides in which jobs differ
     objective: float | None
-    problem: str  # "": none
+    problem: str  # "" for none
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a command line with `--multirun` asks for."""
+    """Hold the settings of a command line with `--multirun`."""
 
     fixed: list[str]  # overrides and flags of every job
     jobs: list[list[str]]  # the overrides in which they differ
@@ -62,14 +62,14 @@ class Sweep:
 
 
 def run(program: Program) -> float | None:
-    """Run one job, or with `--multirun` one after the other; return the best objective."""
+    """Run one job, or with `--multirun` several in turn; return the best objective."""
     if any(flag in sys.argv[1:] for flag in FLAGS):
         return launch.start(read, partial(run_jobs, program=program))
     return launch.run(program)
 
 
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
-    """Return the sweep that ``arguments`` ask for; None if they ask for something to be printed."""
+    """Return the sweep of ``arguments``; None if a flag asks for output."""
     fixed, swept = split_sweep([text for text in arguments if text not in FLAGS])
     jobs = combinations(swept)
     raw = compose([*fixed, *jobs[0]], speak=speak)
@@ -87,7 +87,7 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
 
     Raises:
         UserError: all jobs failed.
-        RuntimeError: the ranks have left a job for different reasons.
+        RuntimeError: ranks left a job for different reasons.
     """
     gather_problems, directory = _text_exchange(rank_info), launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
@@ -96,9 +96,9 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
         if rank_info.rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
         outcome = _run_job(program, sweep, overrides, context)
-        gc.collect()  # a model is a cycle, and holds its transport
+        gc.collect()  # a sharded model is a reference cycle, and holds its transport
         problems = gather_problems(outcome.problem)
-        if len(set(problems)) > 1:  # a rank that failed alone has left the others in the middle of something
+        if len(set(problems)) > 1:  # a rank that failed alone may have left the others in a collective
             why = "; ".join(f"rank {rank}: {problem or 'done'}" for rank, problem in enumerate(problems))
             raise RuntimeError(
                 f"the ranks left job {len(done)} for different reasons, so none can follow: {why}"
@@ -118,7 +118,7 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
 
 
 def table(done: Sequence[Outcome]) -> str:
-    """Return a table of the jobs, best first; what failed comes last, with the reason."""
+    """Return a table of the jobs, best first; failed ones come last, with their reasons."""
     rank = [(bool(each.problem), 1.0 if each.objective is None else -each.objective) for each in done]
     lines = ["best val/acc1   job  overrides"]
     for number in sorted(range(len(done)), key=rank.__getitem__):
@@ -130,11 +130,11 @@ def table(done: Sequence[Outcome]) -> str:
 
 
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Return what all jobs have, as written, and the keys with several values."""
+    """Return the arguments that all jobs share, as written, and the keys with several values."""
     fixed, overrides = split(arguments)
     swept: list[Override] = []
     with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # which knows groups: glob(…)
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # for glob(…) over groups
         for text in overrides:
             try:
                 (override,) = parser.parse_overrides([text])
@@ -148,8 +148,8 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
 
 
 def combinations(swept: Sequence[Override]) -> list[list[str]]:
-    """Return every value with every other, as on the command line; the last key's change fastest."""
-    random.seed(0)  # what shuffle(…) draws from: alike on all ranks
+    """Return all combinations of values, as on the command line; the last key changes fastest."""
+    random.seed(0)  # for shuffle(…), which must be the same on all ranks
     for override in swept:
         if override.is_interval_sweep():
             raise UserError(f"{override.input_line}: an interval has no end of values; list some instead")
@@ -171,14 +171,14 @@ def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Cont
         rank = context.rank_info.rank
         if rank == 0:
             traceback.print_exc()
-        with contextlib.suppress(OSError):  # what the disk refuses may be the job's very failure
+        with contextlib.suppress(OSError):  # the job may have failed because of this disk
             context.run_dir.mkdir(parents=True, exist_ok=True)
             (context.run_dir / f"traceback-{rank:05}.txt").write_text(traceback.format_exc())
         return Outcome(overrides, None, f"{type(error).__name__}: {error}")
 
 
 def _text_exchange(rank_info: RankInfo) -> Callable[[str], list[str]]:
-    """Return what gathers every rank's text, by way of the store: the process group may be broken."""
+    """Return a function that gathers every rank's text by the store: the process group may be broken."""
     if rank_info.world_size == 1:
         return lambda text: [text]
     store = meet(rank_info.store, rank_info.rank, rank_info.world_size)
