@@ -1,4 +1,4 @@
-"""``-m shardtrain.bench [collectives|host] [key=value ...]``: which program, on which ranks."""
+"""Run one of the benchmark's programs: ``-m shardtrain.bench [collectives|host] [key=value ...]``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRAMS: dict[str, type[Program]] = {"collectives": CollectiveBench, "host": Ho
 
 
 def bench(settings: Settings, name: str, rank_info: RankInfo, device: torch.device) -> None:
-    """Measure with the program of this ``name``, and write the results; after Ctrl-C those until then."""
+    """Run the program ``name``, and write its results; after Ctrl-C those measured until then."""
     if name == "host":
         if rank_info.world_size > 1:
             raise UserError("the host's time is measured in one process: python -m shardtrain.bench host")
@@ -34,7 +34,7 @@ def bench(settings: Settings, name: str, rank_info: RankInfo, device: torch.devi
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # peers warn of their own deprecations at every step
-        if rank_info.world_size == 1 and name != "host":  # peers need a group, for a single rank, too
+        if rank_info.world_size == 1 and name != "host":  # peers need a group even for a single rank
             launch.open_process_group(rank_info, device, dist.HashStore())  # type: ignore[attr-defined]
             stack.callback(launch.close_process_group)
         kind = PROGRAMS.get(name, MemoryBench if settings.memory else StepBench)

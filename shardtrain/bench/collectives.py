@@ -1,4 +1,4 @@
-"""Gather and reduce by themselves: the engine's, `shardtrain.comm`'s, the backend's own, and a memory copy.
+"""Time single gathers and reductions: the engine's, `shardtrain.comm`'s, the backend's, and a memory copy.
 
 A size is that of the whole flat vector, in bytes. The engine's reduction divides by the number of ranks and
 the backend's does not.
@@ -25,7 +25,7 @@ from shardtrain.layout import Layout, even
 
 OURS, GROUP, PUBLIC = "shardtrain", "shardtrain_process_group", "shardtrain_comm"
 NATIVE, COPY = "native", "copy"
-ENOUGH = 4 * MIB  # bytes that one timing moves at least, in repetitions, so that a clock can see it
+ENOUGH = 4 * MIB  # bytes that one timing moves at least, by repetition, so that the clock resolves it
 MOST = 32  # repetitions
 
 Movement = Callable[[], object]
@@ -44,7 +44,7 @@ class CollectiveBench(Program):
             size *= 4
 
     def _measure(self, kind: str, size: int, entrants: Mapping[str, Movement]) -> None:
-        times = max(1, min(MOST, ENOUGH // size))  # one timing does it so often
+        times = max(1, min(MOST, ENOUGH // size))  # repetitions in one timing
 
         def repeated(movement: Movement, _: int) -> None:
             for _ in range(times):
@@ -87,7 +87,7 @@ class CollectiveBench(Program):
 def movements(
     kind: str, size: int, transports: Mapping[str, Transport], device: torch.device
 ) -> dict[str, Movement]:
-    """Return the engine's movement by each of ``transports``, the public one, the backend's, and a copy."""
+    """Return the engine's collective by each of ``transports``, the public one, the backend's, and a copy."""
     layout = even([size // 4], comm.world_size(), align=4)
     full = torch.zeros(layout.padded, device=device)
     local = torch.zeros(layout.length(comm.rank()), device=device)
@@ -99,7 +99,7 @@ def movements(
 
 
 def _gather(transport: Transport, layout: Layout, like: Tensor) -> Movement:
-    """Gather with the fences about it, which are what a gather costs where ranks share memory."""
+    """Return a gather with its barriers, which are its whole cost where ranks share memory."""
     full, local = transport.allocate(layout, like, torch.float32)
     if not transport.in_place:
         full.untyped_storage().resize_(layout.padded * full.element_size())
@@ -117,7 +117,7 @@ def _reduce(transport: Transport, layout: Layout, like: Tensor) -> Movement:
     full, own = like.new_zeros(layout.padded), like.clone()
 
     def run() -> None:
-        # Shared memory is given back by a reduction; other memory can serve again.
+        # A reduction frees shared memory; other memory can be used again.
         into = transport.gradient(layout, like) if transport.in_place else full
         gradient = Gradient(into, [own], layout, layout.pieces(transport.rank))
         transport.reduce(Tag(0, "bench"), [gradient]).wait()

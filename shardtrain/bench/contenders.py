@@ -1,9 +1,9 @@
-"""Who is compared, and on what: the contenders, a few torchvision models, and their data.
+"""Build the contenders of the benchmark, a few torchvision models, and their data.
 
-Every contender is set up as its documentation shows, on the same initial model. Where a peer has a faster
-setting that changes nothing else, it has it: DDP keeps gradients as views of its buckets and does not
-broadcast BatchNorm's statistics every step, which no other contender does either. In bf16, FSDP1 and FSDP2
-compute everything in it; shardtrain and autocast keep normalisation layers in fp32.
+Every contender is set up as in its documentation, on the same initial model. If a peer has a faster setting
+that changes nothing else, it is used: DDP keeps gradients as views of its buckets, and does not broadcast
+BatchNorm's statistics every step, as no other contender does. In bf16, FSDP1 and FSDP2 compute everything in
+bf16; shardtrain and autocast keep normalisation layers in fp32.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from shardtrain.job.step import accumulate
 
 Batch = tuple[Tensor, Tensor]  # images, float32 [batch, 3, size, size], and labels, int64 [batch]
 
-Dtype = torch.dtype | None  # to compute in; None: the parameters' own, fp32
+Dtype = torch.dtype | None  # the dtype of computation; None: the parameters' own, fp32
 PRECISIONS: dict[str, Dtype] = {"fp32": None, "bf16": torch.bfloat16}
 
-# What peers are told to shard one by one: residual blocks and encoder blocks.
+# The modules that peers shard one by one: residual blocks and encoder blocks.
 BLOCKS: tuple[type[nn.Module], ...] = (BasicBlock, Bottleneck, EncoderBlock)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model in training.
+    """Hold a wrapped model and its optimizer.
 
-    ``no_sync()``: a context in which backward reduces nothing. ``autocast``: the dtype of forward, where the
-    wrapper itself does not decide it.
+    ``no_sync()``: a context in which backward reduces nothing. ``autocast``: the dtype of forward, unless the
+    wrapper sets it.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ class Contender:
     autocast: torch.dtype | None = None
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
-        """Take one optimizer step over micro-batches; return this rank's mean loss before the update."""
+        """Run one optimizer step over micro-batches; return this rank's mean loss before the update."""
         losses: list[Tensor] = []
         accumulate(
             self._forward,
@@ -79,7 +79,7 @@ class Contender:
 
 
 def build(name: str, model: nn.Module, precision: str, device: torch.device) -> Contender:
-    """Return contender ``name`` around ``model``. What the peer raises comes through."""
+    """Return contender ``name`` for ``model``. Exceptions of the peer are not caught."""
     return _CONTENDERS[name][1](model, PRECISIONS[precision], device)
 
 
@@ -89,7 +89,7 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def to_run(asked: Sequence[str] | None) -> list[str]:
-    """Return the contenders asked for, else those that differ here. Collective."""
+    """Return the contenders in ``asked``; for None all that differ here. Collective."""
     same = {"shardtrain_process_group"} if default_is_process_group() else set()
     return list(asked or (name for name in TITLES if name not in same))
 
@@ -106,7 +106,7 @@ def _shardtrain(model: nn.Module, dtype: Dtype, device: torch.device, transport:
 
 
 def _fsdp2(model: nn.Module, dtype: Dtype, device: torch.device, reshard: bool = True) -> Contender:
-    model.to(memory_format=torch.contiguous_format)  # it refuses parameters that are not
+    model.to(memory_format=torch.contiguous_format)  # FSDP2 refuses parameters that are not contiguous
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype),
@@ -168,16 +168,16 @@ TITLES = {name: title for name, (title, _) in _CONTENDERS.items()}
 
 
 CLASSES = 10
-POOL = 4  # steps with data of their own; then the data repeat
+POOL = 4  # steps with different data, after which the data repeat
 PATCH = 4  # pixels
 VITS = {"vit": (6, 6, 384), "tiny": (2, 2, 32)}  # layers, heads and width
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with the size of its images and the number of images per rank and micro-batch.
+    """Describe a model, the size of its images, and the number of images per rank and micro-batch.
 
-    ``memory_format``: of images and of filters.
+    ``memory_format``: that of images and filters.
     """
 
     name: str
@@ -228,8 +228,8 @@ CASES = {
         Case("resnet50_64", 64, 16),
         Case("vit", 32, 32),
         Case("resnet152", 32, 8),
-        Case("resnet50_224", 224, 128),  # of a size for GPUs
-        Case("tiny", 8, 2),  # for trying the benchmark out
+        Case("resnet50_224", 224, 128),  # for GPUs
+        Case("tiny", 8, 2),  # for tests of the benchmark
     )
 }
 SUITE = ("resnet18", "resnet50", "resnet50_64", "vit")

@@ -1,18 +1,18 @@
-"""What a wrapper costs the host: its own time per unit, whatever the network does.
+"""Measure a wrapper's host time per unit, without a network.
 
-Large models on fast devices wait for Python when a unit's bookkeeping takes longer than its kernels. So the
-ranks here are simulated (`simulated_group`), and the model computes next to nothing: many units of six
-parameters with 60 elements in all. Contenders take turns; a contender's host time is its time less that of
-the model that nobody has wrapped, in the same round::
+Large models on fast devices wait for Python if a unit's bookkeeping takes longer than its kernels. Here ranks
+are simulated (`simulated_group`), and the model computes next to nothing: many units of six parameters with
+60 elements in all. Contenders take turns. A contender's host time is its time minus that of the unwrapped
+model in the same round::
 
     unwrapped 4 ms, FSDP2 52 ms, shardtrain 16 ms, 48 units
     host time per unit: FSDP2 (52 - 4) / 48 = 1 ms, shardtrain (16 - 4) / 48 = 0.25 ms, ratio 0.25
 
-torch's simulated all-gather copies the local shard once for each rank, one small copy after the other, which
-no real one does: 1,024 of them take a millisecond. So the collectives of a step, two gathers and a reduction
-per unit, are also timed by themselves, and a second ratio leaves them out on both sides.
+torch's simulated all-gather copies the local shard once per rank, which no real one does: 1,024 copies take
+a millisecond. So the collectives of a step, two gathers and a reduction per unit, are also timed alone, and a
+second ratio excludes them on both sides.
 
-Time is CPU time of this process, which others on the machine stretch less than time on the clock.
+Time is this process's CPU time, which other processes influence less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from shardtrain.layout import even
 
 OURS, PEER, BARE, COLLECTIVES = "shardtrain", "fsdp2", "no_communication", "collectives"
 WIDTH = 4
-PARAMETERS = 6  # of a unit
+PARAMETERS = 6  # per unit
 
-# What is timed, in words. Of each, the unwrapped model's time is taken away.
+# What is timed, in words. The unwrapped model's time is subtracted from each.
 ACTIVITIES = {"wrap": "wrapping the model", "step": "forward and backward", "update": "the optimizer's step"}
 
 
 class Block(nn.Sequential):
-    """One unit: three linear layers of 4×4, each with a bias."""
+    """Compute one unit: three linear layers of 4×4, each with a bias."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(PARAMETERS // 2)))
 
 
 def wrapped(name: str, units: int) -> nn.Module:
-    """Return a new model as contender ``name`` wraps it."""
+    """Return a new model, wrapped by contender ``name``."""
     model = nn.Sequential(*(Block() for _ in range(units)))
     if name == OURS:
         return shardtrain.shard(model, units=[Block])
@@ -64,9 +64,9 @@ def wrapped(name: str, units: int) -> nn.Module:
 
 
 def figures(samples: Mapping[str, Samples], units: int) -> dict[str, Any]:
-    """Return µs of each per unit, and our time over the peer's, round by round.
+    """Return µs per unit of each contender, and the ratios of shardtrain's time to the peer's.
 
-    The unwrapped model's time is taken away, in the second ratio that of the collectives, too.
+    The unwrapped model's time is subtracted; in the second ratio also that of the collectives.
     """
 
     def without(name: str, *leave_out: str) -> list[float]:
@@ -88,7 +88,7 @@ def figures(samples: Mapping[str, Samples], units: int) -> dict[str, Any]:
 
 class HostBench(Program):
     def measure(self) -> None:
-        self.points = Points()  # the activities of one world after the other
+        self.points = Points()  # the activities, for one world size after the other
         for world in self.settings.host.world_sizes:
             with simulated_group(world):
                 self._measure(world)
@@ -119,7 +119,7 @@ class HostBench(Program):
         samples = {name: Samples() for name in runners}
         rounds, title = (self.settings.warmup, self.settings.rounds), f"{words}, {world:,} ranks"
         gc.collect()
-        gc.disable()  # Python's collector runs when it likes, and one contender would pay for all
+        gc.disable()  # otherwise one contender would pay for a garbage collection of all
         try:
             interleave(runners, samples, self.device, *rounds, title, clock=time.process_time)
         finally:
@@ -142,7 +142,7 @@ class HostBench(Program):
 
 
 def _collectives(world: int, units: int) -> Runner:
-    """Return what does the collectives of one step and nothing else."""
+    """Return a runner that runs only the collectives of one step."""
     group = dist.group.WORLD
     assert group is not None
     layout = even([WIDTH * WIDTH, WIDTH] * (PARAMETERS // 2), world, align=4)
@@ -159,8 +159,8 @@ def _collectives(world: int, units: int) -> Runner:
 
 @contextlib.contextmanager
 def simulated_group(world: int, rank: int = 0) -> Iterator[None]:
-    """Inside, this process is ``rank`` of ``world`` in a process group whose collectives reach nobody."""
-    # Importing it registers the backend; torch has it among its own tests' tools, and nowhere else.
+    """Make this process ``rank`` of ``world`` inside, in a process group whose collectives move nothing."""
+    # The import registers the backend, which torch has only among its test utilities.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

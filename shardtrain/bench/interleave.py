@@ -1,12 +1,12 @@
-"""The measurement: in each round every runner once, in an order that rotates, with a barrier before each.
+"""Measure runners in rounds: each runner once per round, in a rotating order, with a barrier before each.
 
-A runner's time is that of the slowest rank. A runner that raises, on whichever rank, leaves the measurement
-on all of them, with its reason; the others go on. The caller holds the `Samples`, so that Ctrl-C loses no
-more than the round under way.
+A runner's time is that of the slowest rank. A runner that raises on any rank leaves the measurement on all
+ranks, with its reason; the others continue. The caller holds the `Samples`, so Ctrl-C loses only the current
+round.
 
-A ratio is taken within a round, where both contenders met the same machine, and the median is taken over
+Ratios are computed within a round, in which both contenders had the same conditions, and their median over
 rounds. Three rounds in which A takes 2, 3, 8 s and B takes 1, 2, 4 s give the ratios 2, 1.5, 2: median 2.
-Only contenders whose losses are right are compared.
+Only contenders with right losses are compared.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardtrain.bench.contenders import TITLES
 from shardtrain.device import synchronize
 from shardtrain.job.schema import UserError
 
-# Does the timed work of a round. A scalar that it returns, a loss, is recorded as the mean over ranks.
+# Runs the timed work of a round. If it returns a scalar (a loss), its mean over ranks is recorded.
 Runner = Callable[[int], torch.Tensor | None]
 Result = TypeVar("Result")
 
-PROGRESS_S = 2.0  # between two lines of progress
+PROGRESS_S = 2.0  # seconds between two lines of progress
 
 
 @dataclass
 class Samples:
-    """What one runner has measured: a value (seconds, say) for every timed round, a loss for every round.
+    """Hold one runner's measurements: a value (such as seconds) per timed round, and a loss per round.
 
-    ``host``: seconds until the host had launched all of a timed round; the rest it waited for the device.
+    ``host``: seconds until the host had launched all work of a timed round.
     """
 
     values: list[float] = field(default_factory=list)
@@ -55,11 +55,11 @@ def interleave(
     title: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run each round's runners that have not failed, and add seconds and losses to ``samples``.
+    """Run the runners that have not failed in each round, and add seconds and losses to ``samples``.
 
     Args:
         warmup: rounds before the ``rounds`` that are timed.
-        title: what is measured, if progress is to be shown.
+        title: what is measured; empty: show no progress.
         clock: returns seconds.
     """
     total = warmup + rounds
@@ -81,10 +81,10 @@ def interleave(
 
 
 def attempt(work: Callable[[], Result], samples: Samples, device: torch.device) -> Result | None:
-    """Return what ``work()`` returns, or None if it raised on any rank.
+    """Return ``work()``, or None if it raised on any rank. Collective.
 
-    ``samples.failure`` is then what the first such rank raised, on every rank. A mistake of the user's is the
-    same on every rank, and comes through. Collective.
+    ``samples.failure`` is then the error of the first such rank, on every rank. Raises UserError, which is
+    the same on every rank.
     """
     result, reason = None, ""
     try:
@@ -119,23 +119,23 @@ def _run(
     return *seconds, comm.all_reduce(loss).item() / comm.world_size()
 
 
-# From values to verdicts: plain arithmetic, to be checked by hand.
+# Verdicts, by plain arithmetic.
 #
-# Rounding starts at 1e-7 and grows with every update: 5e-5 within 5 steps of a ResNet on 4 ranks, 3e-3 within
-# 16. Training without communication is off by more than 5e-4 within the 5 steps (suite and tiny).
-# bf16 rounds to 4e-3 at every operation, and contenders keep different layers in fp32: there the losses
-# tell a gross mistake from none, and no more.
+# Rounding differences begin at 1e-7 and grow with every update: 5e-5 within 5 steps of a ResNet on 4 ranks,
+# 3e-3 within 16. Training without communication differs by more than 5e-4 within 5 steps (suite and tiny).
+# bf16 rounds to 4e-3 at every operation, and contenders keep different layers in fp32. There losses only
+# show gross mistakes.
 EARLY_STEPS, LATE = 5, 5e-2
 EARLY = {"fp32": 2e-4, "bf16": 2e-2}
 
-# Trusted in this order to have the right losses. An exempt contender trains alone, on each rank's own data.
+# The contenders whose losses count as right, in order. An exempt one trains on each rank's own data alone.
 JUDGES = ("ddp", "fsdp2", "fsdp1", "fsdp2_no_reshard")
 EXEMPT = ("no_communication",)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of ``n`` values and the quartiles about it."""
+    """Hold the median of ``n`` values and their quartiles."""
 
     median: float
     low: float
@@ -152,7 +152,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def ratios(values: Sequence[float], reference: Sequence[float]) -> Spread | None:
-    """Return the spread of the ratios in rounds that both have finished; None if there is none."""
+    """Return the spread of the ratios over rounds that both have finished; None if there are none."""
     return spread([own / other for own, other in zip(values, reference, strict=False)])
 
 
@@ -163,13 +163,13 @@ def loss_difference(losses: Sequence[float], right: Sequence[float]) -> float:
 
 
 def losses_agree(losses: Sequence[float], right: Sequence[float], precision: str = "fp32") -> bool:
-    """Return whether losses are equal but for rounding: strictly in early steps, loosely in later ones."""
+    """Return whether losses are equal up to rounding: strictly in early steps, loosely in later ones."""
     early = loss_difference(losses[:EARLY_STEPS], right[:EARLY_STEPS])
     return early <= EARLY[precision] and loss_difference(losses, right) <= LATE
 
 
 class Verdict(NamedTuple):
-    """What is said of one contender. ``status``: ok, wrong (other losses than the judge's) or failed."""
+    """Hold the verdict on one contender. ``status``: ok, wrong (losses differ from the judge's) or failed."""
 
     status: str
     reason: str | None = None
@@ -178,7 +178,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What the contenders of one measurement have done so far; ``reference`` is one of them."""
+    """Compare the contenders of one measurement so far; ``reference`` is one of them."""
 
     reference: str
     precision: str = "fp32"
@@ -190,7 +190,7 @@ class Comparison:
 
     @property
     def judge(self) -> str | None:
-        """The most trusted contender that has not failed: its losses count as right."""
+        """The first of JUDGES that has not failed: its losses count as right."""
         done = [name for name, samples in self.samples.items() if samples.failure is None]
         return next((name for name in JUDGES if name in done), None)
 
@@ -207,23 +207,23 @@ class Comparison:
         return Verdict("ok", None, None if judge is None else difference)
 
     def right(self) -> dict[str, list[float]]:
-        """Return the values of the contenders that are right."""
+        """Return the values of the contenders with right losses."""
         return {name: own.values for name, own in self.samples.items() if self.verdict(name).status == "ok"}
 
     def ratios_to(self, reference: str) -> dict[str, Spread]:
-        """Return the ratios of those that are right, least first; none if the reference is not right."""
+        """Return the ratios of contenders with right losses, lowest first; none if the reference is wrong."""
         right = self.right()
         found = {name: ratios(values, right.get(reference, [])) for name, values in right.items()}
         known = {name: ratio for name, ratio in found.items() if ratio is not None}
         return dict(sorted(known.items(), key=lambda item: item[1].median))
 
     def ranked(self) -> list[str]:
-        """Return the names of the contenders whose losses are right, the fastest or smallest first."""
+        """Return the names of the contenders with right losses, the fastest or smallest first."""
         right = self.right()
         return list(self.ratios_to(self.reference)) or sorted(right, key=lambda name: median(right[name]))
 
     def left_out(self) -> list[str]:
-        """Return a line for each contender that is not ranked, and one for what could not be compared."""
+        """Return one line per contender that is not ranked, and one if ratios or losses are not compared."""
         ranked, lines = self.ranked(), []
         if ranked and self.reference not in ranked:
             lines.append(f"No ratios: {TITLES[self.reference]} has no right answers to compare with.")

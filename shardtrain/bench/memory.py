@@ -1,9 +1,9 @@
-"""Peak memory of the whole job on CPUs, each contender in fresh processes, above what imports take.
+"""Measure the peak memory of the whole job on CPUs above its imports, each contender in fresh processes.
 
-Rank 0 starts as many processes as there are ranks. They meet among themselves and train a few steps while it
-watches them. One contender at a time, so that nothing is shared between two.
+Rank 0 starts as many processes as there are ranks. They form their own process group and train a few steps
+while rank 0 watches them: one contender at a time, so that contenders share nothing.
 
-The proportional set size (PSS) of a page is its size over the number of processes that map it, so that the
+The proportional set size (PSS) of a page is its size divided by the number of processes that map it. So the
 sum over ranks counts shared memory once. It is read from ``/proc/PID/smaps_rollup``.
 """
 
@@ -34,13 +34,13 @@ from shardtrain.job.format import MIB
 from shardtrain.job.launch import open_process_group
 from shardtrain.job.schema import UserError
 
-STEPS = 5  # the optimizer's state is there after the first; allocators settle in the next
-INTERVAL_S = 0.01  # between two looks at the processes
+STEPS = 5  # optimizer state exists after the first; allocators settle in the others
+INTERVAL_S = 0.01  # seconds between two readings
 ROLLUP = "/proc/{}/smaps_rollup"
 
 
 class Watched(NamedTuple):
-    """What the ranks of one contender did: bytes when they held most, and mean losses."""
+    """Hold the peak bytes of one contender's ranks together, and their mean losses."""
 
     bytes: int = 0
     losses: tuple[float, ...] = ()
@@ -90,9 +90,9 @@ class MemoryBench(Program):
 
 
 def watch_ranks(settings: Settings, name: str, world: int) -> Watched:
-    """Train ``name`` in one fresh process per rank, and return what they held when they held most.
+    """Train ``name`` in one fresh process per rank, and return their peak memory.
 
-    Of ranks that end early, the first one's reason is raised, and the others are killed.
+    Raises RuntimeError with the reason of the first rank that ends early; the others are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         given = (settings, name, world, folder, torch.get_num_threads())
@@ -112,7 +112,7 @@ def watch_ranks(settings: Settings, name: str, world: int) -> Watched:
 
 
 def pss(pids: Iterable[int]) -> int:
-    """Return the bytes of processes; one that has just ended has none."""
+    """Return the PSS of the processes, in bytes; 0 for those that have just ended."""
     total = 0
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -122,7 +122,7 @@ def pss(pids: Iterable[int]) -> int:
 
 
 def _train(rank: int, settings: Settings, name: str, world: int, folder: str, threads: int) -> None:
-    """Train as one rank; write bytes before the first step, and every step's loss."""
+    """Train as one rank; write the bytes before the first step, and every step's loss."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     rank_info = RankInfo(rank, world, rank, world)
@@ -139,4 +139,4 @@ def _train(rank: int, settings: Settings, name: str, world: int, folder: str, th
     losses = [contender.step(data[number % POOL]).item() for number in range(STEPS)]
     dist.barrier()
     Path(folder, f"{rank}.json").write_text(json.dumps([before, losses]))
-    os._exit(0)  # at once: gloo's threads may abort an interpreter that ends while a model holds the group
+    os._exit(0)  # since gloo's threads may abort an interpreter that ends while a model holds the group

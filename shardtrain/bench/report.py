@@ -1,4 +1,4 @@
-"""Where results go: the terminal, bench.json and bench.txt. Rank 0 alone."""
+"""Write results to the terminal, bench.json and bench.txt, on rank 0."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from shardtrain.job.dist_env import RankInfo, on_rank_0
 from shardtrain.job.format import aligned
 from shardtrain.job.schema import writing
 
-Cells = list[tuple[str, str]]  # of a row: the title of a column, and the text in it
+Cells = list[tuple[str, str]]  # the cells of a row: the column's title, and the text
 
 
 class Results(NamedTuple):
-    """What a program has measured."""
+    """Hold what a program has measured."""
 
     lines: list[str]  # the tables
     facts: dict[str, Any]  # for bench.json, dataclasses included
 
 
 class Program:
-    """One of the benchmark's programs. ``results()`` returns what ``measure()`` has measured so far."""
+    """Define a program of the benchmark. ``results()`` returns what ``measure()`` has measured so far."""
 
     def __init__(self, settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
         self.settings, self.rank_info, self.device = settings, rank_info, device
@@ -44,7 +44,7 @@ class Program:
 
 
 class Points:
-    """Tables that grow point by point: what has been measured at one setting, and what failed there."""
+    """Collect tables point by point: the measurements at one setting, and the failures there."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[Cells]] = {}
@@ -52,7 +52,7 @@ class Points:
         self._facts: list[dict[str, Any]] = []
 
     def add(self, title: str, cells: Cells, facts: dict[str, Any], samples: Mapping[str, Samples]) -> None:
-        """Add a row to the table ``title``; the first cell says what the setting is."""
+        """Add a row to the table ``title``. The first cell names the setting."""
         self._rows.setdefault(title, []).append(cells)
         self._facts.append(facts)
         notes = self._notes.setdefault(title, [])
@@ -61,14 +61,14 @@ class Points:
                 notes.append(f"{cells[0][1]}, {TITLES.get(name, name)}: not timed: {own.failure}")
 
     def results(self, last: str = "") -> Results:
-        """Return all that was added, and a last line."""
+        """Return all tables and failures, and the line ``last``."""
         tables = [table(title, rows, self._notes[title]) for title, rows in self._rows.items()]
         failures = [f"{title}, {note}" for title, notes in self._notes.items() for note in notes]
         return Results([*chain.from_iterable(tables), last], {"points": self._facts, "failures": failures})
 
 
 class Report:
-    """The output directory, and what every result says about where it was measured."""
+    """Write results to the output directory, with facts about the machine."""
 
     def __init__(self, settings: Settings, program: str, rank_info: RankInfo, device: torch.device) -> None:
         measured = ("memory-" if settings.memory else "") + ("suite" if settings.suite else settings.model)
@@ -92,7 +92,7 @@ class Report:
         print(f"\n{text}\n\nwritten to {self.folder}", flush=True)
 
     def _make_folder(self) -> None:
-        """Make the folder and a file in it: it is better to fail now than after the measurement."""
+        """Make the folder and a file in it, to fail now rather than after the measurement."""
         with writing("out", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "bench.json").touch()

@@ -1,4 +1,4 @@
-"""The benchmark's command line: one word for the program, then Hydra's ``key=value``."""
+"""Read the benchmark's command line: one word for the program, then Hydra's ``key=value``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, at_least, checked, one_of
 
-# What null stands for in the configuration.
+# The values that null stands for in the configuration.
 ON_CPUS = {"model": "resnet18", "precision": "fp32", "channels_last": False}
 ON_GPUS = {"model": "resnet50_224", "precision": "bf16", "channels_last": True}
 
@@ -76,7 +76,7 @@ class Settings:
             self.case(name)
 
     def case(self, name: str) -> Case:
-        """Return the named case with the sizes asked for."""
+        """Return the named case with the configured sizes."""
         case = CASES[name]
         return dataclasses.replace(
             case,
@@ -87,7 +87,7 @@ class Settings:
 
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
-    """Return the settings that ``arguments`` ask for; None when they asked for something to be printed."""
+    """Return the settings of ``arguments``; None if a flag asks for output."""
     raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
     if raw is None:
         return None
@@ -95,5 +95,5 @@ def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     for key, value in (ON_GPUS if on_gpu else ON_CPUS).items():
         raw[key] = value if raw[key] is None else raw[key]
     if raw["threads"] is None and RankInfo.from_environment(os.environ).local_world_size > 1:
-        raw["threads"] = 1  # ranks of one host then compete for cores alike
+        raw["threads"] = 1  # so that ranks of one host compete equally for cores
     return checked(raw, Settings)

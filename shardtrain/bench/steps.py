@@ -1,6 +1,6 @@
-"""Whole training steps: every contender on one case, or on each case of the suite.
+"""Time whole training steps: every contender on one case, or on each case of the suite.
 
-On an accelerator each contender first trains by itself (`Footprint`). Then all take turns, for their times.
+On an accelerator each contender first trains alone (`Footprint`). Then all take turns to be timed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardtrain.job.format import MIB, counted
 
 PLAIN = "no_communication"
 SUITE_REFERENCES = ("fsdp2", "ddp", PLAIN)
-SETTLED = 3  # steps, after which optimizers have their state and allocators their memory
+SETTLED = 3  # steps after which optimizers have their state and allocators their memory
 
 
 class Footprint(NamedTuple):
-    """What a contender takes of an accelerator: bytes of tensors at most, and of torch's allocator at most.
+    """Hold a contender's peak bytes of tensors on an accelerator, and those that torch's allocator reserved.
 
     ``launches``: kernels, copies and collectives per step.
     """
@@ -39,7 +39,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(build: Callable[[], Contender], data: list[list[Batch]], device: torch.device) -> Footprint:
-    """Train the contender that ``build()`` returns for a few steps, and drop it."""
+    """Train the contender ``build()`` for a few steps; return its footprint."""
     gc.collect()
     torch.accelerator.empty_cache()
     reset_peak_memory(device)
@@ -64,14 +64,14 @@ class StepBench(Program):
             self._measure(self.settings.case(name))
 
     def _measure(self, case: Case) -> None:
-        gc.collect()  # wrappers refer to one another: the case before is freed only now
+        gc.collect()  # wrappers are reference cycles, so this frees the previous case
         settings, device = self.settings, self.device
         samples = {name: Samples() for name in contenders.to_run(settings.contenders)}
         self.comparisons[case] = Comparison(settings.reference, settings.precision, samples)
         data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
         runners: dict[str, Runner] = {}
         alone = self.footprints[case] = {}
-        if is_accelerator(device):  # libraries take their workspaces before anybody is measured
+        if is_accelerator(device):  # so that libraries allocate their workspaces before the measurement
             plain = contenders.build(PLAIN, case.build_model(0, device), settings.precision, device)
             plain.step(data[0])
         for name in samples:
@@ -101,9 +101,9 @@ class StepBench(Program):
 
 
 def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
-    """Return by reference and contender the geometric mean of the contender's median ratios.
+    """Return the geometric mean of median ratios, by reference and contender.
 
-    Only contenders that are right in every case have one.
+    Only contenders with right losses in every case have one.
     """
     means = {}
     for reference in SUITE_REFERENCES:
@@ -115,9 +115,9 @@ def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
 
 
 def step_table(case: Case, comparison: Comparison, alone: Mapping[str, Footprint]) -> list[str]:
-    """Return a line per contender, best first: time per step, ratio to the reference, loss difference.
+    """Return one line per contender, best first: time per step, ratio to the reference, loss difference.
 
-    ``alone``: by contender, on an accelerator.
+    ``alone``: footprints by contender, on an accelerator.
     """
     rows, ratios = [], comparison.ratios_to(comparison.reference)
     plain = comparison.ratios_to(PLAIN) if alone else {}
