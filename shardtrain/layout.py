@@ -30,7 +30,7 @@ LARGE = 4096  # elements; the padding before such a parameter is at most 0.4 % o
 
 
 class Piece(NamedTuple):
-    """The part of one parameter that one rank owns, in elements.
+    """Describe the part of one parameter that one rank owns, in elements.
 
     ``start:stop`` counts from the parameter's first element. ``offset`` is where the piece begins in the
     rank's interval. An empty piece has ``start == stop``.
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat vector of one unit: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
+    """Describe the flat vector of one unit: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
 
     ``bounds`` holds ``world + 1`` cut points: rank ``r`` owns ``[bounds[r], bounds[r + 1])``, which may be
     empty. ``whole``: no cut falls into a parameter, so its owner may show it in its own shape.

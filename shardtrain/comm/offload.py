@@ -93,7 +93,7 @@ class Offloaded(TransportWrapper):
         return Pending(finish, ended=pending.ended)
 
     def fence(self, what: Movement) -> None:
-        """At ``LEAVE`` also wait until gradients have arrived in host memory."""
+        """Call ``inner``'s; at ``LEAVE`` also wait until gradients have arrived in host memory."""
         super().fence(what)
         if what is LEAVE and self._downloaded is not None:
             self._downloaded.synchronize()

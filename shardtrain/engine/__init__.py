@@ -1,1 +1,1 @@
-"""The engine behind `shardtrain.shard`: units, their schedule, and the hooks that drive it."""
+"""Shard models: units, their schedule, and the hooks that drive it."""

@@ -25,7 +25,7 @@ Index = tuple[int, ...]  # one number per dimension
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``start:stop`` of the tensor ``name``, in the order of ``stride``, which is dense.
+    """Describe elements ``start:stop`` of the tensor ``name``, in the order of ``stride``, which is dense.
 
     ``whole``: the tensor is never cut, so that its owner may show it in its own shape.
     """

@@ -120,7 +120,7 @@ class Schedule:
                 segment.forget_nodes()
 
     def end_forward(self, failed: bool) -> None:
-        """Leave nothing half gathered as the root module returns or (``failed``) raises."""
+        """Release units that are still being gathered, as the root module returns or (``failed``) raises."""
         if self._backward:
             return
         self._forward = None

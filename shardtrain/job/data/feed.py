@@ -134,7 +134,7 @@ class TrainFeed:
 
 
 class EvalFeed:
-    """This rank's part of images to be evaluated; as many batches on every rank."""
+    """Yield batches of this rank's part of images to evaluate, equally many on every rank."""
 
     def __init__(
         self,
