@@ -295,8 +295,6 @@ def tiny_run(folder: str, name: str, photos: str) -> dict[str, Any]:
     source = (f"data.root={photos}",) if "imagenet" in name else ()
     if "16ep" in name:
         source += ("data.grow=[16]",)
-    if "cifar" in name:  # whose augmentation goes with the data set
-        source = (f"augment={composed(f'+recipe={name}').data.name}",)
     config = composed(f"+recipe={name}", *sizes, *TWO_EPOCHS, *source)
     train(config, context(folder))
     comm.barrier()
@@ -359,8 +357,12 @@ def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         digits.main(["--out", str(tmp_path), "--seeds", "2"])
     said = capsys.readouterr().out
     assert "1     100.00     61.5" in said
-    assert "mean of 2: 99.50 %; RBF-SVM on the same split: scikit-learn is not installed" in said
-    assert "360 held-out images, so one is 0.28 points" in said
+    assert "mean of 2: 99.50 %, standard deviation 0.71\n" in said
+    assert "360 test images, so one is 0.28 points; RBF-SVM on the same split: scikit-learn is not" in said
+    chosen = {0: {"val/acc1": 98.0, "test/acc1": 99.0, "seconds": 1.0}}
+    assert digits.report(chosen, None).endswith(
+        "on validation images; the test images are for the settings that are chosen"
+    )
     with patch.object(subprocess, "run") as started, pytest.raises(FileNotFoundError):
         digits.main(["--out", str(tmp_path), "--seeds", "3", "--ranks", "2", "train.epochs=1"])
     command = started.call_args.args[0]

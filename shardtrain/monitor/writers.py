@@ -95,6 +95,9 @@ class LogFile(Writer):
             self.say(status)
 
 
+RESULT_EVERY_S = 10.0  # seconds from one writing of result.json to the next, while nothing special happens
+
+
 class ResultFile(Writer):
     """Write result.json: the latest value of every tag, and the facts for comparing runs."""
 
@@ -119,10 +122,13 @@ class ResultFile(Writer):
             judged = scalars.get(tags.VAL_EMA_ACC1, scalars[tags.VAL_ACC1])
             best = judged > self.result.get(tags.BEST_ACC1, -1.0)
             self.facts({tags.BEST_ACC1: judged, tags.BEST_STEP: step} if best else {})
+        elif time.perf_counter() > self.due:
+            self.facts({})
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         """Replace the file atomically: a reader finds the old or the new one, complete."""
         self.result.update(facts)
+        self.due = time.perf_counter() + RESULT_EVERY_S
         self.result["epoch"] = self.result["step"] / self.steps_per_epoch
         self.result["seconds"] = round(time.perf_counter() - self.started, 3)
         valid = {  # JSON has neither NaN nor infinity
