@@ -51,7 +51,7 @@ class FlatGradient:
         self.expected = 0
         self.filled: set[int] = set()
         self._elsewhere, self._cuts = segment.layout.elsewhere(segment.transport.rank)
-        # Where any rank's piece of a parameter starts: at a parameter's start, or at an interval's.
+        # Where any rank's piece of a parameter starts: `send` adds 0.0 there, so that none begins with -0.0.
         layout = segment.layout
         starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")

@@ -23,7 +23,7 @@ Hook = Callable[..., None]
 
 
 class OwnHook:
-    """Mark a hook of the engine's on a parameter, which `postpone` leaves alone."""
+    """Mark the engine's own hooks on parameters, which `postpone` leaves alone."""
 
 
 class Postponed:

@@ -114,7 +114,7 @@ def _images(facts: Mapping[str, Any]) -> Tensor:
 
 @contextlib.contextmanager
 def _loaded(opened: Opened, model: nn.Module, settings: ExportSettings) -> Iterator[None]:
-    """Load the checkpoint's weights into the model; with ``weights=ema`` their averages, inside."""
+    """Give the model the checkpoint's weights inside, or with ``weights=ema`` their moving averages."""
     if settings.weights == "ema" and not opened.manifest.ema:
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
     ema = Ema(model, 0.0) if settings.weights == "ema" else None

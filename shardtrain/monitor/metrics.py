@@ -46,8 +46,8 @@ TF32_PEAK = {"A100": 156e12, "H100 80GB HBM3": 494e12, "H200": 494e12}
 # 94, with 40 ms of the difference in data. A rank is slow if its work exceeds the median by more than both of
 # these.
 
-MARGIN = 0.20  # of the others' time
-LEAST_S = 0.005  # per step
+MARGIN = 0.20  # fraction of the other ranks' median
+LEAST_S = 0.005  # seconds per step
 
 
 class SlowRank(NamedTuple):

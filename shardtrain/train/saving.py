@@ -206,7 +206,7 @@ class Saver:
     def _save(self, step: int) -> None:
         self.before_save()
         job = self._job
-        extra = {  # the format of checkpoints: keys stay as they are
+        extra = {  # part of the checkpoint format: these keys must not change
             "random": random_state(job.device),
             "window": self._metrics.state(),
             "best": self.best,

@@ -152,7 +152,7 @@ def combinations(swept: Sequence[Override]) -> list[list[str]]:
     random.seed(0)  # for shuffle(…), which must be the same on all ranks
     for override in swept:
         if override.is_interval_sweep():
-            raise UserError(f"{override.input_line}: an interval has no end of values; list some instead")
+            raise UserError(f"{override.input_line}: an interval has infinitely many values; list some")
     values = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
         for override in swept

@@ -49,7 +49,7 @@ class Prepare:
         self.std = torch.tensor(data.std, device=device)[:, None, None]
 
     def __call__(self, images: Tensor, side: int | None = None) -> Tensor:
-        """side: pixels per side of this batch, if it differs from the usual one."""
+        """Return normalised images. ``side``: pixels per side of this batch; None: the usual size."""
         side = side or self.side
         pixels = images.to(self.device, non_blocking=True).float()
         normal = (pixels - self.mean) / self.std
