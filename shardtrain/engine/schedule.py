@@ -13,10 +13,9 @@ All ranks must start the same collectives in the same order. Forward gathers uni
 are called, and records each call with the moments at which it began and ended. Backward replays the calls
 from the last to the first. Autograd runs the node that was made last first. So once the gradient of a call's
 output exists, backward is done with all that was computed after that call. Calls recorded later that had no
-gradient are replayed: their units are gathered and reduced like the others. A unit whose calls all began
-later is released, and gets no further gradient. This holds for nested calls, repeated calls and frozen
-parameters. If the loss of this rank does not depend on a unit's outputs, the unit is gathered and reduced at
-its turn all the same: another rank's loss may.
+gradient are replayed: their units are gathered and reduced at their turn, since another rank's loss may
+depend on them. A unit whose calls all began later is released, and gets no further gradient. This holds for
+nested calls, repeated calls and frozen parameters.
 
 Reductions start in the reverse of the order in which forward first entered the units. A parameter that is
 unused on this rank counts as zero in the mean, and has no gradient if no rank uses it (see ``reduce.py``).
