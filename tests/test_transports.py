@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
 from shardtrain import Precision, checkpoint, comm
-from shardtrain.comm import Tag
-from shardtrain.comm.shared_memory import Arena
+from shardtrain.comm import Tag, signals
+from shardtrain.comm.agreement import gather_texts
+from shardtrain.comm.shared_memory import Arena, SharedMemoryTransport
 from shardtrain.comm.transport import Shipment
 from shardtrain.job.build import require_equal_groups
 from shardtrain.job.schema import UserError
@@ -74,6 +77,68 @@ def sharded(of_ranks: list[int]) -> nn.Module:
     torch.manual_seed(0)
     with hosts(of_ranks):
         return shardtrain.shard(OddNet(), units=[Block])
+
+
+# Another user's process. It connects to whatever ranks listen on, and is silent, sends garbage, or poses as
+# rank 1, until it is told to end. Then it prints how often it connected, and how many bytes it was sent.
+STRANGER = """
+import os, select, socket, sys, time
+os.setgid(65534)
+os.setuid(65534)
+links, made, heard = [], 0, 0
+print("ready", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for line in open("/proc/net/unix"):
+        if "@shardtrain-" not in line:
+            continue
+        links.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        links[-1].settimeout(0.01)
+        try:
+            links[-1].connect(chr(0) + line.split("@")[1].strip())
+            made += 1
+            if made % 3:
+                links[-1].send([bytes(99), (1).to_bytes(8, "big")][made % 2])
+        except OSError:
+            pass
+    for link in links:
+        try:
+            heard += len(link.recv(99, socket.MSG_DONTWAIT))
+        except OSError:
+            pass
+    del links[:-100]
+    time.sleep(0.001)
+print(made, heard)
+"""
+
+
+def opened_among_strangers(starts: int, pause_s: float) -> None:
+    def slowly(*arguments: Any) -> list[str]:
+        time.sleep(pause_s)
+        return gather_texts(*arguments)
+
+    with patch.object(signals, "gather_texts", slowly):
+        for _ in range(starts):
+            transport = comm.open_transport("shared_memory")
+            assert isinstance(transport, SharedMemoryTransport)
+            transport.signals.share(0, 1)
+            with pytest.raises(PermissionError):  # who reads what is cut off dies
+                os.ftruncate(transport.signals._files[0], 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="nobody else can start another user's processes")
+@pytest.mark.parametrize("starts", [1, pytest.param(50, marks=pytest.mark.long)])
+def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, starts: int) -> None:
+    command, pipes = [sys.executable, "-c", STRANGER], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    strangers = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    try:
+        assert [next(stranger.stdout) for stranger in strangers] == ["ready\n"] * 2
+        on_ranks(3, opened_among_strangers, starts, 0.3 if starts == 1 else 0.05)
+        counts = [stranger.communicate("end", timeout=20)[0].split() for stranger in strangers]
+    finally:
+        for stranger in strangers:
+            with stranger:
+                stranger.kill()
+    assert all(int(made) > starts and heard == "0" for made, heard in counts), counts
 
 
 @each_rank(4, transport="auto")

@@ -59,7 +59,7 @@ def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
         except Damaged as error:
             problem = str(error)
     exchange(damaged, all_ranks, problem)
-    manifest = parse(comm.broadcast_text(text, all_ranks))
+    manifest = parse(comm.gather_texts(text, all_ranks)[0])
     names = [file_name(index) for index in range(all_ranks.rank, manifest.world_size, all_ranks.world)]
     expected = _expected_tensors(manifest, names)
     found = [

@@ -204,7 +204,7 @@ def newest(directory: Path, all_ranks: Ranks) -> Newest:
     """
     listed = json.dumps(steps_in(directory)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
-    for step in reversed(json.loads(comm.broadcast_text(listed, all_ranks))):
+    for step in reversed(json.loads(comm.gather_texts(listed, all_ranks)[0])):
         path = directory / step_name(step)
         try:
             opened = open_checkpoint(path, all_ranks)

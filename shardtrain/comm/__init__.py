@@ -41,7 +41,7 @@ from torch.distributed import (
 )
 
 from shardtrain.comm import native
-from shardtrain.comm.agreement import broadcast_text, gather_texts, require_same
+from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.meter import Meter, Wait, count, meter

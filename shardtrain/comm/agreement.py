@@ -44,11 +44,6 @@ EAGER_BYTES = 1 << 15  # parts up to this size are sent with the row
 Part = tuple[int, int]
 
 
-def broadcast_text(text: str, ranks: Ranks, src: int = 0) -> str:
-    """Return rank ``src``'s ``text`` on every rank; an empty one if ``src`` is only simulated. Collective."""
-    return gather_texts(text if ranks.rank == src else "", ranks)[src]
-
-
 def gather_texts(text: str, ranks: Ranks) -> list[str]:
     """Return every rank's ``text``, in rank order, on every rank. Collective: two all-reduces."""
     data = text.encode()

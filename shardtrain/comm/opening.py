@@ -172,9 +172,10 @@ def _hosts(opening: Opening) -> list[Sequence[int]]:
 def host_key() -> str:
     """Return a text that is equal on ranks that can share memory; empty if this rank cannot.
 
-    ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts.
+    These have the same numbers of processes. ``SHARDTRAIN_HOST_KEY`` overrides it, to simulate hosts.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not (boot.exists() and hasattr(os, "memfd_create")):
         return ""
-    return os.environ.get("SHARDTRAIN_HOST_KEY", f"{socket.gethostname()} {boot.read_text()}")
+    ours = f"{socket.gethostname()} {boot.read_text()} {os.readlink('/proc/self/ns/pid')}"
+    return os.environ.get("SHARDTRAIN_HOST_KEY", ours)

@@ -17,12 +17,14 @@ however a rank ends, and the size of ``/dev/shm`` does not matter.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
 import select
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,12 +32,15 @@ from functools import partial
 
 import torch
 
-from shardtrain.comm.agreement import broadcast_text, gather_texts
+from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.reports import KEPT, Reports
 from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
 from shardtrain.comm.transport import Ranks, Tag
 
 _POST = struct.Struct("<?qqq")  # whether it means `done`; position, hash, value
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_LINK_S = 10.0  # until all ranks have connected
+_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
 _UNHEARD = KEPT // 2  # the most posts in a row that are not sent
 
 
@@ -191,40 +196,62 @@ os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
 def connect(plain: Ranks, own: Sequence[int]) -> Signals:
     """Connect this rank with the others of ``own``, those of its host. Collective over ``plain``.
 
+    Names are random, and told when their owners listen already: nobody else can take them.
+
     Raises:
         ValueError: some ranks cannot reach one another this way; on every rank.
     """
-    kind = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
-    name = broadcast_text(f"shardtrain-{secrets.token_hex(16)}", plain)
-    rank, files, peers = plain.rank, dict[int, int](), list[Peer]()
-
-    def listen() -> None:
-        listener.bind(f"\0{name}-{rank}")
-        listener.listen(len(own))
-        listener.settimeout(10.0)
-
-    def link() -> None:
-        links = [socket.socket(*kind) for other in own if other < rank]
-        for other, made in zip(own, links, strict=False):
-            made.connect(f"\0{name}-{other}")
-        links += [listener.accept()[0] for other in own if other > rank]
-        files[rank] = os.memfd_create("shardtrain")
-        for each in links:
-            each.settimeout(10.0)
-            socket.send_fds(each, [rank.to_bytes(8, "big")], [files[rank]])
-        for each in links:
-            sent, (file,), _, _ = socket.recv_fds(each, 8, 1)
-            each.settimeout(None)
-            peers.append(Peer(int.from_bytes(sent, "big"), each))
-            files[peers[-1].rank] = file
-
-    with socket.socket(*kind) as listener:
-        for stage in (listen, link):
-            problem = ""
-            try:
-                stage()
-            except OSError as error:
-                problem = f"the ranks cannot reach one another on this host: {error}"
-            if problem := next(filter(None, gather_texts(problem, plain)), ""):
-                raise ValueError(problem)
+    rank, files, peers, problem = plain.rank, dict[int, int](), list[Peer](), ""
+    name, secret = f"shardtrain-{secrets.token_hex(16)}", secrets.token_hex(16)
+    with socket.socket(*_KIND) as listener:
+        with suppress(OSError):  # who needs it will see
+            listener.bind(f"\0{name}")
+            listener.listen()
+            listener.settimeout(_LINK_S)
+        texts = gather_texts(f"{name} {secret} {os.getpid()}", plain)
+        try:
+            files[rank] = os.memfd_create("shardtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fcntl.fcntl(files[rank], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            _link(listener, {other: texts[other] for other in own}, peers, files)
+        except OSError as error:
+            problem = f"the ranks cannot reach one another on this host: {error}"
+    if problem := next(filter(None, gather_texts(problem, plain)), ""):
+        _close(peers, [*files.values()])
+        raise ValueError(problem)
     return Signals(rank, sorted(peers, key=lambda peer: peer.rank), files)
+
+
+def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer], files: dict[int, int]) -> None:
+    """Add every other rank of ``texts`` to ``peers``, and its memory to ``files``.
+
+    Each rank connects to those before it. The kernel knows which process of which user is at the other end:
+    what is no rank is dropped, and told nothing. Memory must not shrink: to read what is gone kills a rank.
+    """
+    deadline, missing = time.monotonic() + _LINK_S, dict[tuple[int, int], tuple[int, str, str]]()
+    for other, text in texts.items():
+        name, secret, process = text.split()
+        missing[int(process), os.geteuid()] = other, name, secret
+    rank, _, ours = missing.pop((os.getpid(), os.geteuid()))
+    while missing:
+        first, name, _ = min(missing.values())
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {first} did not connect")
+        if first < rank:
+            link = socket.socket(*_KIND)
+            link.connect(f"\0{name}")
+        else:
+            link, _ = listener.accept()
+        link.settimeout(_LINK_S)
+        found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if (who := _CREDENTIALS.unpack(found)[:2]) in missing:
+            other, _, theirs = missing[who]
+            socket.send_fds(link, [theirs.encode()], [files[rank]])
+            said, received, _, _ = socket.recv_fds(link, 64, 1, socket.MSG_CMSG_CLOEXEC)
+            seals = [fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for file in received]
+            if said == ours.encode() and any(seals):
+                link.settimeout(None)
+                (files[other],) = received
+                peers.append(Peer(other, link))
+                del missing[who]
+                continue
+        link.close()

@@ -159,7 +159,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
     given = {} if all_ranks.rank else state
     verdict = json.dumps(([], []) if all_ranks.rank else _compare(engine, state, strict))
     # A simulated world delivers an empty text.
-    problems, missing = json.loads(comm.broadcast_text(verdict, all_ranks) or verdict)
+    problems, missing = json.loads(comm.gather_texts(verdict, all_ranks)[0] or verdict)
     if problems:
         raise ValueError("nothing was loaded: " + "; ".join(problems))
     for unit in engine.units:
