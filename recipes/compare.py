@@ -150,19 +150,19 @@ def draw(curves: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> Non
     widths = dict(zip(WAYS, (7.0, 5.2, 3.6, 2.2, 0.9), strict=True))
     for column, (kind, label) in enumerate((("loss", "training loss"), ("accuracy", "test accuracy, %"))):
         upper, lower = rows[:, column]
-        smallest = 1e-9 if kind == "loss" else 1e-3
+        smallest, largest = (1e-9, 1.0) if kind == "loss" else (1e-3, 100.0)
         for way, curve in curves.items():
             steps, values = zip(*curve[kind].items(), strict=True)
             style = {"label": WAYS[way][0], "linewidth": widths[way], "color": f"C{[*WAYS].index(way)}"}
-            upper.plot(steps, values, **style)
+            upper.plot(steps, values, ".-" if kind == "accuracy" else "-", **style)
             gaps = [max(smallest, abs(value - base[kind][step])) for step, value in curve[kind].items()]
             if curve is not base:
                 lower.plot(steps, gaps, ".-" if kind == "accuracy" else "-", **style)
         upper.set_title(label, fontsize=10)
         lower.set_yscale("log")
-        lower.set_ylim(smallest / 2, None)
-        ticks = [smallest * 10**power for power in (0, 2, 4, 6, 8)]
-        lower.set_yticks(ticks, ["equal", *(f"{tick:.0e}" for tick in ticks[1:])])
+        lower.set_ylim(smallest / 3, largest)
+        ticks = [smallest, *(largest / 10**power for power in (6, 4, 2, 0) if largest / 10**power > smallest)]
+        lower.set_yticks(ticks, ["equal", *(f"{tick:g}" for tick in ticks[1:])])
         lower.set_xlabel("step")
     rows[1, 0].set_ylabel(f"difference to {WAYS[REFERENCE][0]}")
     rows[0, 0].legend(fontsize=8)
@@ -201,7 +201,8 @@ def main() -> None:
             facts = {"command": " ".join(sys.argv), "config": dataclasses.asdict(config), "ways": curves}
             (asked.out / "curves.json").write_text(json.dumps(facts, indent=1))
             world = f"{comm.world_size()} rank{'s' if comm.world_size() > 1 else ''}"
-            title = f"{config.model_name.rpartition('.')[2]} on {images.name}, {world}, the same batches"
+            name = Path(images.name.split()[-1]).stem
+            title = f"{config.model_name.rpartition('.')[2]} on {name}, {world}, the same batches"
             draw(curves, title, asked.out / "curves.png")
             print("\n".join([*summary(curves), f"curves     {asked.out}/curves.png"]))
 
