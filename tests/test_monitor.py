@@ -123,6 +123,15 @@ def test_results_have_null_for_what_json_has_not(tmp_path: Path) -> None:
     assert "train/loss" not in writers.ResultFile(tmp_path, {}, 5, first_step=1).result
 
 
+def test_results_are_written_while_a_run_goes_on(tmp_path: Path) -> None:
+    result = writers.ResultFile(tmp_path, {}, 5)
+    result.due = 0.0
+    result.step(3)
+    result.log(3, {"train/loss": 2.0})
+    read = json.loads(result.path.read_text())
+    assert (read["status"], read["step"], read["train/loss"]) == ("running", 3, 2.0)
+
+
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
     _, context, job = opened(tmp_path, "optim=adamw", "train.accumulate=2", model=())
     table = start_table(configure("optim=adamw"), context, job)
