@@ -225,7 +225,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 # What recipes do not say themselves: settings that they take from the defaults.
 FROM_DEFAULTS = {
     "resnet": "optim.nesterov=true optim.weight_decay=5e-4 optim.decay_all=false sched.warmup_epochs=2 "
-    "sched.final_lr_fraction=0",
+    "sched.final_lr_fraction=0 train.mixup=0",
     "resnet18_cifar10": "model.stem=auto data.image_size=32 sched.warmup_epochs=0 augment.pad=4 "
     "augment.policy=none augment.erase=0",
     "resnet9_cifar10": "model.widths=[64,256,256] augment.policy=none augment.erase=0 ema.after_epochs=0",
