@@ -65,7 +65,7 @@ def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
     offered = {
         "python -m shardtrain.train +rec": "+recipe=",
-        "torchrun -m shardtrain.train +recipe=resnet train.ev": "train.eval_every= train.eval_flip=",
+        "torchrun -m shardtrain.train +recipe=resnet train.m": "train.max_steps= train.mixup=",
         "python -m shardtrain.train data=digits model=resnet5": "resnet50",
         "python -m other train.ev": "",
     }
