@@ -1,6 +1,6 @@
 """Train one recipe several ways, over the same batches, and draw what differs: nothing should.
 
-    torchrun --nproc-per-node 2 -m shardtrain.recipes.compare +recipe=resnet20_cifar10 train.epochs=1
+    torchrun --nproc-per-node 2 -m shardtrain.recipes.compare +recipe=resnet20_cifar10_1ep
     torchrun --nproc-per-node 2 -m shardtrain.recipes.compare --ways one_process,shardtrain +recipe=resnet
 
 Every way starts from the same weights: one process without any wrapper, DDP, FSDP2, and shardtrain over each

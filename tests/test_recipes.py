@@ -230,7 +230,7 @@ FROM_DEFAULTS = {
     "augment.policy=none augment.erase=0",
     "resnet9_cifar10": "model.widths=[64,256,256] augment.policy=none augment.erase=0 ema.after_epochs=0",
     "resnet20_cifar10": "model.depth=20 sched.warmup_epochs=0 augment.pad=4 train.label_smoothing=0",
-    "resnet20_cifar10_5ep": "model.depth=20 sched.final_lr_fraction=0 augment.pad=4 train.label_smoothing=0",
+    "resnet20_cifar10_1ep": "model.depth=20 sched.final_lr_fraction=0 augment.pad=4 train.label_smoothing=0",
     "vit_cifar10": "model.patch=4 model.layers=7 model.heads=12 model.width=384 model.mlp_width=384 "
     "augment.pad=4",
     "resnet50_imagenet_v1": "data.crop_area=0.08 train.label_smoothing=0 train.mixup=0 train.cutmix=0 "

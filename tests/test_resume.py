@@ -232,12 +232,14 @@ def test_signals_are_noted_and_a_second_ctrl_c_leaves_at_once(monkeypatch: pytes
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.noted == signal.SIGUSR1
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    with happening({}), pytest.raises(KeyboardInterrupt) as caught, StopSignals() as signals:  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
-        assert signals.noted == signal.SIGINT
-        monkeypatch.setattr("shardtrain.job.signals.SAME_S", -1.0)
-        signal.raise_signal(signal.SIGINT)
+    with happening({}), pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # the same one, passed on by torchrun
+            assert signals.noted == signal.SIGINT
+            monkeypatch.setattr("shardtrain.job.signals.SAME_S", -1.0)
+            signal.raise_signal(signal.SIGINT)
     assert type(caught.value) is KeyboardInterrupt
     assert (Stopped(signal.SIGINT).exit_code, Stopped(signal.SIGUSR1).exit_code) == (130, 143)
 
