@@ -18,10 +18,12 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -33,6 +35,8 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS
 from shardtrain.job.launch import Context
 from shardtrain.job.model import converted, initial_model, parameter_groups
+from shardtrain.job.pictures import plot
+from shardtrain.job.schema import not_valid
 from shardtrain.job.step import accumulate
 
 WAYS = {
@@ -43,7 +47,6 @@ WAYS = {
     "shardtrain_process_group": ("shardtrain, messages", "shardtrain_process_group"),
 }
 REFERENCE = "ddp"  # which the differences are to
-Curves = dict[str, dict[str, dict[int, float]]]  # by way, "loss" or "accuracy", and step
 
 
 def train(way: str, config: Config, context: Context, images: data.DataSet, every: int) -> dict[str, Any]:
@@ -140,11 +143,8 @@ def accuracy(model: nn.Module, feed: data.EvalFeed) -> float:
     return float(100 * right / seen)
 
 
-def draw(curves: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
+def draw(figure: Any, curves: Mapping[str, Mapping[str, Any]], title: str) -> None:
     """Draw losses and accuracies above, and their differences to `REFERENCE`'s below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((10, 6), layout="constrained")
     rows: Any = figure.subplots(2, 2, sharex=True, height_ratios=(2, 1))
     base = curves.get(REFERENCE) or next(iter(curves.values()))
     widths = dict(zip(WAYS, (7.0, 5.2, 3.6, 2.2, 0.9), strict=True))
@@ -167,7 +167,6 @@ def draw(curves: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> Non
     rows[1, 0].set_ylabel(f"difference to {WAYS[REFERENCE][0]}")
     rows[0, 0].legend(fontsize=8)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=110)
 
 
 def summary(curves: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -188,11 +187,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     asked, overrides = parser.parse_known_args()
     ways = asked.ways.split(",")
-    if odd := set(ways) - set(WAYS):
-        parser.error(f"--ways: {', '.join(sorted(odd))} is none of {', '.join(WAYS)}")
     sys.argv[1:] = overrides
 
     def compare(config: Config, context: Context) -> None:
+        for way in ways:
+            if way not in WAYS:
+                raise not_valid(f"--ways={way}", way, WAYS)
         images = data.load(config.data)
         config = completed(config, images)
         curves = {way: train(way, config, context, images, asked.every) for way in ways}
@@ -203,8 +203,11 @@ def main() -> None:
             world = f"{comm.world_size()} rank{'s' if comm.world_size() > 1 else ''}"
             name = Path(images.name.split()[-1]).stem
             title = f"{config.model_name.rpartition('.')[2]} on {name}, {world}, the same batches"
-            draw(curves, title, asked.out / "curves.png")
-            print("\n".join([*summary(curves), f"curves     {asked.out}/curves.png"]))
+            picture = plot(partial(draw, curves=curves, title=title), (10, 6))
+            if not isinstance(picture, str):  # else it says why there is none
+                Image.fromarray(picture).save(asked.out / "curves.png")
+                picture = f"curves     {asked.out}/curves.png"
+            print("\n".join([*summary(curves), picture]))
 
     launch.run(compare)
 
