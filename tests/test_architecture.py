@@ -20,15 +20,15 @@ ENGINE = {"layout": 198, "device": 188, "comm": 3_759, "engine": 3_328, "optim":
 PROGRAM = {
     "job": 3_099,
     "plan": 786,
-    "monitor": 1_186,
-    "train": 818,
+    "monitor": 1_190,
+    "train": 828,
     "export": 144,
     "bench": 1_377,
     "doctor": 304,
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_885, "files": 105, "rooms": 16, "engine and layout": 3_526, "tests": 13_776}
+LARGEST = {"lines": 16_899, "files": 105, "rooms": 16, "engine and layout": 3_526, "tests": 13_806}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

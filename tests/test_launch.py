@@ -37,7 +37,6 @@ from shardtrain.job.data import tars
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
-from shardtrain.monitor import open_monitor
 from shardtrain.train.resume import find_start, locked, run_directory
 
 from pool import each_rank
@@ -363,12 +362,8 @@ def one_rank_s_mistakes(folder: Path) -> list[str]:
     def unreachable(root: str, download: bool) -> None:
         raise URLError("no route to host")
 
-    def monitored() -> None:
-        with open_monitor(configure(), context(folder / "file"), None, None):  # type: ignore[arg-type]
-            raise AssertionError("there is no directory to write to")
-
     found = [refused(together, lambda ranks=ranks: complain(ranks)) for ranks in ((0,), (1,), (0, 1))]
-    found += [refused(taken, folder / "file"), refused(monitored)]
+    found += [refused(taken, folder / "file"), refused(taken, folder / "run", "resume=auto")]
     with patch.object(CIFAR10, "__init__", lambda self, root, download: unreachable(root, download)):
         found.append(refused(data.load, replace(cifar("cifar10", folder), download=True)))
     settings = read([f"out={folder}/file"], False)
@@ -378,12 +373,14 @@ def one_rank_s_mistakes(folder: Path) -> list[str]:
 
 def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").write_text("")
     first, second = on_ranks(2, one_rank_s_mistakes, tmp_path)
     assert first == second
     assert first[:3] == ["no disk on rank 0", "no disk on rank 1", "no disk on rank 0"]
     beginnings = [
         f"run.dir={tmp_path}/file: cannot write there",
-        f"run.dir={tmp_path}/file: cannot write there",
+        f"run.dir={tmp_path}/run/checkpoints: cannot write there (Not a directory)",
         f"data.download=true: cannot fetch cifar10 to {tmp_path}: <urlopen error no route to host>",
         f"out={tmp_path}/file: cannot write there",
     ]

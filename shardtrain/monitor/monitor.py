@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch
-from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.dist_env import versions
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
-from shardtrain.job.schema import writing
 from shardtrain.monitor.metrics import StepMetrics
 from shardtrain.monitor.tables import end_table, judge
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, SummaryFigure, TensorBoard, Writer
@@ -35,11 +34,12 @@ from shardtrain.monitor.writers import Console, LogFile, ResultFile, SummaryFigu
 class Monitor:
     """Pass each event on to all writers. A writer that cannot write does not end the run.
 
-    It is warned of once, and still gets every event: a full disk may have space again.
+    One line warns of the cause. The writer still gets every event, since a full disk may have space again.
     """
 
-    def __init__(self, writers: Sequence[Writer] = (), summary: SummaryFigure | None = None) -> None:
-        self.writers, self.summary = writers, summary
+    def __init__(self, *writers: Writer) -> None:
+        self.writers = writers
+        self.summary = next((each for each in writers if isinstance(each, SummaryFigure)), None)
         self._warned: set[object] = set()
 
     def say(self, text: str) -> None:
@@ -50,8 +50,6 @@ class Monitor:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._each(lambda writer: writer.log(step, scalars))
-        if self.summary is not None:
-            self.summary.log(step, scalars)
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         self._each(lambda writer: writer.facts(facts))
@@ -77,13 +75,13 @@ class Monitor:
     def save(self, path: Path, content: Picture | str) -> bool:
         """Write a file of the run directory; return whether it was written. Warns if not."""
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, str):
                 path.write_text(content)
             else:
                 Image.fromarray(content).save(path)
         except OSError as error:
-            self.say(f"warning: cannot write {path} ({error.strerror}); training goes on")
+            self._warn(path.name, error)
             return False
         return True
 
@@ -98,9 +96,8 @@ class Monitor:
         self.log(step, dict(zip(tags.TEST, evaluation.judged, strict=True)))
 
     def draw_summary(self) -> None:
-        if self.summary is None or not self.summary.curves:
-            return
-        self.picture(tags.SUMMARY, self.summary.draw(), self.summary.path)
+        if self.summary is not None and self.summary.curves:
+            self.picture(tags.SUMMARY, self.summary.draw(), self.summary.path)
 
     def showing(self, feed: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the feed's batches, with a picture of the first one."""
@@ -114,11 +111,14 @@ class Monitor:
             try:
                 event(writer)
             except OSError as error:
-                if writer not in self._warned:
-                    self._warned.add(writer)
-                    with contextlib.suppress(OSError):  # the terminal may be gone
-                        text = f"warning: {type(writer).__name__}: {error}; training goes on"
-                        print(text, file=sys.stderr, flush=True)
+                self._warn(type(writer).__name__, error)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        """Print that ``what`` cannot be written, once for each cause: a full disk concerns all writers."""
+        if error.errno not in self._warned:
+            self._warned.add(error.errno)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print(f"warning: {what}: {error}; training goes on", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -129,12 +129,11 @@ def open_monitor(
 
     ``best``: step and accuracy of the resumed run's best evaluation, if it has one.
     """
-    console_only = config.dry_run or config.eval_only
-    if not console_only:
-        on_rank_0(lambda: _make_run_dir(context.run_dir, config))
-    if console_only or context.rank_info.rank > 0:
-        length = job.steps, job.steps_per_epoch
-        yield Monitor([Console("none", *length)] if context.rank_info.rank == 0 else [])
+    if context.rank_info.rank > 0:
+        yield Monitor()
+        return
+    if config.dry_run or config.eval_only:
+        yield Monitor(Console("none", job.steps, job.steps_per_epoch))
         return
     monitor, result = _open(config, context, job, best)
     status = "failed"
@@ -151,13 +150,6 @@ def open_monitor(
             monitor.draw_summary()
             monitor.say(end_table(result))
         monitor.close(status)
-
-
-def _make_run_dir(path: Path, config: Config) -> None:
-    """Make the directory, and write the resolved configuration."""
-    with writing("run.dir", path):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(OmegaConf.to_yaml(dataclasses.asdict(config)))
 
 
 def _open(
@@ -177,20 +169,23 @@ def _open(
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
         "classes": config.model["num_classes"],
         "command": shlex.join(sys.argv),
+        "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors"),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         **({} if best is None else {tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]}),
     }
-    result = ResultFile(context.run_dir, facts, job.steps_per_epoch, job.first_step)
-    console = Console(
-        config.monitor.progress, job.steps, job.steps_per_epoch, job.first_step, facts["classes"]
-    )
-    writers, summary = [result, console, LogFile(context.run_dir)], None
+    result = ResultFile(context.run_dir, job.steps_per_epoch, job.first_step)
+    length = job.steps, job.steps_per_epoch, job.first_step
+    console = Console(config.monitor.progress, *length, facts["classes"])
+    writers: list[Writer] = [result, console, LogFile(context.run_dir)]
     if config.monitor.tensorboard:
         writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
         memory_mib = device.total_memory(job.device) / MIB
-        summary = SummaryFigure(context.run_dir, job.val, job.first_step, memory_mib)
-    return Monitor(writers, summary), result.result
+        writers.append(SummaryFigure(context.run_dir, job.val, job.first_step, memory_mib))
+    monitor = Monitor(*writers)
+    monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
+    monitor.facts(facts)
+    return monitor, result.result
 
 
 def _commit() -> str | None:

@@ -24,25 +24,20 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     share, optim, side = job.share, config.optim, config.data.image_size
     units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
     own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
+    size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"
+    flops, rate = f"{job.forward_flops[side] / 1e9:.3g}", f"lr {optim.lr:g}, {config.sched.name}"
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(share.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
     rows = [
-        (
-            "model",
-            f"{_model_name(config.model)}, {sum(unit.parameters for unit in units):,} parameters in "
-            f"{counted(len(units), 'unit')}, {job.forward_flops[side] / 1e9:.3g} GFLOP per image forward",
-        ),
+        ("model", f"{_model_name(config.model)}, {size}, {flops} GFLOP per image forward"),
         ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
         ("data", f"{job.data_name}, {side}×{side} pixels"),
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
-        (
-            "update",
-            f"{optim.name}, lr {optim.lr:g}, {config.sched.name}, weight decay {optim.weight_decay:g}",
-        ),
+        ("update", f"{optim.name}, {rate}, weight decay {optim.weight_decay:g}"),
         ("world", f"{ranks}{replicas}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
@@ -93,13 +88,8 @@ def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     if result.get("reference"):
         judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
         yours, theirs = next(result[tag] for tag in judged if tag in result), result["reference"]
-        source = f"{theirs['source']}: {theirs['conditions']}"
-        rows.append(
-            (
-                "acc1",
-                f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} %, {theirs['kind']} ({source})",
-            )
-        )
+        source = f"{theirs['kind']} ({theirs['source']}: {theirs['conditions']})"
+        rows.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} %, {source}"))
     return rows
 
 

@@ -9,7 +9,7 @@ import datetime
 import json
 import math
 import os
-import sys
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,7 +22,6 @@ from omegaconf import OmegaConf
 from shardtrain.job import pictures, tags
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed
-from shardtrain.job.dist_env import versions
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import PHASES, WAITING
 from shardtrain.monitor.tables import in_words
@@ -33,8 +32,9 @@ class Writer:
     """Ignore every event; subclasses override the events that they write.
 
     ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag. ``picture``: one
-    of the latest step. ``facts``: entries of result.json without a curve. ``close``: the run has
-    ``finished``, was ``interrupted`` or has ``failed``.
+    of the latest step. ``facts``: what has no curve; the first event. ``close``: the run has ``finished``,
+    was ``interrupted`` or has ``failed``. Constructors write nothing, and no file stays open between events:
+    an event that raised OSError disturbs no later one.
     """
 
     def say(self, text: str) -> None: ...
@@ -80,38 +80,35 @@ class LogFile(Writer):
     """Write the console's texts with the time to log.txt. A later run in the same directory appends."""
 
     def __init__(self, directory: Path) -> None:
-        self.file = (directory / "log.txt").open("a", encoding="utf-8", buffering=1)
-        self.say(" ".join(sys.argv))
+        self.path = directory / "log.txt"
 
     def say(self, text: str) -> None:
         now = datetime.datetime.now().isoformat(" ", "seconds")
-        self.file.writelines(f"{now}  {line}\n" for line in text.splitlines())
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(f"{now}  {line}\n" for line in text.splitlines())
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self.say(f"step {step}  " + "  ".join(f"{tag} {value:.5g}" for tag, value in scalars.items()))
 
-    def close(self, status: str) -> None:
-        with self.file:
-            self.say(status)
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self.say("  ".join(f"{key} {value}" for key, value in facts.items()))
 
 
 RESULT_EVERY_S = 10.0  # seconds from one writing of result.json to the next, while nothing special happens
+MOST_UNWRITTEN = 10_000  # events that are kept for TensorBoard while its disk is full
 
 
 class ResultFile(Writer):
     """Write result.json: the latest value of every tag, and the facts for comparing runs."""
 
-    def __init__(
-        self, directory: Path, facts: Mapping[str, Any], steps_per_epoch: int, first_step: int = 0
-    ) -> None:
+    def __init__(self, directory: Path, steps_per_epoch: int, first_step: int = 0) -> None:
         self.path = directory / "result.json"
         self.steps_per_epoch = steps_per_epoch
         earlier = self._read() if first_step else {}
         self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
         self.result: dict[str, Any] = {"status": "running", "step": first_step, "epoch": 0.0, "seconds": 0.0}
-        self.facts(
-            {**earlier, **facts, "versions": versions("hydra-core", "tensorboard", "numpy", "safetensors")}
-        )
+        self.result |= earlier
+        self.due = 0.0
 
     def step(self, step: int) -> None:
         self.result["step"] = step
@@ -201,24 +198,32 @@ COMPARED = (
 
 
 class TensorBoard(Writer):
-    """Write one event file per process, flushed with every report, and so before every checkpoint.
+    """Write one event file per process, complete after every report, and so before every checkpoint.
 
-    torch's `add_hparams` makes a separate run per call; here hyperparameters go into the run's own file.
+    The thread of tensorboard's own writer ends with its first error. Here events that do not fit on the disk
+    are written with later ones. torch's `add_hparams` makes a separate run per call; here hyperparameters go
+    into the run's own file.
     """
 
     def __init__(
         self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
     ) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-        from torch.utils.tensorboard import SummaryWriter  # here, since it takes 1.5 s
-        from torch.utils.tensorboard.summary import custom_scalars, hparams
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary  # here, since it takes 1.5 s
 
-        self.latest = first_step
+        name = f"{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.path, self.latest = directory / f"events.out.tfevents.{name}", first_step
+        self._summary, self._event, self._records = summary, Event, RecordWriter
+        self._written = 0  # bytes
+        self._unwritten = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         # TensorBoard then drops later steps that an earlier process has written.
         purge = first_step + 1 if first_step else 0
-        self.writer: Any = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
-        experiment, session, self._end = hparams(hyperparameters(config, facts), dict.fromkeys(METRICS, 0))
+        self._keep(purge, session_log=SessionLog(status=SessionLog.START))
+        chosen = hyperparameters(config, facts)
+        experiment, session, self._end = summary.hparams(chosen, dict.fromkeys(METRICS, 0))
         plugin = experiment.value[0].metadata.plugin_data
         columns = HParamsPluginData.FromString(plugin.content)
         for column in columns.experiment.hparam_infos:
@@ -227,14 +232,27 @@ class TensorBoard(Writer):
         charts = {
             page: {name: ["Multiline", shown] for name, shown in each.items()} for page, each in PAGES.items()
         }
-        pages = custom_scalars(charts)
+        pages = summary.custom_scalars(charts)
         (layout,) = map(Layout.FromString, pages.value[0].tensor.string_val)
         layout.category[-1].closed = True
         pages.value[0].tensor.string_val[0] = layout.SerializeToString()
-        for summary in (experiment, session, pages):
-            self.writer._get_file_writer().add_summary(summary)
-        self.writer.add_text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```", self.latest)
-        self.writer.flush()
+        text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
+        for each in (experiment, session, pages, text):
+            self._keep(first_step, summary=each)
+
+    def _keep(self, step: int, **content: Any) -> None:
+        """Make an event of ``step``, for `_write`."""
+        if len(self._unwritten) < MOST_UNWRITTEN:
+            self._unwritten.append(self._event(wall_time=time.time(), step=step, **content))
+
+    def _write(self) -> None:
+        with self.path.open("ab") as file:
+            file.truncate(min(file.tell(), self._written))  # a full disk may have taken a part of a record
+            for event in self._unwritten:
+                self._records(file).write(event.SerializeToString())
+            file.flush()
+            self._written = file.tell()
+        self._unwritten.clear()
 
     def step(self, step: int) -> None:
         self.latest = step
@@ -242,16 +260,17 @@ class TensorBoard(Writer):
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         again = {first: scalars[tag] for tag, first in tags.FIRST.items() if tag in scalars}
         for tag, value in {**scalars, **again}.items():
-            self.writer.add_scalar(tag, value, step)
-        self.writer.flush()
+            self._keep(step, summary=self._summary.scalar(tag, value))
+        self._write()
 
     def picture(self, tag: str, picture: Picture) -> None:
-        self.writer.add_image(tag, picture, self.latest, dataformats="HWC")
+        self._keep(self.latest, summary=self._summary.image(tag, picture, dataformats="HWC"))
+        self._write()
 
     def close(self, status: str) -> None:
         if status == "finished":  # otherwise TensorBoard shows the run as running
-            self.writer.file_writer.add_summary(self._end)
-        self.writer.close()
+            self._keep(self.latest, summary=self._end)
+        self._write()
 
 
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
@@ -270,7 +289,7 @@ REDRAW_S = 100.0  # drawing takes about a second: 1 % of the run's time
 SAMPLES = 32  # images of a batch in the picture
 
 
-class SummaryFigure:
+class SummaryFigure(Writer):
     """Collect all curves of a run, and draw the summary. ``memory_mib``: the device's memory."""
 
     def __init__(self, directory: Path, validation: EvalFeed, first_step: int, memory_mib: float) -> None:

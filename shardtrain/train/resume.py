@@ -106,12 +106,20 @@ def open_named(path: Path) -> Newest:
 def disk_in_words(directory: Path, checkpoint: int) -> str:
     """Return a sentence: the bytes of a ``checkpoint`` per rank, and the free space of ``directory``'s disk.
 
-    ``directory`` need not exist. Raises UserError if it is not writable.
+    Raises UserError if it is not writable.
+    """
+    place, free = free_space(directory)
+    return f"{checkpoint / MIB:,.2f} MiB of a rank per checkpoint, {free / MIB:,.0f} MiB free on {place}"
+
+
+def free_space(directory: Path) -> tuple[Path, int]:
+    """Return ``directory``, or the one in which it would be made, and the free bytes of its disk.
+
+    Raises UserError if it is not writable.
     """
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     with writing("run.dir", directory), tempfile.TemporaryFile(dir=place):
-        free = shutil.disk_usage(place).free
-    return f"{checkpoint / MIB:,.2f} MiB of a rank per checkpoint, {free / MIB:,.0f} MiB free on {place}"
+        return place, shutil.disk_usage(place).free
 
 
 @contextlib.contextmanager
@@ -131,6 +139,8 @@ def run_directory(start: Start, config: Config, context: Context) -> Iterator[li
             if config.resume == "none" and start.opened is None:
                 messages.extend(_set_aside(start.store.directory))
             start.store.clear(start.damaged)
+            if config.checkpoint.keep and free_space(start.store.directory)[1] < MIB:
+                messages.append(f"warning: the disk of {context.run_dir} is full; training goes on meanwhile")
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
@@ -161,21 +171,20 @@ def locked(directory: Path) -> Iterator[None]:
     path = directory / LOCK
     with writing("run.dir", directory):
         directory.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        file = path.open("a+b", buffering=0)
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            file.seek(0)
             raise UserError(
-                f"another job is writing into {directory}: {file.read()}; choose another run.name, or wait "
-                f"for it; if there is no such process any more, remove {path}"
+                f"another job is writing into {directory}: {path.read_text()}; choose another run.name, or "
+                f"wait for it; if there is no such process any more, remove {path}"
             ) from None
         except OSError:
             pass  # a file system without locks: jobs are not kept apart there
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk has locks, too
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 

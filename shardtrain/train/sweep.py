@@ -107,9 +107,10 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
         if rank_info.rank == 0:
             if outcome.problem:
                 print(f"job {len(done) - 1} has failed: {outcome.problem}", flush=True)
-            directory.mkdir(parents=True, exist_ok=True)  # written after each job, whatever happens next
             facts = [each._asdict() for each in done]
-            (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
+            with contextlib.suppress(OSError):  # written after each job, so there may be room next time
+                directory.mkdir(parents=True, exist_ok=True)
+                (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
     if rank_info.rank == 0:
         print(table(done), flush=True)
     if all(outcome.problem for outcome in done):
