@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # On some processors MKL adds up in another order where memory is aligned otherwise, and a unit's parameters
 # lie end to end. Tests compare bits; MKL reads this when it is first used.
@@ -17,6 +18,10 @@ from pool import Pool
 
 # Threads that wait for one another on busy cores made a run of half a second last ten.
 torch.set_num_threads(1)
+
+# The same examples in every run, and none that fails because the machine is busy.
+settings.register_profile("tests", deadline=None, derandomize=True)
+settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

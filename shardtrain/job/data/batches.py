@@ -6,9 +6,9 @@ until they are on the device (see `feed.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -55,16 +55,16 @@ class Arrays(Batches):
 
 
 class Chosen(Batches):
-    """Select images of a ``source``, in the order of ``indices``."""
+    """Select images of a ``source``, in the order of ``indices``, int64 [count]."""
 
-    def __init__(self, source: Batches, indices: Sequence[int]) -> None:
+    def __init__(self, source: Batches, indices: Tensor) -> None:
         self.source, self.indices, self.random = source, indices, source.random
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.source[[self.indices[index] for index in indices]]
+        return self.source[self.indices[indices].tolist()]
 
     def at(self, side: int) -> Chosen:
         return Chosen(self.source.at(side), self.indices)
@@ -78,5 +78,5 @@ def of_length(source: Batches, count: int) -> Chosen:
 
     Evenly spaced images come from every class, even if a data set is sorted by class.
     """
-    images = len(source)
-    return Chosen(source, [i % images if count > images else i * images // count for i in range(count)])
+    images, order = len(source), torch.arange(count)
+    return Chosen(source, order % images if count > images else order * images // count)

@@ -41,16 +41,14 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
     """
     images = len(data.train)
     count = round(amount if amount >= 1 else amount * images)
-    if data.test is not None or not 0 < count < images:
-        reason = f"{data.name} has {images} training images"
-        raise UserError(
-            f"data.validation={amount:g}: {reason}"
-            + (", and a validation part of its own" if data.test else "")
-        )
-    order = torch.randperm(images, generator=generator("validation")).tolist()
+    if data.test is not None:
+        raise UserError(f"data.validation={amount:g}: {data.name} has a validation part; set it to 0")
+    if not 0 < count < images:
+        raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
+    order = torch.randperm(images, generator=generator("validation"))
     return data._replace(
-        train=Chosen(data.train, sorted(order[count:])),
-        val=Chosen(data.train.cut_as(data.val), sorted(order[:count])),
+        train=Chosen(data.train, order[count:].sort().values),
+        val=Chosen(data.train.cut_as(data.val), order[:count].sort().values),
         test=data.val,
     )
 
