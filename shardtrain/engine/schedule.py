@@ -58,9 +58,9 @@ class Schedule:
         self._expected: list[Unit] = []  # `_entries` of the last forward
         self._forward: FrameType | None = None  # the root module's call under way
         self._backward: Backward | None = None
-        self._awaited: set[Unit] = set()  # units left gathered, since no output may announce their backward
+        self._unannounced: set[Unit] = set()  # units kept gathered: perhaps nothing announces their backward
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
-        self._earliest: dict[Unit, int] = {}  # when a unit's first call without a backward so far began
+        self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
 
     @property
     def at_rest(self) -> bool:
@@ -102,7 +102,7 @@ class Schedule:
         self._forget_nodes()
         self._entries, self._expected = [], self._entries
         self._record = []
-        self._awaited.clear()
+        self._unannounced.clear()
         self._forward = calling_frame()
 
     def _refresh(self, units: Sequence[Unit]) -> None:
@@ -175,13 +175,13 @@ class Schedule:
         if self._forward:
             self._record.append(call)
             if call.hooked:
-                self._earliest[unit] = min(call.began, self._earliest.get(unit, call.began))
+                self._pending_since[unit] = min(call.began, self._pending_since.get(unit, call.began))
         elif not failed:
             self._fence(LEAVE)
         unit.refuse_edits()
         if torch.is_grad_enabled() and not failed:
             if stays or unit is self.root:  # a loss may use the root's parameters, as CLIP's temperature
-                self._awaited.add(unit)
+                self._unannounced.add(unit)
                 for member in unit.members:
                     member.show_grad()
                 return
@@ -192,7 +192,7 @@ class Schedule:
 
     def show_pieces(self) -> None:
         """Show local pieces where a forward without a backward has left full parameters shown."""
-        for unit in self._awaited:
+        for unit in self._unannounced:
             unit.show_local()
 
     # backward
@@ -267,7 +267,7 @@ class Schedule:
         """Prepare a parameter for its next gradient. Raises ValueError if that comes from its piece."""
         unit = self.units[number]
         member = unit.segments[segment].members[index]
-        if grad.shape != member.part.shape or not (member.shows_full or unit in self._awaited):
+        if grad.shape != member.part.shape or not (member.shows_full or unit in self._unannounced):
             name = member.name
             raise ValueError(
                 f"the gradient of {name} comes from its piece, which code outside of the forward of "
@@ -295,7 +295,7 @@ class Schedule:
         """Record that ``unit`` gets no further gradient, unless another forward called it by ``moment``."""
         trace.end("backward", unit.title)
         self._reductions[unit].begin_again()
-        if self._earliest.get(unit, sys.maxsize) > moment:
+        if self._pending_since.get(unit, sys.maxsize) > moment:
             backward.completed.add(unit)
 
     def _launch_completed(self, backward: Backward) -> None:
@@ -376,8 +376,8 @@ class Schedule:
         """End backward, and release all units that no forward under way computes with."""
         self._backward = None
         if not self._forward:
-            self._awaited.clear()
-            self._earliest.clear()
+            self._unannounced.clear()
+            self._pending_since.clear()
             self._record = []
         for unit in self.units:
             if unit not in self._calls:
