@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchvision.models import ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
+MOST_LAYERS = 10_000
 SMALL_IMAGE = 64  # pixels; up to here `stem=auto` keeps a ResNet's full resolution
 
 
@@ -52,6 +53,8 @@ def vit(
     mlp_width: int,
 ) -> nn.Module:
     """Torchvision's vision transformer in a size of its own; `patch`: pixels of a patch's side."""
+    if min(patch, layers, heads, width, mlp_width) < 1 or layers > MOST_LAYERS:
+        raise ValueError(f"expected sizes of at least 1, and at most {MOST_LAYERS} layers, found {layers}")
     if image_size % patch or width % heads:
         raise ValueError(
             f"patch={patch}, heads={heads}: expected divisors of image_size={image_size} and width={width}"
@@ -69,7 +72,7 @@ def resnet_cifar(num_classes: int, in_channels: int, image_size: int, depth: int
     have no parameters: where the shape changes they take every second pixel and add channels of zeros.
     """
     blocks, rest = divmod(depth - 2, 6)
-    if rest or blocks < 1 or image_size < 4:
+    if rest or blocks < 1 or image_size < 4 or depth > MOST_LAYERS:
         raise ValueError(
             f"depth={depth}, image_size={image_size}: expected 6 n + 2 layers (20, 32, 44, 56, 110), 4 pixels"
         )

@@ -36,10 +36,9 @@ class Resnet9(nn.Module):
         widths: tuple[int, int, int] = (64, 256, 256),
     ) -> None:
         super().__init__()
-        if image_size < 17:
-            raise ValueError(
-                f"image_size={image_size}: resnet9 halves images three times, expected at least 17"
-            )
+        if image_size < 17 or min(widths) < 1:
+            sizes = f"image_size={image_size}, widths={widths}"
+            raise ValueError(f"{sizes}: expected at least 17, since images are halved three times, and 1")
         self.whiten = Whiten(in_channels)
         first, second, third = widths
         self.groups = nn.Sequential(

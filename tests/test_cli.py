@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from programs import ended, signalled
+from test_data import write_folders
 from tiny import VIT, result_of
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,31 @@ def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
     assert "exitcode  : 2" in root_cause
     assert "shardtrain/" not in done.stderr  # no traceback of ours
     assert not (tmp_path / "outputs").exists()
+
+
+IMPATIENT = """
+from shardtrain.job import launch
+from shardtrain.train import sweep
+from shardtrain.train.loop import train
+
+launch.PATIENCE = 0.1
+sweep.run(train)
+"""
+
+
+def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
+    """One rank finds an image that is a pipe. The other says nothing of its collective, which fails then."""
+    write_folders(tmp_path / "photos", 8)
+    (tmp_path / "photos/train/class1/0.png").unlink()
+    os.mkfifo(tmp_path / "photos/train/class1/0.png")
+    (tmp_path / "main.py").write_text(IMPATIENT)
+    data = ("data=imagefolder", "data.root=photos", "data.image_size=8", "data.resize=8", "data.workers=0")
+    run = ("+recipe=resnet", *VIT, *data, "train.batch_size=4", "run.name=here", "augment=none")
+    done = ended(2, "main.py", *run, folder=tmp_path)
+    pipe = "photos/train/class1/0.png"
+    assert done.errors == f"error: cannot read the image {pipe}: {pipe} is no plain file\n"
+    assert done.codes == [2, 2]
+    assert result_of(tmp_path / "outputs/here")["status"] == "failed"
 
 
 def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 import textwrap
@@ -198,6 +199,27 @@ def test_help_lists_the_recipes(own: Path) -> None:
     said = printed("--help", "--config-dir", str(own))
     assert re.search(r"^  mine +Small and short\.$", said, re.MULTILINE)
     assert re.search(r"^  resnet18_cifar10 +93\.02 % published  ResNet", said, re.MULTILINE)
+
+
+UNREADABLE = {
+    "train:\n\tepochs: 3": "found character '\\t' that cannot start any token in",
+    "train: {epochs: 3}\ntrain: {epochs: 4}": "found duplicate key train",
+    "seed: !!python/object/apply:os.getpid []": "could not determine a constructor for the tag",
+    "data: &a {limit: *a}": "more than 10,000 values; an alias may contain itself",
+    "seed: " + "[" * 1100: "recursion",
+    "defaults: [mine]": "maximum recursion depth exceeded in comparison: a defaults list contains its",
+    "caf\xe9: 1": "codec can't decode byte 0xe9",
+    "": "mine.yaml is no plain file; expected a YAML file of keys",
+}
+
+
+def test_a_recipe_that_cannot_be_read_is_named(own: Path) -> None:
+    for text, told in UNREADABLE.items():
+        (own / "recipe/mine.yaml").write_bytes(f"# @package _global_\n{text}\n".encode("latin1"))
+        if not text:
+            (own / "recipe/mine.yaml").unlink()
+            os.mkfifo(own / "recipe/mine.yaml")  # which Hydra does not take for a file; --help reads them all
+        require_told(f"--config-dir {own} {'+recipe=mine' if text else '--help'} | {told}", compose)
 
 
 # sweeps: which jobs, one group for all of them, what fails and what follows

@@ -116,7 +116,7 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3, 4, 9]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
-    with pytest.raises(UserError, match=r"data.root=.*: no cifar100 in .*data.download=true"):
+    with pytest.raises(UserError, match=r"data.root=.*; no cifar100 in .*data.download=true"):
         data.load(cifar("cifar100", tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
     found = data.load(cifar("cifar10", tmp_path))
@@ -467,10 +467,6 @@ def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
     found = data.load(shards(tmp_path, train="val.tar"))
     assert (len(found.train), found.classes) == (1, 5)
     assert {path.name for path in tmp_path.iterdir()} == {"val.tar", "val.tar.index"}
-    (tmp_path / "val.tar.index").rmdir()
-    for damaged in (b"no array", b""):
-        (tmp_path / "val.tar.index").write_bytes(damaged)
-        assert len(data.load(shards(tmp_path, train="val.tar")).train) == 1
 
 
 @pytest.mark.parametrize(
@@ -479,6 +475,8 @@ def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
         ({"0.jpg": b"x"}, r"val.tar: 0 has no label \(.cls\)"),
         ({"b/1.cls": b"1"}, r"val.tar: b/1 has no image \(.jpg, .png, …\)"),
         ({"0.jpg": b"x", "0.cls": b"cat"}, r"val.tar: 0.cls holds 'cat', expected the number of a class"),
+        ({"0.jpg": b"x", "0.cls": "²".encode()}, r"val.tar: 0.cls holds '²', expected the number of a class"),
+        ({"0.jpg": b"x", "0.cls": b"1" + bytes(9)}, r"0.cls holds '1.*', expected the number of a class"),
         ({"0.txt": b"x"}, r"val.tar: no images in it; expected <key>.jpg and <key>.cls"),
         (None, r"val.tar: .*; expected an uncompressed tar file"),
     ],
@@ -536,7 +534,10 @@ def test_hugging_faces_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for options, message in [
         ({"val": "tset"}, r"data.val=tset: .* has no such split; did you mean test\? \(valid: train, test\)"),
         ({"label": "lable"}, r"data.label=lable: .* has no such column; did you mean label\?"),
-        ({"root": str(tmp_path / "none")}, r"data.root=.*none: datasets cannot load it: "),
+        (
+            {"root": str(tmp_path / "none")},
+            r"data.root=.*none: .*; expected what Hugging Face's datasets can load",
+        ),
     ]:
         with pytest.raises(UserError, match=message):
             data.load(hub(**{"root": tmp_path / "saved", **options}))

@@ -242,7 +242,7 @@ def test_torchvisions_weights_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
             assert torch.equal(found[name], value) == (config is own or "classifier.3" not in name), name
     assert fetched == ["https://download.pytorch.org/models/mobilenet_v3_small-047dcff4.pth 047dcff4"]
     with pytest.raises(
-        UserError, match=r"cannot fetch https.*no network.*; fetch it elsewhere, and give model"
+        UserError, match=r"no network>; cannot fetch https.*; fetch it elsewhere, and give model"
     ):
         weights_file("IMAGENET1K_V1", "resnet18")
 

@@ -379,10 +379,10 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path:
     assert first == second
     assert first[:3] == ["no disk on rank 0", "no disk on rank 1", "no disk on rank 0"]
     beginnings = [
-        f"run.dir={tmp_path}/file: cannot write there",
-        f"run.dir={tmp_path}/run/checkpoints: cannot write there (Not a directory)",
-        f"data.download=true: cannot fetch cifar10 to {tmp_path}: <urlopen error no route to host>",
-        f"out={tmp_path}/file: cannot write there",
+        f"run.dir={tmp_path}/file: [Errno 17] File exists: '{tmp_path}/file'; cannot write there; choose",
+        f"run.dir={tmp_path}/run/checkpoints: [Errno 20] Not a directory: ",
+        f"data.download=true: <urlopen error no route to host>; cannot fetch cifar10 to {tmp_path}",
+        f"out={tmp_path}/file: [Errno 17] File exists: ",
     ]
     for told, beginning in zip(first[3:], beginnings, strict=True):
         assert told.startswith(beginning)

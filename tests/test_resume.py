@@ -315,7 +315,7 @@ def test_a_dry_run_looks_where_the_run_would(
     assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     (tmp_path / "file").write_text("")
     ending = run(f"{tmp_path}/file/run", "dry_run=true")
-    assert f"run.dir={tmp_path}/file/run: cannot write there (Not a directory)" in ending
+    assert f"run.dir={tmp_path}/file/run: [Errno 20] Not a directory: " in ending
 
 
 def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:

@@ -30,7 +30,7 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.model import load_weights, plain_model
-from shardtrain.job.schema import UserError, at_least, checked, one_of
+from shardtrain.job.schema import UserError, at_least, checked, one_of, path_of
 from shardtrain.optim import Ema
 from shardtrain.train.resume import open_named
 
@@ -61,11 +61,11 @@ def _read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
 def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:
     if rank_info.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
-    opened = _find_checkpoint(Path(settings.run).expanduser())
+    opened = _find_checkpoint(path_of("run", settings.run))
     keys = opened.manifest.facts["config"]["model"]
     model, plain = (plain_model(keys, settings.allow) for _ in range(2))
     shardtrain.shard(model.to(device))
-    out = Path(settings.out).expanduser()
+    out = path_of("out", settings.out)
     with _loaded(opened, model, settings):
         state = shardtrain.full_state_dict(model)
         write_weights(out, state)

@@ -21,7 +21,7 @@ from shardtrain.job.data.mixing import Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
-from shardtrain.job.schema import UserError, instantiate, typed
+from shardtrain.job.schema import UserError, instantiate, reading, typed
 from shardtrain.optim import Ema, GradScaler
 
 # Training images that a model with a method `init_from_images` is given, to set what depends on the data.
@@ -130,15 +130,13 @@ def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> fl
     """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails."""
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
     shape = "×".join(map(str, sample))
-    try:
-        with FlopCounterMode(display=False) as counter:
-            logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise UserError(
-            f"the model does not take images of shape {shape}: {reason} "
-            f"(data.image_size and train.batch_size decide the shape)"
-        ) from error
+    what, decisive = (
+        f"the model does not take images of shape {shape}",
+        "data.image_size and train.batch_size",
+    )
+    refusals, counter = (RuntimeError, ValueError, AssertionError), FlopCounterMode(display=False)
+    with reading(what, f"{decisive} decide the shape", refusals), counter:
+        logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(f"the model returns {found}, expected logits for at least {classes} classes")

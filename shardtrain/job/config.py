@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from shardtrain import optim
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import UserError, above, at_least, fraction, instantiate, one_of
+from shardtrain.job.schema import UserError, above, at_least, fraction, instantiate, one_of, reading
 from shardtrain.layout import Policy
 
 
@@ -25,6 +26,11 @@ from shardtrain.layout import Policy
 class RunConfig:
     name: str | None
     dir: str | None
+
+    def __post_init__(self) -> None:
+        parts = Path(self.name or "default").parts
+        if not parts or ".." in parts or parts[0] == "/":
+            raise UserError(f"run.name={self.name}: expected a name inside outputs/; run.dir takes any path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +48,14 @@ class Train:
     log_every: int = at_least(1)
     eval_every: int = at_least(1)
     eval_flip: bool
-    eval_shift: int = at_least(0)
+    eval_shift: int = at_least(0, at_most=10**5)
 
 
 @dataclass(frozen=True)
 class EmaConfig:
     decay: float | None = fraction()
     every_steps: int = at_least(1)
-    after_epochs: float = at_least(0)
+    after_epochs: float = at_least(0, at_most=10**9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +75,13 @@ class Images:
     """Hold the keys that all data sets have."""
 
     name: str
-    image_size: int = at_least(1)
-    eval_size: int | None = at_least(1)
-    grow: tuple[int, ...] = at_least(1)
+    image_size: int = at_least(1, at_most=10**5)
+    eval_size: int | None = at_least(1, at_most=10**5)
+    grow: tuple[int, ...] = at_least(1, at_most=10**5)
     repeats: int = at_least(1)
     validation: float = at_least(0)
     limit: int | None = at_least(1)
-    workers: int = at_least(0)
+    workers: int = at_least(0, at_most=1024)
 
     def side_in(self, epoch: int) -> int:
         """Return the pixels per side of training images in ``epoch``, counted from 0."""
@@ -149,10 +155,10 @@ class HuggingFace(Photos):
 @dataclass(frozen=True, kw_only=True)
 class Fake(Images):
     name: str = one_of("fake")
-    train_images: int = at_least(1)
-    val_images: int = at_least(1)
-    classes: int = at_least(2)
-    channels: int = at_least(1)
+    train_images: int = at_least(1, at_most=10**8)
+    val_images: int = at_least(1, at_most=10**8)
+    classes: int = at_least(2, at_most=10**8)
+    channels: int = at_least(1, at_most=1024)
 
 
 Data = Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
@@ -215,10 +221,8 @@ class OwnOptimizer(Optimizer):
         if self.weight_decay:
             node["weight_decay"] = self.weight_decay  # refused where it has none; the groups decide
         optimizer: torch.optim.Optimizer = instantiate(node, "optim", torch.optim.Optimizer, allow, groups)
-        try:
+        with reading(f"optim._target_={self._target_}", "choose another optimizer, or other keys"):
             optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
-        except (ValueError, TypeError) as error:
-            raise UserError(f"optim._target_={self._target_}: {error}") from None
         return optimizer
 
 
@@ -230,7 +234,7 @@ class Constant:
     """Schedule the learning rate: linear up over the warm-up, then `optim.lr` times `scale`."""
 
     name: str = one_of("constant")
-    warmup_epochs: float = at_least(0)
+    warmup_epochs: float = at_least(0, at_most=10**9)
 
     def scale(self, epoch: float, progress: float) -> float:
         """Return the factor of `optim.lr`. ``progress``: 0 at the warm-up's end, 1 at the run's end."""
@@ -315,7 +319,7 @@ class Config:
     allow: tuple[str, ...]
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", ACCELERATOR)
-    threads: int | None = at_least(1)
+    threads: int | None = at_least(1, at_most=1024)
     dry_run: bool
     resume: str
     eval_only: bool

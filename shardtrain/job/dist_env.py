@@ -65,10 +65,10 @@ class RankInfo:
         store: Store = next(rendezvous("env://", timeout=START_UP))[0]
         return store
 
-    def first(self, key: str) -> bool:
-        """Return whether this rank is the first to ask for ``key`` in this attempt. Does not wait."""
+    def add(self, key: str, number: int) -> int:
+        """Add ``number`` to the counter ``key`` of this attempt, and return its value. Does not wait."""
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return self.world_size == 1 or self.store.add(f"shardtrain/{key}/{attempt}", 1) == 1
+        return number if self.world_size == 1 else self.store.add(f"shardtrain/{key}/{attempt}", number)
 
     def agree(self, key: str, proposal: str) -> str:
         """Return the first rank's proposal for ``key``, the same on every rank and across restarts.

@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import hydra
+import yaml
 from hydra._internal.core_plugins.bash_completion import BashCompletion
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import shardtrain
-from shardtrain.job.schema import Frozen, UserError, checked, not_valid
+from shardtrain.job.schema import Frozen, UserError, checked, not_valid, path_of, plain_file, reading
 
 if TYPE_CHECKING:
     from shardtrain.job.config import Config
@@ -35,6 +38,7 @@ HELP, CFG = ("--help", "-h"), ("--cfg", "-c")
 COMPLETION, FOLDER = ("--shell-completion", "-sc"), ("--config-dir", "-cd")
 PRINTING = {*HELP, *CFG, *COMPLETION}
 FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *COMPLETION, *FOLDER), 1)  # number of values
+MOST_VALUES = 10_000  # of a YAML file, with its aliases written out
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
 
 
@@ -56,7 +60,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         with program_configs() as own:
             return compose(arguments, speak=speak, folder=own)
     flags, overrides = split(arguments)
-    own_folders = [Path(text).absolute() for flag, text in pairwise(flags) if flag in FOLDER]
+    own_folders = [path_of(flag, text).absolute() for flag, text in pairwise(flags) if flag in FOLDER]
     if missing := [str(path) for path in own_folders if not path.is_dir()]:
         raise UserError(f"--config-dir: there is no folder {missing[0]}")
     folders = [folder, *own_folders]
@@ -71,7 +75,8 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
     texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
     texts += [f"{name}=own" for name in ("model", "optim") if f"{name}._target_" in keys and name not in keys]
-    texts.append(f"hydra.searchpath=[{','.join(f'file://{path}' for path in own_folders)}]")
+    searched = ",".join(f'"own://{path}"' for path in own_folders)
+    texts.append(f"hydra.searchpath=[{searched}]")
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
             config = hydra.compose("config", texts, return_hydra_config=helping)
@@ -88,7 +93,9 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
             if "query=bash" in flags:
                 BashCompletion(GlobalHydra.instance().config_loader()).query("config")
                 return None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # nothing but parsers runs here
         raise _explain(error) from None
     if printing and speak:
         print((folder / "completion.bash").read_text() if "install=bash" in flags else text)
@@ -106,8 +113,34 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
     return override if as_it_is else f"++{override}"
 
 
+class OwnFiles(FileConfigSource):
+    """Read the files of `--config-dir`, whose scheme is ``own``."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "own"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        load_yaml(Path(self.path, self._normalize_file_name(config_path)))
+        return super().load_config(config_path)
+
+
+def load_yaml(path: Path) -> Any:
+    """Return what a user's file says. Raises UserError for one that cannot be read, or has no end."""
+    with reading(str(path), "expected a YAML file of keys"):
+        nodes, values = [yaml.compose(plain_file(path).read_text("utf-8"), Loader=yaml.SafeLoader)], 0
+        while nodes:
+            node, values = nodes.pop(), values + 1
+            if values > MOST_VALUES:
+                raise ValueError(f"more than {MOST_VALUES:,} values; an alias may contain itself")
+            for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+                nodes += child if isinstance(child, tuple) else [child]  # a mapping has pairs
+        return OmegaConf.load(path)
+
+
 def _register_resolvers(folders: Sequence[Path]) -> None:
     """Register the resolvers of `config.yaml`, which depend on the files in ``folders``."""
+    SourcesRegistry.instance().register(OwnFiles)
     register = OmegaConf.register_new_resolver
     names = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
     register("own_or_none", lambda group, name: name if (group, name) in names else "none", replace=True)
@@ -217,7 +250,7 @@ def described(config: DictConfig, folders: Sequence[Path], section: str = "") ->
     around = config.pop("hydra").help
     if section and section not in config:
         raise not_valid(f"--help {section}: there is no such group", section, map(str, config))
-    files = [file for folder in folders for file in sorted(folder.rglob("*.yaml"))]
+    files = [file for folder in folders for file in sorted(folder.rglob("*.yaml")) if file.is_file()]
     chosen = {group.get("name") for group in config.values() if isinstance(group, DictConfig)}
     said: dict[str, str] = {}
     for file in sorted(files, key=lambda file: file.stem not in chosen):
@@ -245,7 +278,7 @@ def recipe_table(folders: Iterable[Path]) -> str:
     """Return one line per recipe in ``folders``: name, accuracy, first line of its comment."""
     rows = []
     for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
-        said = OmegaConf.select(OmegaConf.load(file), "reference")
+        said = OmegaConf.select(load_yaml(file), "reference")
         comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
         title = next((text for text in comments if text and not text.startswith("@package")), "")
         rows.append((file.stem, "" if said is None else f"{said.accuracy:.2f} % {said.kind}", title))

@@ -32,7 +32,7 @@ from shardtrain import device as devices
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
 from shardtrain.job.hydra_app import compose, from_hydra
-from shardtrain.job.schema import UserError
+from shardtrain.job.schema import UserError, path_of
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
 
 USER_ERROR = 2
@@ -87,7 +87,12 @@ def start(
         if not devices.is_accelerator(device):
             torch.set_num_threads(config.threads or cpu_threads(rank_info, os.environ))
         with process_group(rank_info, device):
-            return job(config, rank_info, device)
+            try:
+                return job(config, rank_info, device)
+            except Exception as error:  # inside, since to the others a rank that leaves the group has died
+                if isinstance(error, UserError) or rank_info.add("speaker", 0):
+                    _exit_with(error, rank_info)
+                raise
     except UserError as error:
         _exit_with(error, rank_info)
     except KeyboardInterrupt as interrupt:
@@ -139,10 +144,10 @@ def close_process_group() -> None:
 def run_dir(config: Config, rank_info: RankInfo) -> Path:
     """Return the run's directory, the same on all ranks whatever their clocks."""
     if config.run.dir is not None:
-        return Path(config.run.dir).expanduser()
+        return path_of("run.dir", config.run.dir)
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     default = f"{config.data.name}-{config.model_name.rpartition('.')[2]}-{started}"
-    return Path("outputs") / rank_info.agree("run_name", config.run.name or default)
+    return path_of("run.name", f"outputs/{rank_info.agree('run_name', config.run.name or default)}")
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
@@ -151,13 +156,13 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _exit_with(error: UserError, rank_info: RankInfo) -> NoReturn:
-    """Exit with code 2. The first rank that gets here prints the message.
+def _exit_with(error: Exception, rank_info: RankInfo) -> NoReturn:
+    """Exit with code 2. The first rank that gets here, with a UserError, prints the message.
 
     The others wait for their launcher to end them, since it takes the rank that ends first for the cause.
     """
     try:
-        first = rank_info.first("speaker")
+        first = rank_info.add("speaker", 1) == 1
     except (RuntimeError, ValueError):  # the store ended with rank 0, which then has printed a message
         first = False
     if first:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,9 +24,9 @@ from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Config, MuonConfig, Optim
-from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.dist_env import on_rank_0, together
 from shardtrain.job.format import first_of
-from shardtrain.job.schema import UserError, instantiate, not_valid, typed
+from shardtrain.job.schema import UserError, instantiate, not_valid, path_of, reading, typed
 from shardtrain.optim import Ema, muon_groups
 
 # Logits, and so the loss, are always fp32.
@@ -46,8 +45,8 @@ def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
     weights = typed(str | None, config.model.get("weights"), "model.weights")
     reset_head = typed(bool, config.model.get("reset_head", False), "model.reset_head")
     torch.manual_seed(config.seed)
-    if weights is None and deferred:
-        return shardtrain.deferred(plain_model, config.model, config.allow)
+    if weights is None and deferred:  # rank 0 alone allocates it
+        return together(lambda: shardtrain.deferred(plain_model, config.model, config.allow))
     model = plain_model(config.model, config.allow)
     if weights is not None:
         on_rank_0(lambda: weights_file(weights, config.model_name))  # downloads them for all ranks
@@ -132,13 +131,11 @@ def shard_with_optimizer(
         offload=parallel.offload,
         mesh=mesh,
     )
-    try:
+    with reading("parallel", "this model is not for these keys", ValueError):
         if parallel.compile:
             shardtrain.compile_units(model)
         if parallel.activation_checkpoint:
             shardtrain.checkpoint_activations(model)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     return config.optim.make(groups, config.allow)
 
 
@@ -165,7 +162,7 @@ def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None
 
 def weights_file(weights: str, model: str) -> Path:
     """Return the file of ``weights``: a path, or torchvision's weights for ``model``, downloaded once."""
-    path, name = Path(weights).expanduser(), model.rpartition(".")[2]
+    path, name = path_of("model.weights", weights), model.rpartition(".")[2]
     known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
     if path.suffix or path.exists() or not known:
         return path
@@ -173,13 +170,11 @@ def weights_file(weights: str, model: str) -> Path:
         raise not_valid(f"model.weights={weights}: no file, and not torchvision's for {name}", weights, known)
     url = known[weights].url
     path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    try:
+    way_out = f"cannot fetch {url}; fetch it elsewhere, and give model.weights=FILE"
+    with reading(f"model.weights={weights}", way_out):  # no network, or not the hash in the file's name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             torch.hub.download_url_to_file(url, str(path), path.stem.rpartition("-")[2], progress=False)
-    except (OSError, RuntimeError) as error:  # no network, or a file whose hash is not that of its name
-        way_out = "fetch it elsewhere, and give model.weights=FILE"
-        raise UserError(f"model.weights={weights}: cannot fetch {url} ({error}); {way_out}") from None
     return path
 
 
@@ -191,13 +186,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
-    try:
+    with reading(str(path), "no weights that can be read without running code"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about formats that are refused anyway
         if path.suffix == ".safetensors":
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise UserError(f"{path}: no weights that can be read without running code ({reason})") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{path}: expected a state dict, names with tensors, found {type(state).__name__}")
     return state

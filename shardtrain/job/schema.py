@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 Frozen = TypeVar("Frozen")
+Kinds = type[Exception] | tuple[type[Exception], ...]
 
 # Packages in which a ``_target_`` may be, besides those of `allow`.
 RECIPES = "shardtrain.recipes"
@@ -42,8 +43,12 @@ BOUNDS = {
     "at_most": (operator.le, "at most"),
     "below": (operator.lt, "less than"),
 }
+WHOLE = 1 << 63  # torch's whole numbers are below
+MOST_REASON = 400  # characters of a parser's message
 MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all of a hundred models
 ANNOTATIONS = {kind.__name__: kind for kind in (bool, int, float, str)}
+# What a callable raises for values that it cannot take: sizes of 0 or below, too large, of another type.
+REFUSALS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AssertionError, MemoryError)
 DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -65,16 +70,44 @@ def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -
 @contextlib.contextmanager
 def writing(key: str, path: Path) -> Iterator[None]:
     """Turn an OSError inside into a UserError about the option ``key``, whose value is ``path``."""
+    with reading(f"{key}={path}", f"cannot write there; choose another {key}", OSError):
+        yield
+
+
+@contextlib.contextmanager
+def reading(what: str, expected: str, kinds: Kinds = Exception) -> Iterator[None]:
+    """Turn an exception inside into a UserError. ``kinds``: by default all, since parsers raise many.
+
+    ``what`` is a file, or a key and its value. ``expected``: what it should be.
+    """
     try:
         yield
-    except OSError as error:
-        reason = f"cannot write there ({error.strerror})"
-        raise UserError(f"{key}={path}: {reason}; choose another {key}") from error
+    except UserError:
+        raise
+    except kinds as error:
+        reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+        raise UserError(f"{what}: {reason}; {expected}") from error
 
 
-def at_least(bound: float) -> Any:
+def path_of(key: str, text: str) -> Path:
+    """Return the path that the option ``key`` gives. Raises UserError for what cannot be a path."""
+    with reading(f"{key}={text}", "expected a path"):  # too long, the home of nobody, a NUL
+        path = Path(text).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.lstat()
+        return path
+
+
+def plain_file(path: Path) -> Path:
+    """Return ``path``. Raises OSError for a pipe or a device, from which reading might wait or never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no plain file")
+    return path
+
+
+def at_least(bound: float, **other_bounds: float) -> Any:
     """Declare a field whose value may not be below ``bound``."""
-    return field(metadata={"at_least": bound})
+    return field(metadata={"at_least": bound, **other_bounds})
 
 
 def above(bound: float, **other_bounds: float) -> Any:
@@ -124,10 +157,8 @@ def instantiate(
         name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations
         if name in ANNOTATIONS:
             keywords[key] = typed(ANNOTATIONS[name], value, f"{section}.{key}")
-    try:
+    with reading(section, f"{path} does not take these values", REFUSALS):
         made = target(*arguments, **keywords)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"{section}: {error}".partition("\n")[0]) from error
     if not isinstance(made, kind):
         raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {kind.__name__}")
     return made
@@ -146,11 +177,9 @@ def _find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> C
         )
     if package in (*sys.stdlib_module_names, "torch", "numpy"):  # torch.load can run code of a file
         raise UserError(f"allow=[{package}]: too much of it runs anything; allow a part, such as torch.nn")
-    try:
+    with reading(found, "expected PACKAGE.NAME", (ImportError, ValueError)):
         module = importlib.import_module(module_name)
         target: Any = getattr(module, name, None)
-    except ImportError as error:
-        raise UserError(f"{found}: {error}") from None
 
     def builds(value: Any) -> bool:
         if inspect.isclass(value):
@@ -190,6 +219,8 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
             lists = f"a list, as in {key}=[a,b]" if any_length else f"a list of {len(items)} numbers"
             raise UserError(f"{found}: expected {lists}")
         return tuple(typed(items[0], item, key, demands) for item in value)
+    if type(value) is int and kind in (float, int) and abs(value) >= WHOLE:
+        raise UserError(f"{found[:80]}: expected a number below 2^63")
     if type(value) is int and kind in (float, str):
         value = kind(value)
     if type(value) is not (typing.get_origin(kind) or kind):
@@ -214,7 +245,7 @@ def _section(cls: Any, raw: Mapping[str, Any], path: str) -> Any:
     for key in raw:
         if key not in entries and rest is None:
             known = [*entries, *getattr(cls, "KEYLESS_GROUPS", ())]
-            raise not_valid(f"unknown key {prefix}{key}", key, known, prefix) from KeyError(prefix + key)
+            raise not_valid(f"unknown key {prefix}{key}", key, known, prefix) from KeyError(f"{prefix}{key}")
     hints, values = typing.get_type_hints(cls), {}
     for key, entry in entries.items():
         value = raw.get(key, entry.default)

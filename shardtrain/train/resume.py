@@ -25,7 +25,7 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.format import MIB, first_of
 from shardtrain.job.launch import Context
-from shardtrain.job.schema import UserError, writing
+from shardtrain.job.schema import UserError, path_of, reading, writing
 from shardtrain.monitor import StepMetrics
 from shardtrain.train.saving import Best, RunState, facts_of, restore_random_state
 
@@ -68,17 +68,12 @@ def find_start(config: Config, context: Context) -> Start:
     )
     if config.resume == "none" and (config.eval_only or not _restarted(context)):
         return Start(0, None, store, [])
-    try:
+    with reading(f"resume={config.resume}", "resume=none starts anew", (Damaged, OSError)):
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
-            found = open_named(Path(config.resume).expanduser())
+            found = open_named(path_of("resume", config.resume))
             if found.opened is None:
-                raise UserError(
-                    f"resume={config.resume}: neither a checkpoint nor a run with checkpoints; "
-                    "resume=none starts anew"
-                )
-    except Damaged as error:
-        raise UserError(f"resume={config.resume}: {error}; resume=none starts anew") from None
+                raise Damaged("neither a checkpoint nor a run with checkpoints")
     return Start(found.step, found.opened, store, found.damaged)
 
 
@@ -240,7 +235,10 @@ def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None
         model, position = facts["config"]["model"], facts.get("position", {})
         return {**{f"model.{key}": model.get(key) for key in ("_target_", "name")}, **position}
 
-    was = decisive(saved)
+    with reading(
+        "resume: no run has saved this", "resume=none starts anew", (KeyError, TypeError, AttributeError)
+    ):
+        was = decisive(saved)
     for key, value in decisive(ours).items():
         if was.get(key) != value:
             why = "" if key.startswith("model.") else ", so its place among the images means nothing here"

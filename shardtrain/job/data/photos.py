@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from shardtrain.job.config import HuggingFace, ImageFolder, Photos
 from shardtrain.job.data.batches import Batches, DataSet
-from shardtrain.job.schema import UserError, not_valid
+from shardtrain.job.schema import UserError, not_valid, path_of, plain_file, reading
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 
@@ -81,15 +81,9 @@ def pictures(config: Photos, train: Source, val: Source, classes: int | None = N
     """Return the data set of two sources: random crops to train on, centre crops to evaluate."""
     random = partial(v2.RandomResizedCrop, scale=(config.crop_area, 1.0), antialias=True)
     centre = partial(_centre_crop, config.resize)
-    return DataSet(
-        train=Pictures(train, random, config.image_size),
-        val=Pictures(val, centre, config.side_in_eval),
-        name=f"{config.name} {config.root}",
-        classes=classes or 1 + max(*train.labels, *val.labels),
-        channels=3,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-    )
+    parts = Pictures(train, random, config.image_size), Pictures(val, centre, config.side_in_eval)
+    classes = classes or 1 + max(*train.labels, *val.labels)
+    return DataSet(*parts, f"{config.name} {config.root}", classes, 3, IMAGENET_MEAN, IMAGENET_STD)
 
 
 def _centre_crop(resize: int | None, side: int) -> v2.Transform:
@@ -100,20 +94,16 @@ class Files:
     """Read the images of `root/train` or `root/val`."""
 
     def __init__(self, config: ImageFolder, part: str) -> None:
-        root = Path(config.root).expanduser()
-        try:
+        root = path_of("data.root", config.root)
+        inside = ", ".join(sorted(entry.name for entry in root.glob("*"))[:5]) or "nothing"
+        expected = f"expected {part}/<class>/<image> in {root.absolute()}, found {inside}"
+        with reading(f"data.root={config.root}", expected):
             found = datasets.ImageFolder(str(root / part))
-        except OSError as error:
-            inside = ", ".join(sorted(entry.name for entry in root.glob("*"))[:5]) or "nothing"
-            raise UserError(
-                f"data.root={config.root}: {error}; expected {part}/<class>/<image> in {root.absolute()}, "
-                f"found {inside}"
-            ) from None
         self.classes, self.labels = found.classes, found.targets
         self.paths: list[str] = [path for path, _ in found.samples]
 
     def __getitem__(self, index: int) -> bytes:
-        return Path(self.paths[index]).read_bytes()
+        return plain_file(Path(self.paths[index])).read_bytes()
 
     def name(self, index: int) -> str:
         return self.paths[index]
@@ -157,13 +147,10 @@ def hugging_face(config: HuggingFace) -> DataSet:
         import datasets
     except ImportError:
         raise UserError("data=huggingface needs its package: pip install 'shardtrain[huggingface]'") from None
-    root = Path(config.root).expanduser()
+    root = path_of("data.root", config.root)
     saved = (root / "dataset_dict.json").is_file()
-    try:
+    with reading(f"data.root={config.root}", "expected what Hugging Face's datasets can load"):
         found: Any = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(config.root)
-    except Exception as error:  # of many kinds: not found, no network, unreadable files
-        reason = str(error).split("\n", 1)[0]
-        raise UserError(f"data.root={config.root}: datasets cannot load it: {reason}") from error
     train, val = (Rows(found, config, key, datasets.Image(decode=False)) for key in ("train", "val"))
     kind = found[config.train].features[config.label]
     return pictures(config, train, val, getattr(kind, "num_classes", None))

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import importlib.resources
 import io
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from numpy.lib.npyio import NpzFile
 
-from shardtrain.job.config import Cifar, Data, Digits, Fake, HuggingFace, ImageFolder, Npz, WebDataset
+from shardtrain.job.config import Cifar, Data, Digits, Fake, ImageFolder, Npz, WebDataset
 from shardtrain.job.data.batches import Arrays, Chosen, DataSet, of_length
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.schema import UserError
+from shardtrain.job.schema import UserError, path_of, plain_file, reading
 
 
 def load(config: Data) -> DataSet:
@@ -63,25 +60,20 @@ def _read(config: Data) -> DataSet:
             return _cifar(config)
         case Fake():
             return _fake(config)
-    # Imported only when needed, since torchvision's transforms take a second.
-    from shardtrain.job.data import photos, tars
-
-    match config:
-        case ImageFolder():
-            return photos.image_folder(config)
         case WebDataset():
-            return tars.web_dataset(config)
-        case HuggingFace():
-            return photos.hugging_face(config)
+            from shardtrain.job.data.tars import web_dataset  # here, since transforms take a second
+
+            return web_dataset(config)
+    from shardtrain.job.data import photos
+
+    return photos.image_folder(config) if isinstance(config, ImageFolder) else photos.hugging_face(config)
 
 
 def _npz(config: Npz) -> DataSet:
-    try:
-        with Path(config.root).expanduser().open("rb") as file:
-            return _arrays(file, f"arrays {config.root}")
-    except (OSError, ValueError, EOFError, MemoryError, BadZipFile, zlib.error) as error:
-        expected = "expected an .npz with train_images, train_labels and val_… or test_…"
-        raise UserError(f"data.root={config.root}: {error}; {expected}") from None
+    expected = "expected an .npz with train_images, train_labels and val_… or test_…"
+    path = path_of("data.root", config.root)
+    with reading(f"data.root={config.root}", expected), plain_file(path).open("rb") as file:
+        return _arrays(file, f"arrays {config.root}")
 
 
 def _arrays(file: IO[bytes], name: str) -> DataSet:
@@ -149,51 +141,31 @@ def _cifar(config: Cifar) -> DataSet:
     kind = torchvision.datasets.CIFAR10 if config.name == "cifar10" else torchvision.datasets.CIFAR100
     if config.download:
         on_rank_0(lambda: _fetch(kind, config))
-    try:
+    where = path_of("data.root", config.root).absolute()
+    with reading(f"data.root={config.root}", f"no {config.name} in {where}; data.download=true gets it"):
         parts = [kind(config.root, train=train) for train in (True, False)]
-    except RuntimeError:
-        raise UserError(
-            f"data.root={config.root}: no {config.name} in {Path(config.root).expanduser().absolute()}; "
-            f"give the folder that has it, or data.download=true"
-        ) from None
     train, val = (
         Arrays(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in parts
     )
-    return DataSet(
-        train=train,
-        val=val,
-        name=config.name,
-        classes=len(parts[0].classes),
-        channels=3,
-        mean=(125.3, 123.0, 113.9),
-        std=(63.0, 62.1, 66.7),
-    )
+    mean, std = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+    return DataSet(train, val, config.name, len(parts[0].classes), channels=3, mean=mean, std=std)
 
 
 def _fetch(kind: Callable[..., object], config: Cifar) -> None:
     """Download the data set on one rank for all ranks. Several hosts must share `root`."""
-    try:
+    with reading("data.download=true", f"cannot fetch {config.name} to {config.root}"):
         kind(config.root, download=True)
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"data.download=true: cannot fetch {config.name} to {config.root}: {error}"
-        ) from error
 
 
 def _fake(config: Fake) -> DataSet:
     """Return random images with random labels, a few of them repeated, to measure speed and memory."""
     few = min(256, config.train_images)
     shape = (few, config.channels, config.image_size, config.image_size)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
+    with reading("data=fake", "expected images of a size that fits into memory"):
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator("fake images"))
     labels = torch.randint(0, config.classes, (few,), generator=generator("fake labels"))
     pool = Arrays(images, labels)
-    return DataSet(
-        train=of_length(pool, config.train_images),
-        val=of_length(pool, config.val_images),
-        name="fake",
-        classes=config.classes,
-        channels=config.channels,
-        mean=(127.5,) * config.channels,
-        std=(73.9,) * config.channels,
-    )
+    train, val = of_length(pool, config.train_images), of_length(pool, config.val_images)
+    mean, std = (127.5,) * config.channels, (73.9,) * config.channels
+    return DataSet(train, val, "fake", config.classes, config.channels, mean, std)

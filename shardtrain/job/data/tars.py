@@ -11,6 +11,7 @@ is writable.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tarfile
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ from shardtrain.job.config import WebDataset
 from shardtrain.job.data.batches import DataSet
 from shardtrain.job.data.photos import pictures
 from shardtrain.job.dist_env import together
-from shardtrain.job.schema import UserError
+from shardtrain.job.schema import UserError, path_of, plain_file, reading
 
+MOST_DIGITS = 8  # of a class's number
 Index = NDArray[np.int64]  # [images, 3]: first byte, bytes, label
 
 
@@ -61,7 +63,8 @@ def web_dataset(config: WebDataset) -> DataSet:
 
 def _find(config: WebDataset, key: str) -> list[Path]:
     pattern = getattr(config, key)
-    found = sorted(Path(config.root).expanduser().glob(pattern))
+    with reading(f"data.{key}={pattern}", f"expected a pattern of tar files in data.root={config.root}"):
+        found = sorted(map(plain_file, path_of("data.root", config.root).glob(pattern)))
     if not found:
         raise UserError(f"data.{key}={pattern}: no such file in data.root={config.root}; expected tar files")
     return found
@@ -72,12 +75,10 @@ def _index(shard: Path) -> Index:
     kept = shard.with_name(f"{shard.name}.index")
     state = shard.stat()
     stamp = np.array([[state.st_size, state.st_mtime_ns, 0]], dtype=np.int64)
-    try:
-        found: Index = np.load(kept, allow_pickle=False)
-        if np.array_equal(found[:1], stamp):
+    with contextlib.suppress(UserError), reading(str(kept), "made again"):
+        found: Index = np.load(plain_file(kept), allow_pickle=False)
+        if np.array_equal(found[:1], stamp) and len(found) > 1:
             return found[1:]
-    except (OSError, ValueError, EOFError):
-        pass  # missing or damaged: make it again
     index = np.array(list(_scan(shard)), dtype=np.int64)
     # Several ranks may write at once: each writes its own file, and the last one stays.
     temporary = kept.with_name(f"{kept.name}.{os.getpid()}")
@@ -94,23 +95,20 @@ def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
     """Yield first byte, bytes and label of each image, in the order of the keys' first appearance."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
-    try:
-        with tarfile.open(shard, "r:") as tar:
-            for member in tar:
-                folder, _, name = member.name.rpartition("/")
-                stem, _, kind = name.partition(".")
-                key = f"{folder}/{stem}"
-                if f".{kind.lower()}" in IMG_EXTENSIONS:
-                    images[key] = member.offset_data, member.size
-                elif kind == "cls":
-                    file = tar.extractfile(member)
-                    text = file.read().decode(errors="replace").strip() if file else ""
-                    if not text.isdigit():
-                        found = f"{member.name} holds {text[:20]!r}"
-                        raise UserError(f"{shard}: {found}, expected the number of a class")
-                    labels[key] = int(text)
-    except tarfile.TarError as error:
-        raise UserError(f"{shard}: {error}; expected an uncompressed tar file") from None
+    with reading(str(shard), "expected an uncompressed tar file"), tarfile.open(shard, "r:") as tar:
+        for member in tar:
+            folder, _, name = member.name.rpartition("/")
+            stem, _, kind = name.partition(".")
+            key = f"{folder}/{stem}"
+            if f".{kind.lower()}" in IMG_EXTENSIONS:
+                images[key] = member.offset_data, member.size
+            elif kind == "cls":
+                file = tar.extractfile(member)
+                text = file.read(MOST_DIGITS + 2).decode(errors="replace").strip() if file else ""
+                if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+                    found = f"{member.name} holds {text[:20]!r}"
+                    raise UserError(f"{shard}: {found}, expected the number of a class")
+                labels[key] = int(text)
     for key in images.keys() ^ labels.keys():
         lacks = "label (.cls)" if key in images else "image (.jpg, .png, …)"
         raise UserError(f"{shard}: {key.lstrip('/')} has no {lacks}")

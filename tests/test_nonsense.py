@@ -1,0 +1,110 @@
+"""Generated nonsense: each piece of it is taken, or is a mistake in one line, and nothing changes on disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from torch import nn
+
+import shardtrain
+from shardtrain import checkpoint
+from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line
+from shardtrain.job.config import Config
+from shardtrain.job.data.tars import _index
+from shardtrain.job.hydra_app import load_yaml
+from shardtrain.job.model import read_weights
+from shardtrain.job.schema import checked
+
+from test_data import write_tar
+from tiny import composed
+
+Each = Callable[[Any, Callable[[Any], object]], None]
+NUMBERS = st.sampled_from([-1, 0, 2**31, 2**63, 10**30]) | st.integers() | st.floats()
+JUNK = (
+    NUMBERS | st.text("a0./:-_² ", max_size=9) | st.sampled_from([None, True, [], {}, [[]], ["a"], {"a": 1}])
+)
+
+
+@pytest.fixture
+def each(request: pytest.FixtureRequest) -> Each:
+    """Call a function with values of a strategy, the same few ones each time, with ``--long`` many."""
+    count = 1000 if request.config.getoption("--long") else 40
+    checks = {"suppress_health_check": [*HealthCheck], "deadline": None}
+    options = settings(derandomize=True, max_examples=count, **checks)  # type: ignore[arg-type]
+    return lambda values, action: options(given(values)(lambda value: (action(value), None)[1]))()
+
+
+@st.composite
+def spoiled(draw: Any, tree: Any) -> Any:
+    """Draw ``tree``, of dicts and lists, with junk in some place."""
+    node = tree = copy.deepcopy(tree)
+    while True:
+        key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if not node[key] or not isinstance(node[key], dict | list) or draw(st.integers(0, 3)) == 0:
+            node[key] = draw(JUNK)
+            return tree
+        node = node[key]
+
+
+def is_refused(action: Callable[..., object], *arguments: Any) -> bool:
+    """Return whether ``action`` raises ValueError, of which UserError and Damaged are kinds, in one line."""
+    try:
+        action(*arguments)
+    except ValueError as error:
+        return "\n" not in str(error) or pytest.fail(str(error))
+    return False
+
+
+def test_configurations(each: Each) -> None:
+    raw = json.loads(json.dumps(asdict(composed("+recipe=resnet"))))
+    each(spoiled(raw), lambda node: is_refused(checked, OmegaConf.create(node), Config))
+
+
+def test_manifests(each: Each, tmp_path: Path) -> None:
+    model = shardtrain.shard(nn.Linear(3, 2))
+    optimizer, folder = torch.optim.AdamW(model.parameters()), tmp_path / "saved"
+    checkpoint.save(folder, model, optimizer, extra={"a": [1, torch.ones(2)]})
+
+    def load(node: Any) -> None:
+        (folder / NAME).write_text(json.dumps(node))
+        (folder / DIGEST_NAME).write_text(digest_line(json.dumps(node)))
+        model.weight.data.fill_(7)  # type: ignore[operator, union-attr]
+        refused = is_refused(checkpoint.load, folder, model, optimizer)
+        assert refused == bool((model.weight == 7).all())
+
+    each(spoiled(json.loads((folder / NAME).read_text())), load)
+
+
+@pytest.mark.parametrize("name", ["x.yaml", "x.tar", "x.tar.index", "x.pth", "x.safetensors"])
+def test_files(each: Each, tmp_path: Path, name: str) -> None:
+    """Cut, and with other bytes in a few places."""
+    file, shard, state = tmp_path / name, tmp_path / "x.tar", {"a": torch.ones(3), "b": torch.ones(2, 2)}
+    (tmp_path / "x.yaml").write_text("a: &a [1, '2', {b: c}]\nd: *a\n# e\nf:\n  g: \"${a}\"\n")
+    torch.save(state, tmp_path / "x.pth")
+    save_file(state, tmp_path / "x.safetensors")
+    write_tar(shard, {"a.png": b"", "a.cls": b"1"})
+    assert _index(shard).tolist() == [[512, 0, 1]]
+    read = load_yaml if name == "x.yaml" else _index if "tar" in name else read_weights
+    whole, others = file.read_bytes(), {path.name for path in tmp_path.iterdir()}
+
+    def spoil(changes: tuple[int, list[tuple[int, int]]]) -> None:
+        content, (size, places) = bytearray(whole), changes
+        for place, byte in places:
+            content[place % len(content)] = byte
+        file.write_bytes(content[: size or len(content)])
+        is_refused(read, shard if "tar" in name else file)
+        assert others == {path.name for path in tmp_path.iterdir()}
+
+    places = st.tuples(st.integers(0, 2000), st.integers(0, 255))
+    each(st.tuples(st.just(0) | st.integers(1, len(whole)), st.lists(places, max_size=9)), spoil)
