@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_916, "files": 105, "rooms": 16, "engine and layout": 3_526, "tests": 13_970}
+LARGEST = {"lines": 16_916, "files": 105, "rooms": 16, "engine and layout": 3_526, "tests": 13_993}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

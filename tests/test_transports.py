@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -139,6 +139,29 @@ def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, starts: i
             with stranger:
                 stranger.kill()
     assert all(int(made) > starts and heard == "0" for made, heard in counts), counts
+
+
+@each_rank(4, transport="auto")
+def test_two_jobs_with_the_same_names_and_secrets_do_not_meet() -> None:
+    """Of one user, at the same time: the kernel's word on who is at the other end keeps them apart."""
+    job, rank = divmod(dist.get_rank(), 2)
+    group, shared = [dist.new_group([0, 1]), dist.new_group([2, 3])][job], torch.zeros(1)
+
+    def together(*arguments: Any) -> list[str]:
+        dist.barrier()  # of both jobs: all have bound their names, then all have connected or given up
+        return gather_texts(*arguments)
+
+    with (
+        patch.object(signals, "gather_texts", together),
+        patch.object(signals, "_LINK_S", 1.0),
+        patch.object(signals.secrets, "token_hex", lambda size: f"{rank:0{2 * size}}"),
+        suppress(ValueError),  # the ranks of the job that came second cannot reach one another
+    ):
+        shared = comm.open_transport("shared_memory", group).signals.share(0, 1)  # type: ignore[attr-defined]
+        if rank == 0:
+            shared[0] = 1
+    dist.barrier()
+    assert sorted(comm.gather_texts(str(int(shared[0])), comm.plain_transport())) == ["0", "0", "1", "1"]
 
 
 @each_rank(4, transport="auto")
