@@ -357,7 +357,7 @@ def one_rank_s_mistakes(folder: Path) -> list[str]:
 
     def complain(ranks: tuple[int, ...]) -> None:
         if comm.rank() in ranks:
-            raise UserError(f"no disk on rank {comm.rank()}")
+            raise UserError(f"no disk on rank {comm.rank()} of caf\udce9")  # the name of a file, not UTF-8
 
     def unreachable(root: str, download: bool) -> None:
         raise URLError("no route to host")
@@ -377,7 +377,7 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path:
     (tmp_path / "run/checkpoints").write_text("")
     first, second = on_ranks(2, one_rank_s_mistakes, tmp_path)
     assert first == second
-    assert first[:3] == ["no disk on rank 0", "no disk on rank 1", "no disk on rank 0"]
+    assert first[:3] == [f"no disk on rank {rank} of caf\\udce9" for rank in (0, 1, 0)]
     beginnings = [
         f"run.dir={tmp_path}/file: [Errno 17] File exists: '{tmp_path}/file'; cannot write there; choose",
         f"run.dir={tmp_path}/run/checkpoints: [Errno 20] Not a directory: ",

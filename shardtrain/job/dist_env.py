@@ -166,7 +166,7 @@ def together(action: Callable[[], Result]) -> Result:
     try:
         result = action()
     except UserError as error:
-        problem = str(error)
+        problem = str(error).encode(errors="backslashreplace").decode()  # names of files may not be UTF-8
     for found in filter(None, comm.gather_texts(problem, comm.plain_transport())):
         raise UserError(found)
     return result
