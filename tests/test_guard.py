@@ -102,6 +102,18 @@ def is_killed(folder: str, sizes: tuple[int, int] | None, where: str) -> None:
     (Path(folder) / str(dist.get_rank())).write_text(text)
 
 
+@each_rank(3, transport="auto")
+def test_a_rank_that_ends_outside_of_models_is_named() -> None:
+    comm.guard_world()
+    assert comm.all_reduce(torch.ones(1)).item() == 3
+    if is_last():
+        dist.destroy_process_group()
+        return
+    told = raised_soon(comm.PeerLost, lambda: comm.all_reduce(torch.ones(1)))
+    where = "at a point between steps, all-reducing 4 bytes"
+    assert told == f"rank 2 has ended: rank {dist.get_rank()} was {where}"
+
+
 @pytest.mark.parametrize(("sizes", "where"), [((2, 2), "backward"), (None, "forward")])
 def test_survivors_of_a_killed_rank_leave_at_once(
     ranks: Ranks, sizes: tuple[int, int] | None, where: str, tmp_path: Path

@@ -388,6 +388,13 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path:
         assert told.startswith(beginning)
 
 
+@each_rank(2, transport="auto")
+def test_hosts_that_are_started_with_different_settings_are_named() -> None:
+    launch.require_same_command(configure(f"data.workers={comm.rank()}", f"run.dir=/host{comm.rank()}"))
+    told = refused(launch.require_same_command, configure(f"optim.lr=0.{1 + comm.rank()}"))
+    assert told == "the command differs between ranks: rank 1 has optim.lr=0.2 where rank 0 has optim.lr=0.1"
+
+
 def indexed(config: WebDataset, bad: WebDataset) -> tuple[list[str], str]:
     """Which tar files this rank has scanned."""
     scan, scanned = tars._scan, []

@@ -42,7 +42,7 @@ UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 class Host:
     def __init__(self, name: str, cores: Sequence[int]) -> None:
-        self._cores = ",".join(map(str, cores))
+        self._cores, self._started = ",".join(map(str, cores)), list[subprocess.Popen[str]]()
         command = ["unshare", *NAMESPACES, "--fork", "sh", "-c", FIRST, name]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._first = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C is not for it
@@ -55,6 +55,8 @@ class Host:
     def kill(self) -> None:
         """End all processes of the host at once, as ``kill -9`` does, and remove its devices."""
         self._first.communicate()  # closes the pipe, and waits
+        for each in self._started:
+            each.wait()
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Start a command on the host. ``options``: those of `Popen`."""
@@ -68,7 +70,10 @@ class Host:
             "-c",
             self._cores,
         ]
-        return subprocess.Popen([*inside, *command], start_new_session=True, text=True, **options)
+        self._started.append(
+            subprocess.Popen([*inside, *command], start_new_session=True, text=True, **options)
+        )
+        return self._started[-1]
 
     def network(self, line: str) -> None:
         """Run one line of ``ip`` or ``tc`` in the host's network."""
@@ -101,16 +106,14 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str | None = None, delay: str | None = None) -> Iterator[TwoHosts]:
+def two_hosts(rate: str | None = None) -> Iterator[TwoHosts]:
     """Make two hosts, which are gone after the block.
 
     ``rate``: of the link in each direction, as `tc` has it (1gbit, 100mbit); None: as fast as the machine.
-    ``delay``: in each direction (1ms), on kernels that have netem.
-
     Raises OSError if that is not possible here.
     """
     cores = sorted(os.sched_getaffinity(0))
-    shape = shaped(rate, delay)
+    shape = shaped(rate) if rate else ""
     with contextlib.ExitStack() as held:
 
         def host(name: str, cores: Sequence[int]) -> Host:
@@ -132,15 +135,13 @@ def two_hosts(rate: str | None = None, delay: str | None = None) -> Iterator[Two
         yield TwoHosts(hosts, switch)
 
 
-def shaped(rate: str | None, delay: str | None) -> str:
+def shaped(rate: str) -> str:
     """Return what `tc` makes of a device: bursts of 4 ms, or of one large packet, and a queue of 100 ms."""
-    match = re.fullmatch(r"([0-9.]+)([kmg])bit", rate or "1gbit")
+    match = re.fullmatch(r"([0-9.]+)([kmg])bit", rate)
     if match is None:
         raise ValueError(f"expected a rate like 1gbit or 100mbit, found {rate}")
-    if delay is not None:
-        return f"netem delay {delay} limit 100000" + (f" rate {rate}" if rate else "")
     burst = max(65_536, int(float(match[1]) * UNITS[match[2]] * 0.004 / 8))
-    return f"tbf rate {rate} burst {burst} latency 100ms" if rate else ""
+    return f"tbf rate {rate} burst {burst} latency 100ms"
 
 
 def main() -> int:
@@ -149,13 +150,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", help="of the link in each direction, as 1gbit or 100mbit")
-    parser.add_argument("--delay", help="of the link in each direction, as 1ms; needs a kernel with netem")
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
     parser.add_argument("program", nargs="+", help="what torchrun starts, as -m shardtrain.train")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with two_hosts(given.rate, given.delay) as two:
+        with two_hosts(given.rate) as two:
             started = [two.torchrun(side, given.ranks, *given.program) for side in (0, 1)]
             while None in (codes := [each.poll() for each in started]):
                 time.sleep(0.1)

@@ -48,7 +48,7 @@ from shardtrain.comm.meter import Meter, Wait, count, meter
 from shardtrain.comm.native import set_time_out
 from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.opening import TRANSPORTS, open_replicated, open_transport
-from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.process_group import ProcessGroupTransport, guard_world
 from shardtrain.comm.public import (
     all_gather_into_tensor,
     all_to_all,
@@ -110,7 +110,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op
 
 
 def plain_transport(group: Group | None = None) -> Ranks:
-    """Return a transport over ``group`` (default: the world) without a guard, for use outside the engine."""
+    """Return a transport over ``group`` (default: the world) for use outside the engine."""
     group = group or dist.group.WORLD
     return Alone() if group is None or group.size() == 1 else ProcessGroupTransport(group)
 

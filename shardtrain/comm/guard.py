@@ -143,9 +143,9 @@ class Paths:
         return PeerLost(f"{named(ranks)} {verb}: rank {self.rank} {was} at {self.where(position)}")
 
     def where(self, position: int) -> str:
-        """Return a text such as ``step 3, gathering layer1``."""
-        entry = self.own.get(position)
-        return f"step {self.step}, {entry.text if entry else 'an earlier collective'}"
+        """Return a text such as ``step 3, gathering layer1``. Outside of a model there are no steps."""
+        entry, step = self.own.get(position), f"step {self.step}" if self.step else "a point between steps"
+        return f"{step}, {entry.text if entry else 'an earlier collective'}"
 
 
 def odd_ones_out(keys: Mapping[int, object]) -> str:

@@ -25,11 +25,21 @@ from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, ENTER, GATHER, MOVEMENTS, REDUCE, STEP, Movement
 from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Transport, intervals
 
+_guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
+
+
+def guard_world() -> None:
+    """Guard collectives outside of models, too, if the default process group has gloo. Collective."""
+    group = dist.group.WORLD
+    if group is not None and group.size() > 1 and native.has_gloo(group):
+        _guards[group] = Reports(group, abort=lambda: None)
+
 
 class ProcessGroupTransport(Transport):
     """Run collectives between the ranks of ``group``, or between those of a `part` of it."""
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
+        reports = reports or _guards.get(group)  # a model has its own
         self._group = weakref.ref(group)
         self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
         self._reports = reports

@@ -5,10 +5,12 @@ All of it comes from the launcher: its environment variables, and its key-value 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import platform
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,6 +31,7 @@ from shardtrain.job.schema import UserError
 # How long a rank waits for others. Start-up lists images and compiles models; later steps take equally long.
 START_UP = datetime.timedelta(minutes=10)
 AFTERWARDS = datetime.timedelta(seconds=120)
+ANSWER_S = 5.0  # how long it waits for the launcher's store once something has failed
 LONGEST_PAUSE = 0.5  # seconds between two reads of the store, which all ranks share
 
 Result = TypeVar("Result")
@@ -66,9 +69,22 @@ class RankInfo:
         return store
 
     def add(self, key: str, number: int) -> int:
-        """Add ``number`` to the counter ``key`` of this attempt, and return its value. Does not wait."""
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return number if self.world_size == 1 else self.store.add(f"shardtrain/{key}/{attempt}", number)
+        """Add ``number`` to this attempt's counter ``key``, and return its value; 0 if the store is gone.
+
+        Where the link to it is cut, torch would wait for ever.
+        """
+        attempt, values = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), [0]
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                values.append(self.store.add(f"shardtrain/{key}/{attempt}", number))
+
+        if self.world_size == 1:
+            return number
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(ANSWER_S)
+        return values[-1]
 
     def agree(self, key: str, proposal: str) -> str:
         """Return the first rank's proposal for ``key``, the same on every rank and across restarts.

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
@@ -36,6 +37,7 @@ from shardtrain.job.schema import UserError, path_of
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
 
 USER_ERROR = 2
+COMMON = ("train", "ema", "augment", "optim", "sched", "parallel")  # sections that are the same on all hosts
 PATIENCE = 10.0  # seconds for which a silent rank waits for the rank that prints, before it exits itself
 
 
@@ -61,9 +63,20 @@ def run(job: Callable[[Config, Context], Result]) -> Result | None:
         return None if raw is None else from_hydra(raw)
 
     def run_job(config: Config, rank_info: RankInfo, device: torch.device) -> Result:
+        require_same_command(config)
         return job(config, Context(rank_info, device, run_dir(config, rank_info)))
 
     return start(read, run_job)
+
+
+def require_same_command(config: Config) -> None:
+    """Raise UserError on all ranks if their settings differ, apart from paths and threads. Collective."""
+    sections = {name: section for name, section in asdict(config).items() if name in COMMON}
+    lines = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
+    try:
+        comm.require_same([f"seed={config.seed}", *lines], "the command", comm.plain_transport())
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 @record
@@ -129,6 +142,7 @@ def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) 
         timeout=START_UP,
         device_id=device if devices.is_accelerator(device) else None,
     )
+    comm.guard_world()
 
 
 def close_process_group() -> None:
@@ -161,11 +175,7 @@ def _exit_with(error: Exception, rank_info: RankInfo) -> NoReturn:
 
     The others wait for their launcher to end them, since it takes the rank that ends first for the cause.
     """
-    try:
-        first = rank_info.add("speaker", 1) == 1
-    except (RuntimeError, ValueError):  # the store ended with rank 0, which then has printed a message
-        first = False
-    if first:
+    if rank_info.add("speaker", 1) == 1:  # 0 if the store ended with rank 0, which then has printed a message
         message, path = f"error: {error}", os.environ.get("TORCHELASTIC_ERROR_FILE")
         print(message, file=sys.stderr, flush=True)
         if path:  # torchrun shows this as the root cause; torch's own writer would add a traceback

@@ -1,0 +1,136 @@
+"""Two hosts, a torchrun on each (`two_hosts.py`): equal losses, cut links, hosts that are lost and join."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from two_hosts import TwoHosts, two_hosts
+
+import programs
+from test_cli import PROGRAM
+from test_torture import files_of
+from tiny import TINY
+
+JOB = (
+    "+recipe=resnet",
+    *TINY,
+    "train.log_every=1",
+    "monitor.progress=lines",
+    "optim.lr=0.003",
+    "run.dir=run",
+)
+ENDLESS = (*JOB, "sched=constant", "train.epochs=5000", "checkpoint.every_steps=10")
+# The program, with a short time-out after the first step.
+IMPATIENT = """
+import datetime, runpy
+import shardtrain.train.loop
+shardtrain.train.loop.AFTERWARDS = datetime.timedelta(seconds=12)
+runpy.run_module("shardtrain.train", run_name="__main__")
+"""
+MEET = "--nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id run"
+MEET += " --rdzv-conf last_call_timeout=2"
+
+
+class Run:
+    def __init__(self, two: TwoHosts, folder: Path) -> None:
+        self.two, self.folder = two, folder
+        self.running: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, side: int, ranks: int, *command: str) -> None:
+        with (self.folder / f"said-{side}").open("a") as said:
+            own = {"env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "cwd": self.folder}
+            self.running[side] = self.two.torchrun(
+                side, ranks, *command, stdout=said, stderr=subprocess.STDOUT, **own
+            )
+
+    def said(self, side: int = 0) -> str:
+        return (self.folder / f"said-{side}").read_text()
+
+    def wait_for(self, pattern: str, after: int = 0) -> int:
+        """Wait until host 0 has said this after a position; return the position of its end."""
+        deadline = time.monotonic() + 90
+        while (match := re.compile(pattern, re.MULTILINE).search(self.said(), after)) is None:
+            assert time.monotonic() < deadline, f"no {pattern!r}: {self.said()}"
+            time.sleep(0.05)
+        return match.end()
+
+    def codes(self) -> list[int]:
+        return [self.running[side].wait(90) for side in (0, 1)]
+
+    def losses(self) -> dict[int, float]:
+        return losses(self.said())
+
+
+def losses(said: str) -> dict[int, float]:
+    found = re.findall(r"^step +(\d+)/.* loss ([\d.]+)  acc1 .* left$", said, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def undisturbed(folder: Path, steps: int, *arguments: str) -> dict[int, float]:
+    """Return the losses of two ranks of one host."""
+    command = (*PROGRAM, *arguments, f"train.max_steps={steps}", "run.dir=undisturbed")
+    done = programs.ended(2, *command, folder=folder)
+    assert done.codes == [0, 0], done.errors
+    return losses(done.output)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    try:
+        with two_hosts() as two:
+            yield Run(two, tmp_path)
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_two_hosts_train_as_one(run: Run, ranks: int) -> None:
+    """Bit for bit with one rank on each; with two, which share memory, gradients round otherwise."""
+    for side in (0, 1):
+        run.start(side, ranks, *PROGRAM, *JOB)
+    assert run.codes() == [0, 0], run.said()
+    assert run.losses() == pytest.approx(undisturbed(run.folder, 10, *JOB), abs=2e-4)
+    saved = [files_of(run.folder / name / "checkpoints/step-00000010") for name in ("undisturbed", "run")]
+    assert (saved[0] == saved[1]) == (ranks == 1)
+
+
+@pytest.mark.long
+def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) -> None:
+    (run.folder / "impatient.py").write_text(IMPATIENT)
+    for side in (0, 1):
+        run.start(side, 2, "impatient.py", *ENDLESS)
+    run.wait_for("^step +5/")
+    run.two.link("down")
+    time.sleep(5)
+    so_far = len(run.said())
+    run.two.link("up")
+    run.wait_for("^step +.*\n(.*\n)+step", so_far)
+    run.two.link("down")
+    assert run.codes() == [1, 1]
+    for side, lost in enumerate(("(2|3|2 and 3)", "(0|1|0 and 1)")):
+        assert re.search(
+            rf"PeerLost: ranks? {lost} do(es)? not answer: rank \d has waited 1\d s", run.said(side)
+        )
+    assert run.losses() == pytest.approx(undisturbed(run.folder, max(run.losses()), *ENDLESS), abs=2e-3)
+
+
+@pytest.mark.long
+def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
+    """From 2 hosts to 1 and back, from checkpoints in a directory that both see, with the same losses."""
+    command = (*MEET.split(), *PROGRAM, *ENDLESS)
+    for side in (0, 1):
+        run.start(side, 1, *command)
+    run.wait_for("^step +20/")
+    run.two.hosts[1].start("sh", "-c", "kill -9 -1").wait()
+    position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ")
+    position = run.wait_for(r"^world +1 rank.*\n.*\ncontinuing after step \d+ .*\nstep", position)
+    run.start(1, 1, *command)
+    position = run.wait_for(r"^world +2 ranks.*\n.*\ncontinuing after step \d+ ", position)
+    run.wait_for("^step", position)
+    run.two.hosts[0].kill()
+    assert run.losses() == pytest.approx(undisturbed(run.folder, max(run.losses()), *ENDLESS), abs=2e-3)
