@@ -1,9 +1,9 @@
-"""Augmentations: of a batch on its device, and of single images where they are loaded.
+"""Augment batches of images on their device, and single images where they are loaded.
 
-An augmentation says how many random numbers an image takes (`draws`) and is called with the images and
-these numbers, uniform in [0, 1). Whoever draws them decides what they depend on: the training program
-derives them from the seed and the image's place in the run, so it does not matter how many ranks share it.
-One that also works on single images has them as `image`.
+An augmentation is called with a batch and with random numbers, uniform in [0, 1), of which each image takes
+`draws`. The caller draws them. The training program derives them from the seed and from the image's position
+in the run, so they do not depend on the number of ranks. An augmentation that also changes single images has
+a method `image`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch import Tensor
 
 
 class Affine:
-    """Rotates, zooms and shifts each image a little; suits digits, which no flip may touch."""
+    """Rotate, zoom and shift each image a little. It suits digits, which must not be mirrored."""
 
     draws = 4
 
     def __init__(self, rotate: float, zoom: float, shift: float) -> None:
-        """rotate: degrees, zoom: fraction, shift: fraction of the side; each the largest, either way."""
+        """Set the largest changes in either direction.
+
+        rotate: degrees. zoom: fraction. shift: fraction of the side. Raises ValueError outside their ranges.
+        """
         if not (0 <= rotate <= 180 and 0 <= zoom < 1 and 0 <= shift <= 1):
             raise ValueError(f"rotate={rotate}, zoom={zoom}, shift={shift}: expected 0–180, 0–1 and 0–1")
         self.rotate, self.zoom, self.shift = math.radians(rotate), zoom, shift
@@ -45,13 +48,13 @@ FLIP = 2  # the draw that decides whether an image is mirrored
 
 
 class Photo:
-    """Crops and mirrors, changes colours and shapes, erases boxes; suits photographs.
+    """Crop and mirror images, change colours and shapes, and erase boxes. It suits photographs.
 
-    First a policy of torchvision changes each image, as uint8 and where it is loaded (`image`): its
-    transforms draw once a call from torch's random numbers, so they are called once an image, in the loader's
-    processes, with these numbers seeded by the image's place in the run. The rest is a few array operations
-    on the whole batch: pads and crops back to size, mirrors every second image, and fills a box of some
-    images with zeros (the mean).
+    First a policy of torchvision changes each image, as uint8, where it is loaded (`image`). Its transforms
+    draw from torch's random numbers once per call. So they are called once per image, in the loader's
+    processes, and the numbers are seeded by the image's position in the run. The other changes are array
+    operations on the whole batch: they pad and crop back to size, mirror half of the images, and fill a box
+    in some images with zeros (the mean).
     """
 
     draws = 8
@@ -65,11 +68,13 @@ class Photo:
         border: str = "constant",
         flip: str = "random",
     ) -> None:
-        """pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
+        """Choose the changes.
+
+        pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
         (RandAugment: two operations of `magnitude`, 0 to 30), cifar10 (AutoAugment's policy for it).
-        erase: the part of the images that lose a box of 2 to 33 % of their area. border: constant (zeros) or
-        reflect. flip: random; alternating: at random in the first epoch, then the other way round than in the
-        epoch before (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498).
+        erase: the fraction of images that lose a box of 2 to 33 % of their area. border: constant (zeros) or
+        reflect. flip: random; alternating: random in the first epoch, then mirrored in every second epoch
+        (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498). Raises ValueError for other values.
         """
         if pad < 0 or not 0 <= magnitude <= 30 or not 0 <= erase <= 1:
             raise ValueError(
@@ -92,7 +97,7 @@ class Photo:
 
 
 def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None:
-    """torchvision's policy; it takes a second to import."""
+    """Return torchvision's policy, whose import takes a second. Raises ValueError for an unknown name."""
     if name == "none":
         return None
     from torchvision.transforms import v2
@@ -108,7 +113,7 @@ def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None
 
 
 def crop_flip(images: Tensor, uniform: Tensor, pad: int, border: str = "constant") -> Tensor:
-    """Random crops of images with a border of `pad` pixels, every second one mirrored.
+    """Return random crops of images with a border of `pad` pixels, half of them mirrored.
 
     uniform: float32 [batch, 3]: top, left, mirrored.
     """
@@ -124,10 +129,10 @@ def crop_flip(images: Tensor, uniform: Tensor, pad: int, border: str = "constant
 
 
 def erased(images: Tensor, uniform: Tensor, part: float) -> Tensor:
-    """Random erasing: a box of zeros (the mean) in `part` of the images.
+    """Fill a random box with zeros (the mean) in the fraction `part` of the images (random erasing).
 
-    Area (2 to 33 %) and ratio of height to width (0.3 to 3.3) are drawn as in torchvision's RandomErasing,
-    which draws again when a box is too long for the image; here it is cut to the image's side.
+    Area (2 to 33 %) and ratio of height to width (0.3 to 3.3) are drawn as in torchvision's RandomErasing.
+    That draws again if a box is too long for the image; here the box is cut to the image's side.
 
     uniform: float32 [batch, 5]: erased at all, area, ratio, top, left.
     """

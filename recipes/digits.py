@@ -1,11 +1,11 @@
-"""Ten seeds of the `resnet` recipe on the digits, beside a support vector machine on the same split.
+"""Train ten seeds of the `resnet` recipe on the digits, beside a support vector machine on the same split.
 
     python -m shardtrain.recipes.digits                     ten runs of one process
     python -m shardtrain.recipes.digits --ranks 2           of two ranks each
     python -m shardtrain.recipes.digits --out outputs/choose data.validation=0.2 train.epochs=6
 
 The last one judges a setting by a fifth of the training images. The 360 test images are for the setting that
-is chosen. What is finished in the output directory is not run again. The support vector machine needs
+is chosen. Finished runs in the output directory are not repeated. The support vector machine needs
 scikit-learn (`pip install shardtrain[digits]`).
 """
 
@@ -26,14 +26,14 @@ import numpy as np
 
 
 class Split(NamedTuple):
-    """Images as rows of 64 values, float64 [images, 64], and labels, of both parts."""
+    """Hold images as rows, float64 [images, 64], and labels, of both parts."""
 
     train: tuple[Any, Any]
     held_out: tuple[Any, Any]
 
 
 def split() -> Split:
-    """The fixed split that the training program uses."""
+    """Return the fixed split that the training program uses."""
     packed = importlib.resources.files("shardtrain.job.data").joinpath("digits.npz").read_bytes()
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         parts = [(arrays[f"{part}_images"], arrays[f"{part}_labels"]) for part in ("train", "val")]
@@ -41,7 +41,7 @@ def split() -> Split:
 
 
 def svm_accuracy() -> float | None:
-    """Percent right of an RBF support vector machine with scikit-learn's defaults; None without it."""
+    """Return the accuracy in percent of scikit-learn's RBF support vector machine; None without it."""
     try:
         from sklearn.svm import SVC
     except ImportError:
@@ -51,7 +51,7 @@ def svm_accuracy() -> float | None:
 
 
 def run(seed: int, folder: Path, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """What result.json says of the run with `seed`, which is started unless it is finished."""
+    """Return result.json of the run with `seed`, after running it unless it is finished."""
     found = folder / "result.json"
     if not found.exists() or json.loads(found.read_text())["status"] != "finished":
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -63,7 +63,7 @@ def run(seed: int, folder: Path, ranks: int, overrides: Sequence[str]) -> dict[s
 
 
 def report(results: Mapping[int, Mapping[str, Any]], svm: float | None) -> str:
-    """The table, from the results by seed: of validation images where there are some, else of test images."""
+    """Return the table of results by seed: on validation images if there are any, else on test images."""
     rows = ["seed  acc1 %  seconds"]
     rows += [f"{seed:<4}  {r['val/acc1']:6.2f}  {r['seconds']:7.1f}" for seed, r in results.items()]
     found = [result["val/acc1"] for result in results.values()]
@@ -83,7 +83,7 @@ def report(results: Mapping[int, Mapping[str, Any]], svm: float | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of a run")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks per run")
     parser.add_argument("--seeds", type=int, default=10, help="number of runs, seeded from 0 on")
     parser.add_argument("--out", type=Path, default=Path("outputs/digits-report"))
     parser.add_argument("overrides", nargs="*", help="settings of the runs, key=value")

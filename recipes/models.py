@@ -1,4 +1,4 @@
-"""Image classifiers of torchvision, built by name and fitted to a data set."""
+"""Build image classifiers of torchvision by name, and fit them to a data set."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def classifier(
     stem: str = "auto",
     zero_init_residual: bool = False,
 ) -> nn.Module:
-    """Torchvision's model `name`, untrained, for images float32 [batch, in_channels, image_size, image_size].
+    """Return torchvision's model `name`, untrained; images: float32 [batch, in_channels, side, side].
 
+    image_size: the side in pixels.
     stem: `standard` is torchvision's own, which leaves a ResNet 1/4 of the side to work on; `small` is a 3×3
     convolution of stride 1 and no pooling; `auto` chooses by image size. Only ResNets have the choice.
-    zero_init_residual: a ResNet's blocks start as the identity.
+    zero_init_residual: a ResNet's blocks start as the identity. Raises ValueError for what a model lacks.
     """
     if stem not in ("auto", "small", "standard"):
         raise ValueError(f"stem={stem} (valid: auto, small, standard)")
@@ -52,7 +53,10 @@ def vit(
     width: int,
     mlp_width: int,
 ) -> nn.Module:
-    """Torchvision's vision transformer in a size of its own; `patch`: pixels of a patch's side."""
+    """Return torchvision's vision transformer in a size of its own; `patch`: pixels per patch's side.
+
+    Raises ValueError if patches do not divide the image, heads do not divide the width, or a size is absurd.
+    """
     if min(patch, layers, heads, width, mlp_width) < 1 or layers > MOST_LAYERS:
         raise ValueError(f"expected sizes of at least 1, and at most {MOST_LAYERS} layers, found {layers}")
     if image_size % patch or width % heads:
@@ -66,10 +70,11 @@ def vit(
 
 
 def resnet_cifar(num_classes: int, in_channels: int, image_size: int, depth: int) -> nn.Module:
-    """The ResNet of He et al. (2015, https://arxiv.org/abs/1512.03385, section 4.2) for small images.
+    """Return the ResNet for small images of He et al. (2015, https://arxiv.org/abs/1512.03385, section 4.2).
 
     Three stages of 16, 32 and 64 channels, each of ``(depth - 2) / 6`` blocks of two convolutions. Shortcuts
-    have no parameters: where the shape changes they take every second pixel and add channels of zeros.
+    have no parameters: where the shape changes they take every second pixel and add channels of zeros. Raises
+    ValueError for another depth.
     """
     blocks, rest = divmod(depth - 2, 6)
     if rest or blocks < 1 or image_size < 4 or depth > MOST_LAYERS:
@@ -95,7 +100,7 @@ def resnet_cifar(num_classes: int, in_channels: int, image_size: int, depth: int
 
 
 class Shortcut(nn.Module):
-    """Takes every second pixel and adds ``channels`` channels of zeros."""
+    """Take every second pixel, and add ``channels`` channels of zeros."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -141,7 +146,7 @@ def _zero_init_residual(model: nn.Module, name: str) -> None:
 
 
 def _set_input_channels(model: nn.Module, channels: int) -> None:
-    """Replaces the first convolution by one of `channels` input channels."""
+    """Replace the first convolution by one of `channels` input channels."""
     name, old = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
     new = nn.Conv2d(
         channels,
@@ -156,6 +161,6 @@ def _set_input_channels(model: nn.Module, channels: int) -> None:
 
 
 def _initialised(convolution: nn.Conv2d) -> nn.Conv2d:
-    """The initialisation that torchvision gives a ResNet's convolutions."""
+    """Initialize a convolution as torchvision does in a ResNet."""
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return convolution

@@ -1,4 +1,4 @@
-"""A small network that learns CIFAR-10 in twelve epochs: the model of `+recipe=resnet9_cifar10`.
+"""Define a small network that learns CIFAR-10 in twelve epochs, the model of `+recipe=resnet9_cifar10`.
 
 Written after airbench94 (Keller Jordan, 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
 https://arxiv.org/abs/2404.00498), which itself follows David Page's ResNet-9 (2018)::
@@ -26,7 +26,7 @@ BIAS_SCALE = 8.0
 
 
 class Resnet9(nn.Module):
-    """Images float32 [batch, in_channels, image_size, image_size] to logits [batch, num_classes]."""
+    """Map images, float32 [batch, in_channels, image_size, image_size], to logits [batch, num_classes]."""
 
     def __init__(
         self,
@@ -53,13 +53,15 @@ class Resnet9(nn.Module):
 
     @torch.no_grad()
     def init_from_images(self, images: Tensor) -> None:
-        """Set what depends on the data; the program calls it before the first step, with training images."""
+        """Set what depends on the data. The program calls it before the first step, with training images."""
         self.whiten.init_from_images(images)
 
 
 class Whiten(nn.Conv2d):
-    """Projects 2×2 patches onto the eigenvectors of their covariance, scaled to unit variance, and onto the
-    negatives of these, so that GELU loses nothing. The filters are not trained; the bias is."""
+    """Project 2×2 patches onto the eigenvectors of their covariance, scaled to unit variance.
+
+    The negatives of the filters follow, so that GELU loses nothing. Only the bias is trained.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, 2 * 4 * channels, 2)
@@ -68,7 +70,7 @@ class Whiten(nn.Conv2d):
         nn.init.zeros_(self.bias)
 
     def init_from_images(self, images: Tensor, eps: float = 5e-4) -> None:
-        """images: float32 [count, channels, side, side], about zero mean and unit variance.
+        """Set the filters from ``images``, float32 [count, channels, side, side], normalised.
 
         An eigenvector's sign is free. That of its largest element is made positive, so that all ranks agree.
         """
@@ -92,14 +94,14 @@ def group(channels: int, width: int) -> nn.Sequential:
 
 
 def dirac_conv(channels: int, width: int) -> nn.Conv2d:
-    """A 3×3 convolution whose first ``channels`` outputs are its inputs; the others start at random."""
+    """Return a 3×3 convolution whose first ``channels`` outputs are its inputs; the others are random."""
     conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
     nn.init.dirac_(conv.weight[:channels].detach())
     return conv
 
 
 class Norm(nn.BatchNorm2d):
-    """BatchNorm without a scale, with a bias that learns fast and running statistics of few batches."""
+    """Normalise batches without a scale, with a bias that learns fast and statistics of few batches."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=1e-12, momentum=0.4)

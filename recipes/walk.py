@@ -1,4 +1,4 @@
-"""A sharded step, told while it happens: what every rank holds at each point.
+"""Run one sharded step, and print what every rank holds at each point.
 
     torchrun --nproc-per-node 2 -m shardtrain.recipes.walk
 
@@ -18,7 +18,7 @@ from shardtrain import comm
 
 
 def small_model() -> nn.Sequential:
-    """Two layers of 2×3 and 1×2 weights, all of them 1."""
+    """Return two layers with weights of 2×3 and 1×2, all of them 1."""
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False))
     for param in model.parameters():
         nn.init.ones_(param)
@@ -26,7 +26,7 @@ def small_model() -> nn.Sequential:
 
 
 def tell(what: str, *lines: str) -> None:
-    """Every rank's lines, printed by rank 0 in rank order. Collective."""
+    """Print every rank's lines on rank 0, in rank order. Collective."""
     texts = comm.gather_texts("\n".join(lines), comm.plain_transport())
     if comm.rank() == 0:
         print(f"\n{what}")
@@ -36,7 +36,7 @@ def tell(what: str, *lines: str) -> None:
 
 
 def numbers(tensor: torch.Tensor | None) -> str:
-    """``[1 1.5 2]``; nested for more dimensions."""
+    """Return a tensor's values as ``[1 1.5 2]``, nested for more dimensions."""
     if tensor is None:
         return "none"
     values = tensor.tolist()
@@ -48,7 +48,7 @@ def numbers(tensor: torch.Tensor | None) -> str:
 
 
 def held(model: nn.Module) -> list[str]:
-    """What this rank's parameters show, with their gradients if they have any."""
+    """Return one line per parameter: the values that it shows on this rank, and its gradient if any."""
     lines = []
     for name, param in model.named_parameters():
         grad = "" if param.grad is None else f"  gradient {numbers(param.grad)}"
@@ -57,7 +57,7 @@ def held(model: nn.Module) -> list[str]:
 
 
 def look_inside(model: nn.Sequential) -> list[str]:
-    """Lines that the coming forward fills: what each layer's weight shows while the layer computes."""
+    """Return a list that the next forward fills: what parameters show while each layer computes."""
     seen: list[str] = []
     for name, layer in model.named_children():
 
@@ -84,7 +84,7 @@ def walk() -> None:
         "Backward gathers again, and each owner gets the mean of all ranks' gradients.",
         *held(model),
         f"this rank's own loss {loss.item():g}",
-        f"sent {dict(meter.bytes)} bytes in {dict(meter.calls)} movements",
+        f"sent {dict(meter.bytes)} bytes in {dict(meter.calls)} collectives",
     )
     optimizer.step()
     tell("The optimizer updates the pieces; nothing is communicated.", *held(model))
