@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -248,6 +248,16 @@ def assert_at_rest(model: nn.Module) -> None:
     sharded = [param for name, param in model.named_parameters() if name in inside.unit_of_parameter]
     assert sum(param.nbytes for param in sharded) <= sum(unit.local_bytes for unit in inside.units)
     assert all(param.grad is None or param.grad.shape == param.shape for param in sharded)
+
+
+@contextlib.contextmanager
+def hosts(of_ranks: list[int]) -> Iterator[None]:
+    """Simulate hosts: ``of_ranks`` has the number of each rank's."""
+    os.environ["SHARDTRAIN_HOST_KEY"] = f"host {of_ranks[dist.get_rank()]}"
+    try:
+        yield
+    finally:
+        del os.environ["SHARDTRAIN_HOST_KEY"]
 
 
 def mesh(replicate: int, group: int) -> DeviceMesh:

@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.bench import host, memory, settings
 from shardtrain.bench.__main__ import bench
-from shardtrain.bench.contenders import CASES, TITLES
+from shardtrain.bench.contenders import CASES, FOR_SLOW_LINKS, TITLES
 from shardtrain.bench.interleave import Comparison, Samples, Spread, interleave, losses_agree, ratios
 from shardtrain.bench.steps import step_table, suite_means
 from shardtrain.job.dist_env import RankInfo, choose_device
@@ -140,7 +140,7 @@ def test_steps_of_every_contender(tmp_path: Path, precision: str, rounding: floa
     assert f"tiny@8×2{' in bf16' if precision == 'bf16' else ''}, 2 rounds\n" in said
     found = result(tmp_path)
     case = found["cases"]["tiny"]
-    assert set(case["contenders"]) | {"shardtrain_process_group"} == set(TITLES)
+    assert set(case["contenders"]) | {"shardtrain_process_group", *FOR_SLOW_LINKS} == set(TITLES)
     right = case["contenders"]["ddp"]["losses"]
     for name, contender in case["contenders"].items():
         assert contender["status"] == "ok", (name, contender["reason"])

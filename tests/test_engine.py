@@ -66,7 +66,7 @@ def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered() -> None:
 @each_rank(2, 3)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
-    """One gather per unit forward and one backward (none for the root), one reduction per unit."""
+    """One reduction per unit; one gather forward, and one backward: not of the root and the last unit."""
     model, _ = sharded_and_replica(reshard_after_forward=reshard)
     optimizer = sgd(model)
     train(model, optimizer, 2)
@@ -75,8 +75,9 @@ def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
     infos = shardtrain.introspect(model).units
     world = dist.get_world_size()
     everything = sum(info.local_bytes for info in infos)
-    gathered = everything + reshard * sum(info.local_bytes for info in infos[1:])
-    assert meter.calls == {"all_gather": 5 if reshard else 3, "reduce_scatter": 3}
+    again = infos[1:-1] if reshard else []
+    gathered = everything + sum(info.local_bytes for info in again)
+    assert meter.calls == {"all_gather": 3 + len(again), "reduce_scatter": 3}
     assert meter.bytes == {
         "all_gather": gathered * (world - 1),
         "reduce_scatter": everything * (world - 1),
@@ -273,11 +274,12 @@ class Checkpointed(OddNet):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_activation_checkpointing_costs_no_extra_gather(together: bool, reentrant: bool) -> None:
-    model = like_a_replica(lambda: Checkpointed(together, reentrant))
+    model = like_a_replica(lambda: Checkpointed(together, reentrant), transport="process_group")
     optimizer = sgd(model)
     with comm.meter() as meter:
         train(model, optimizer, 1)
-    assert meter.calls == {"all_gather": 5, "reduce_scatter": 3}
+    # Without gradients forward does not know that backward comes.
+    assert meter.calls == {"all_gather": 5 if reentrant else 4, "reduce_scatter": 3}
 
 
 @each_rank(1, 3)

@@ -20,14 +20,15 @@ from torch.nn import functional as F
 
 import shardtrain
 from shardtrain import GradScaler, Precision, comm
-from shardtrain.comm import Flat, Gradient, ProcessGroupTransport, Quantised, Simulated, Tag
-from shardtrain.comm.quantised import BLOCK, decode, encode, packets_of
+from shardtrain.comm import Flat, Gradient, Tag
+from shardtrain.comm.quantised import decode, encode
+from shardtrain.comm.transport import BLOCK, packet_bytes
 from shardtrain.engine.precision import cast
 from shardtrain.layout import Layout, even
 from shardtrain.train.saving import Saver
 
 from pool import each_rank
-from small import Block, OddNet, assert_at_rest, images, raised_soon, sgd, shard
+from small import Block, OddNet, assert_at_rest, hosts, images, sgd, shard
 from tiny import result_of, run
 
 BF16 = Precision(param=torch.bfloat16)
@@ -321,12 +322,11 @@ ZERO = 1e-37  # what fp32 may lose below its smallest normal numbers
 
 def there_and_back(rows: torch.Tensor) -> torch.Tensor:
     """What [row, element] of fp32 become on their way."""
-    packets = packets_of(even([rows.numel()], world=1, align=1))
-    packet = torch.empty(1, packets.padded, dtype=torch.uint8)
-    encode(rows.view(1, -1), packet)
-    found = torch.empty(1, rows.numel())
-    decode(packet, found)
-    return found.view_as(rows)
+    packet = torch.empty(packet_bytes(rows.numel()), dtype=torch.uint8)
+    encode(rows.flatten(), packet)
+    found = torch.empty_like(rows)
+    decode(packet, found.view(-1))
+    return found
 
 
 def by_hand(interval: torch.Tensor) -> torch.Tensor:
@@ -371,12 +371,6 @@ def test_what_is_not_finite_does_not_vanish(values: list[float], bad: float, whe
 # between ranks
 
 
-def open_quantised() -> Quantised:
-    link = comm.open_transport("process_group")
-    assert isinstance(link, ProcessGroupTransport)
-    return Quantised(link)
-
-
 def from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
@@ -389,7 +383,7 @@ def uneven(world: int) -> Layout:
     return Layout((bounds[-1],), (0,), tuple(bounds))
 
 
-def gathers(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
+def gathers(link: comm.Transport, layout: Layout, dtype: torch.dtype) -> None:
     """Every rank holds the same values, also of its own interval; what is not quantised is exact."""
     rank, world = dist.get_rank(), layout.world
     torch.manual_seed(0)
@@ -401,11 +395,11 @@ def gathers(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
     rounded = torch.cat([by_hand(exact[layout.interval(r)].float()) for r in range(world)]).to(dtype)
     for flat, expected in zip(flats, (rounded, exact, rounded), strict=True):
         assert torch.equal(flat.full, expected)
-    own = 2 * packets_of(layout).length(rank) + local.nbytes
+    own = 2 * packet_bytes(len(local)) + local.nbytes
     assert meter.bytes == {"all_gather": own * (world - 1)}
 
 
-def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
+def reduces(link: comm.Transport, layout: Layout, dtype: torch.dtype) -> None:
     """The mean is, bit for bit, what it is by hand; this rank's own gradient is not rounded."""
     rank, world = dist.get_rank(), layout.world
     torch.manual_seed(rank)
@@ -428,13 +422,14 @@ def reduces(link: Quantised, layout: Layout, dtype: torch.dtype) -> None:
         assert torch.equal(
             torch.cat([*gradient.own, total.new_empty(0)]), (total / world)[: sum(p.numel for p in pieces)]
         )
-    parts = [packets_of(layout).length(r) + layout.length(r) * dtype.itemsize for r in range(world)]
+    lengths = [layout.length(r) for r in range(world)]
+    parts = [packet_bytes(length) + length * dtype.itemsize for length in lengths]
     assert meter.bytes == {"reduce_scatter": sum(parts) - parts[rank]}
 
 
 @each_rank(3, 4, transport="auto")
 def test_movements_between_ranks() -> None:
-    world, link = dist.get_world_size(), open_quantised()
+    world, link = dist.get_world_size(), comm.open_transport("process_group")
     layouts = [even([1031], world, 4), even([5], world, 4), even([4 * BLOCK * world], world, 4)]
     for layout in [*layouts, uneven(world)]:
         for dtype in (torch.float32, torch.bfloat16):
@@ -460,17 +455,42 @@ def test_int8_moves_a_quarter_of_the_bytes() -> None:
 
 @each_rank(3, transport="auto")
 def test_units_compute_with_rounded_matrices_and_all_else_stays_exact() -> None:
+    model, plain = sharded_and_plain([0, 1, 2])
+    assert_only_matrices_are_rounded(model, plain)
+
+
+@each_rank(4, transport="auto")
+def test_hosts_that_share_memory_send_one_another_int8() -> None:
+    model, plain = sharded_and_plain([0, 0, 1, 1])
+    assert isinstance(shardtrain.introspect(model).transport, comm.HostsTransport)
+    optimizer = sgd(model)
+    for _ in range(2):
+        sent = assert_only_matrices_are_rounded(model, plain)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.load_state_dict(shardtrain.full_state_dict(model))
+    assert sent < 0.4 * 3 / 4 * sum(param.nbytes for param in plain.parameters())
+
+
+def sharded_and_plain(of_ranks: list[int]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(75, 37), nn.BatchNorm1d(37), nn.ReLU(), nn.Linear(37, 11))
-    model = shardtrain.shard(copy.deepcopy(plain), units=[nn.Linear], precision=INT8)
+    with hosts(of_ranks):
+        return shardtrain.shard(copy.deepcopy(plain), units=[nn.Linear], precision=INT8), plain
+
+
+def assert_only_matrices_are_rounded(model: nn.Module, plain: nn.Module) -> int:
+    """Run forward and backward of ``model``, which has ``plain``'s values; return the bytes reduced."""
     seen: dict[str, torch.Tensor] = {}
 
     def note(module: nn.Module, _: Any, at: str) -> None:
         seen.update({f"{at}.{name}": param.clone() for name, param in module.named_parameters()})
 
+    x = images(0)[0].flatten(1)
     for name, module in model.named_children():
         module.register_forward_pre_hook(partial(note, at=name))
-    model(images(0)[0].flatten(1)).square().sum().backward()
+    with comm.meter() as meter:
+        model(x).square().sum().backward()
     exact = dict(plain.named_parameters())
     rounded = {name for name, param in exact.items() if not torch.equal(seen[name], param)}
     assert rounded == {"0.weight", "3.weight"}
@@ -478,15 +498,24 @@ def test_units_compute_with_rounded_matrices_and_all_else_stays_exact() -> None:
     assert all(torch.equal(other, mine) for other in from_all(mine)), "all ranks compute with the same"
     whole = shardtrain.full_state_dict(model)
     assert all(torch.equal(whole[name], value) for name, value in exact.items())
-    with shardtrain.unsharded(model):
-        assert all(torch.equal(param, exact[name]) for name, param in model.named_parameters())
+    twin = copy.deepcopy(plain)
+    for name, param in twin.named_parameters():
+        param.data = seen[name]
+    twin(x).square().sum().backward()
+    with shardtrain.unsharded(model, grads=True):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, exact[name])
+            parts = torch.stack(from_all(twin.get_parameter(name).grad))
+            largest = parts.abs().max() * (1 / 254 if name in rounded else 1e-6)
+            torch.testing.assert_close(param.grad, parts.mean(0), rtol=1e-5, atol=float(largest))
     assert_at_rest(model)
+    return meter.bytes["reduce_scatter"]
 
 
 @each_rank(3, transport="auto")
 def test_a_gradient_that_is_not_finite_is_seen_by_all() -> None:
     """An infinity on one rank reaches the owner, and everyone's norm."""
-    model = shardtrain.shard(OddNet(), units=[Block], precision=INT8)
+    model = shardtrain.shard(OddNet(), units=[Block], precision=INT8, transport="process_group")
     model(images(0)[0] * (math.inf if dist.get_rank() == 1 else 1)).sum().backward()
     assert not shardtrain.clip_grad_norm_(model, 1.0).isfinite()
 
@@ -500,9 +529,9 @@ def test_a_single_rank_rounds_nothing() -> None:
 
 
 @each_rank(2, transport="auto")
-def test_int8_over_memory_that_is_shared_is_refused() -> None:
-    shard = partial(shardtrain.shard, OddNet(), transport="shared_memory", precision=INT8)
-    message = "int8 gathers and reductions need transport='process_group', got"
-    assert raised_soon(ValueError, shard).startswith(f"{message} SharedMemoryTransport: ranks")
-    with pytest.raises(ValueError, match=f"{message} Simulated"):
-        Quantised(Simulated(0, 2, in_place=True))
+def test_ranks_that_share_memory_round_nothing() -> None:
+    torch.manual_seed(0)
+    plain, (x, _) = OddNet(), images(0)
+    model = shardtrain.shard(copy.deepcopy(plain), precision=INT8)
+    assert isinstance(shardtrain.introspect(model).transport, comm.SharedMemoryTransport)
+    assert torch.equal(model(x), plain(x))

@@ -10,8 +10,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,10 +30,9 @@ from shardtrain import Precision, checkpoint, comm
 from shardtrain.comm import Tag, signals
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import Arena, SharedMemoryTransport
-from shardtrain.comm.transport import Shipment
 from shardtrain.job.build import require_equal_groups
 from shardtrain.job.schema import UserError
-from shardtrain.layout import Policy, even
+from shardtrain.layout import Policy
 from shardtrain.optim import Ema
 
 from pool import Ranks, each_rank
@@ -46,6 +45,7 @@ from small import (
     assert_at_rest,
     assert_same_parameters,
     classify,
+    hosts,
     images,
     like_a_replica,
     mesh,
@@ -62,15 +62,6 @@ from test_whole import muon
 from tiny import CPU, configure
 
 BLOCKS, INTERLEAVED = [0, 0, 1, 1], [0, 1, 0, 1]  # the host of each rank
-
-
-@contextmanager
-def hosts(of_ranks: list[int]) -> Iterator[None]:
-    os.environ["SHARDTRAIN_HOST_KEY"] = f"host {of_ranks[dist.get_rank()]}"
-    try:
-        yield
-    finally:
-        del os.environ["SHARDTRAIN_HOST_KEY"]
 
 
 def sharded(of_ranks: list[int]) -> nn.Module:
@@ -403,7 +394,7 @@ def test_traffic_is_as_theory_says(sizes: tuple[int, int]) -> None:
         train(model, optimizer, 1)
     root, *blocks = shardtrain.introspect(model).units
     reduced = root.local_bytes + sum(block.local_bytes for block in blocks)
-    gathered = root.local_bytes + 2 * sum(block.local_bytes for block in blocks)
+    gathered = root.local_bytes + sum(block.local_bytes for block in [*blocks, *blocks[:-1]])
     assert found.bytes["reduce_scatter"] == (group - 1) * reduced
     assert found.bytes["all_gather"] == (group - 1) * gathered
     across = 2 * (replicate - 1) * reduced / replicate
@@ -452,9 +443,9 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
     if dist.get_rank() in members:
         part = comm.ProcessGroupTransport(world).part(members, group)
         part.has_gloo = False
-        outgoing, incoming = part.rank + torch.tensor([0.1, 0.2]), torch.zeros(2, 1)
-        part.exchange(Tag(0, "packets"), [Shipment(outgoing, even([2], 2, 1), incoming)]).wait()
-        assert torch.equal(incoming.flatten(), torch.tensor([0.0, 1.0]) + (part.rank + 1) / 10)
+        own, parts = part.rank + torch.tensor([0.1, 0.2]), [torch.zeros(2), torch.zeros(2)]
+        part.send_to_all(Tag(0, "packets"), [(own, parts, False)]).wait()
+        assert torch.equal(torch.stack(parts), torch.tensor([[0.1, 0.2], [1.1, 1.2]]))
 
 
 @pytest.mark.parametrize(

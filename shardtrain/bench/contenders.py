@@ -89,9 +89,9 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def to_run(asked: Sequence[str] | None) -> list[str]:
-    """Return the contenders in ``asked``; for None all that differ here. Collective."""
+    """Return the contenders in ``asked``; for None the usual ones that differ here. Collective."""
     same = {"shardtrain_process_group"} if default_is_process_group() else set()
-    return list(asked or (name for name in TITLES if name not in same))
+    return list(asked or (name for name in TITLES if name not in same.union(FOR_SLOW_LINKS)))
 
 
 def default_is_process_group() -> bool:
@@ -99,9 +99,8 @@ def default_is_process_group() -> bool:
     return isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
 
 
-def _shardtrain(model: nn.Module, dtype: Dtype, device: torch.device, transport: str = "auto") -> Contender:
-    precision = shardtrain.Precision(dtype) if dtype is not None else None
-    shardtrain.shard(model, transport=transport, precision=precision)
+def _shardtrain(model: nn.Module, dtype: Dtype, _: object, int8: Dtype = None, **options: Any) -> Contender:
+    shardtrain.shard(model, precision=shardtrain.Precision(dtype, int8, gather=int8), **options)
     return Contender(model, adamw(model), lambda: shardtrain.no_sync(model))
 
 
@@ -155,6 +154,9 @@ _CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Dtype, torch.device], Con
         "shardtrain, process group",
         partial(_shardtrain, transport="process_group"),
     ),
+    "shardtrain_kept": ("shardtrain, kept", partial(_shardtrain, reshard_after_forward=False)),
+    "shardtrain_int8": ("shardtrain, int8", partial(_shardtrain, int8=torch.int8)),
+    "shardtrain_bf16": ("shardtrain, bf16", lambda model, _, at: _shardtrain(model, torch.bfloat16, at)),
     "fsdp2": ("FSDP2", _fsdp2),
     "fsdp2_no_reshard": ("FSDP2, no resharding", partial(_fsdp2, reshard=False)),
     "fsdp1": ("FSDP1", _fsdp1),
@@ -165,6 +167,7 @@ _CONTENDERS: dict[str, tuple[str, Callable[[nn.Module, Dtype, torch.device], Con
     ),
 }
 TITLES = {name: title for name, (title, _) in _CONTENDERS.items()}
+FOR_SLOW_LINKS = ("shardtrain_kept", "shardtrain_int8", "shardtrain_bf16")  # measured if asked for
 
 
 CLASSES = 10

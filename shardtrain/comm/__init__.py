@@ -7,7 +7,7 @@ Read the files in this order. Each imports only from those before it:
 - ``arithmetic``, ``messages``, ``native``: sums; collectives by messages, and the backend's own
 - ``guard``, ``reports``: ranks that diverge, and ranks that are lost
 - ``process_group``; ``signals``, ``shared_memory``: the two transports, and messages between hosts
-- ``replicated``, ``quantised``, ``offload``: wrappers of these; simulated ranks
+- ``replicated``, ``offload``: wrappers of these; simulated ranks; ``quantised``: int8
 - ``opening``: the choice among them
 - ``agreement``, ``public``: texts between ranks; public collectives, under torch's names
 
@@ -56,7 +56,6 @@ from shardtrain.comm.public import (
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from shardtrain.comm.quantised import Quantised
 from shardtrain.comm.replicated import Simulated, simulated
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST

@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from shardtrain import device as devices
 from shardtrain.comm import trace
-from shardtrain.comm.transport import Flat, Gradient, Interval, Pending, Shipment, intervals
+from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, intervals
 
 # Renamed in torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -122,14 +122,18 @@ class Backend:
         moved = [x if x.dtype == wire else x.new_empty(x.shape, dtype=wire) for x, wire in values]
         return self._run(moved[0].device, after.wait, partial(self._average, values, moved))
 
-    def exchange(self, shipments: Sequence[Shipment]) -> Pending:
+    def exchange(self, moves: Sequence[Move]) -> Pending:
         def run() -> None:
-            for full, layout, incoming in shipments:
-                sizes = [layout.length(rank) for rank in range(layout.world)]
-                equal = [incoming.shape[1]] * layout.world
-                dist.all_to_all_single(incoming.view(-1), full, equal, sizes, group=self.group)
+            rank = self.group.rank()
+            for outgoing, incoming in moves:
+                if outgoing[rank].data_ptr() != incoming[rank].data_ptr():
+                    incoming[rank].copy_(outgoing[rank])
+                # The own part may be of another dtype. In its place another part is sent to this rank itself.
+                into, out = [*incoming], [*outgoing]
+                into[rank], out[rank] = torch.empty_like(out[rank - 1]), out[rank - 1]
+                dist.all_to_all(into, out, group=self.group)
 
-        return self._run(shipments[0].full.device, run)
+        return self._run(moves[0][0][0].device, run)
 
     def _run(self, device: torch.device, *movements: Callable[[], None]) -> Pending:
         """Run ``movements`` in turn, on an accelerator in the communication stream of ``device``.

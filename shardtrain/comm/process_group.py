@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import messages, native
+from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import Digests
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.meter import count
 from shardtrain.comm.native import Backend, living
+from shardtrain.comm.quantised import decode, encode, merge_packets, new_packets, pack_others
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, ENTER, GATHER, MOVEMENTS, REDUCE, STEP, Movement
-from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Transport, intervals
+from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Tag, Transport, intervals
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 
@@ -37,6 +39,8 @@ def guard_world() -> None:
 
 class ProcessGroupTransport(Transport):
     """Run collectives between the ranks of ``group``, or between those of a `part` of it."""
+
+    sends_int8 = True
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         reports = reports or _guards.get(group)  # a model has its own
@@ -82,25 +86,16 @@ class ProcessGroupTransport(Transport):
         self._digests.fence(what)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
-        if self.by_messages([flat.full for flat in flats]):
-            return self.send_to_all(tag, [(flat.local, intervals(flat.full, flat.layout)) for flat in flats])
+        count(GATHER, (flat.sent for flat in flats))
+        if self.by_messages([f.full for f in flats]) or any(f.quantised for f in flats):
+            return self.send_to_all(tag, [(f.local, intervals(f.full, f.layout), f.quantised) for f in flats])
         return self.backend_for(GATHER, tag).gather(flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        if self.by_messages([gradient.full for gradient in gradients]):
-            return self.combine(tag, [self._parts(gradient) for gradient in gradients])
+        if self.by_messages([each.full for each in gradients]) or any(each.quantised for each in gradients):
+            return self.combine(tag, [(self._parts(each), each.quantised) for each in gradients])
         return self.backend_for(REDUCE, tag).reduce(gradients)
-
-    def exchange(self, tag: Tag, shipments: Sequence[Shipment]) -> Pending:
-        if self.by_messages([full for full, _, _ in shipments]):
-            starts = [
-                partial(start_exchange, outgoing=intervals(full, layout), incoming=list(incoming))
-                for full, layout, incoming in shipments
-            ]
-            return self._watched(REDUCE, tag, starts)
-        return self.backend_for(REDUCE, tag).exchange(shipments)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
@@ -124,28 +119,58 @@ class ProcessGroupTransport(Transport):
     def send_to_all(
         self,
         tag: Tag,
-        pairs: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
+        vectors: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor], bool]],
         kind: Movement = GATHER,
     ) -> Pending:
-        """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks', by messages.
+        """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
-        ``pairs``: of ``local`` and ``parts``, one part per rank. ``kind``: its name for the guard.
+        ``vectors``: for each segment ``local``, its ``parts``, one per rank, and whether it is sent as int8.
+        Then this rank's part, too, is filled from its packet. ``kind``: its name for the guard.
         """
-        starts = [
-            partial(start_exchange, outgoing=[local] * len(parts), incoming=parts) for local, parts in pairs
-        ]
-        return self._watched(kind, tag, starts)
+        moves, steps = [], []
+        for local, parts, int8 in vectors:
+            incoming = new_packets(parts) if int8 else parts
+            if int8:
+                encode(local, incoming[self.rank])
+                local = incoming[self.rank]
+                steps += [partial(decode, *each) for each in zip(incoming, parts, strict=True)]
+            moves.append(([local] * self.world, incoming))
+        return self._exchange(kind, tag, moves, steps)
 
-    def combine(self, tag: Tag, sets: Sequence[list[torch.Tensor]], kind: Movement = REDUCE) -> Pending:
-        """Start sending ``parts[r]`` to rank r, and turning ``parts[rank]`` into the mean, by messages.
+    def combine(
+        self, tag: Tag, sets: Sequence[tuple[list[torch.Tensor], bool]], kind: Movement = REDUCE
+    ) -> Pending:
+        """Start sending ``parts[r]`` to rank r, and turning ``parts[rank]`` into the mean.
 
-        ``sets``: for each segment the ``parts``, one per rank. ``kind``: its name for the guard.
+        ``sets``: for each segment the ``parts``, one per rank, and whether int8 is sent. ``kind``: as above.
         """
-        starts = [
-            partial(start_reduce_scatter, parts=parts, out=parts[self.rank], op=dist.ReduceOp.AVG)
-            for parts in sets
-        ]
-        return self._watched(kind, tag, starts)
+        if not any(int8 for _, int8 in sets):
+            starts = [
+                partial(start_reduce_scatter, parts=parts, out=parts[self.rank], op=dist.ReduceOp.AVG)
+                for parts, _ in sets
+            ]
+            return self._watched(kind, tag, starts)
+        moves, steps = [], list[Callable[[], None]]()
+        for parts, int8 in sets:
+            mean = parts[self.rank]
+            outgoing = pack_others(parts, self.rank) if int8 else parts
+            like = new_packets([mean])[0] if int8 else parts[self.rank - 1].new_empty(len(mean))
+            incoming = [o if r == self.rank else torch.empty_like(like) for r, o in enumerate(outgoing)]
+            moves.append((outgoing, incoming))
+            last = (self.rank,) if int8 else (dist.ReduceOp.AVG,)
+            steps.append(partial(merge_packets if int8 else merge, incoming, mean, *last))
+        return self._exchange(kind, tag, moves, steps)
+
+    def _exchange(
+        self, kind: Movement, tag: Tag, moves: Sequence[Move], steps: Sequence[Callable[[], None]]
+    ) -> Pending:
+        """Start ``moves``; ``steps`` complete their results."""
+        if self.by_messages([outgoing[0] for outgoing, _ in moves]):
+            starts = [partial(start_exchange, outgoing=a, incoming=b) for a, b in moves]
+            moving = self._watched(kind, tag, starts)
+        else:
+            moving = self.backend_for(kind, tag).exchange(moves)
+        return Pending(moving.wait, *steps, ended=moving.ended)
 
     def _watched(
         self, kind: Movement, tag: Tag, starts: Sequence[Callable[[Mailbox, int], Pending]]
@@ -176,13 +201,14 @@ class ProcessGroupTransport(Transport):
             yield moved
         else:
             token = torch.zeros(self.world, 1)
-            self.send_to_all(tag, [(token[self.rank], list(token))], kind).wait()
+            self.send_to_all(tag, [(token[self.rank], list(token), False)], kind).wait()
             with self._reports.waiting(self._reports.paths.end - 1):
                 yield moved
         if moved is not tensor:
             tensor.copy_(moved)
 
     def _parts(self, gradient: Gradient) -> list[torch.Tensor]:
+        gradient.clear_padding()
         parts = intervals(gradient.full, gradient.layout)
         parts[self.rank] = gradient.pack_own(self.rank)
         return parts

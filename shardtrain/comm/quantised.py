@@ -15,153 +15,104 @@ others decode: all ranks must compute with equal weights. Shards stay exact, and
 for users. A reduction sums in rank order in fp32, with this rank's own gradient unquantised.
 
 Codes are -127 to 127. ``ABSENT`` stands for -0.0, which means that a rank has no gradient here (see
-``reduce.py``). Values that round to zero arrive as +0.0. A block with an inf or a nan has no finite scale, so
-all its elements but the absent ones arrive as inf or nan.
+``reduce.py``). Values that round to zero arrive as +0.0. A block with an inf or a nan has the largest fp32 as
+its scale and codes beyond 1, so all its elements but the absent ones arrive as infinities.
+
+`ProcessGroupTransport` does this, between all ranks or between hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from itertools import accumulate
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.meter import count
-from shardtrain.comm.trace import REDUCE
-from shardtrain.comm.transport import Flat, Gradient, Pending, Shipment, Tag, Transport, TransportWrapper
-from shardtrain.layout import Layout
+from shardtrain.comm.arithmetic import SPAN, merge
+from shardtrain.comm.transport import BLOCK, packet_bytes
 
-BLOCK = 256  # elements; the scale adds 1.6 % to the bytes of their codes
 ABSENT = -128
 _LARGEST = 127
-_ALIGN = 16  # bytes; each packet starts at a multiple, so that its scales can be viewed as fp32
+
+_FP32 = torch.finfo(torch.float32)
+_MINUS_ZERO = torch.iinfo(torch.int32).min  # the bits of -0.0, less than those of any other number
+# The spacing of fp32 from here to twice as far is 1. So adding it rounds x to the nearest integer, halves to
+# the even one, and the lowest 8 bits of the sum are the integer's as int8.
+_ROUND = 1.5 * 2**23
+_ROUND_BITS = 0x4B400000  # those of _ROUND
 
 
-@cache
-def packets_of(layout: Layout) -> Layout:
-    """Return the layout, in bytes, of every rank's packet: its interval's scales, then its codes."""
-    lengths = [layout.length(rank) for rank in range(layout.world)]
-    sizes = [-(-(length + 4 * -(-length // BLOCK)) // _ALIGN) * _ALIGN for length in lengths]
-    return Layout((sum(sizes),), (0,), tuple(accumulate(sizes, initial=0)))
+def encode(values: Tensor, packet: Tensor) -> None:
+    """Write ``values`` (1-D) into their ``packet`` (uint8, 1-D).
 
-
-def _rows(full: torch.Tensor, layout: Layout, packets: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the intervals of ``full`` [rank, element] with their packets [rank, byte].
-
-    Intervals of one length, usually all of them, come together.
+    On the CPU a comparison, or a choice between two values, takes as long as eight operations of arithmetic.
+    So there are none over elements.
     """
-    packed = packets_of(layout)
-    if layout.equal:
-        yield full.view(layout.world, layout.length(0)), packets.view(layout.world, packed.length(0))
-        return
-    for rank in range(layout.world):
-        yield full[None, layout.interval(rank)], packets[None, packed.interval(rank)]
+    for span, scales, codes in _chunks(packet, values.numel()):
+        given = values[span].view(codes.shape).to(torch.float32)
+        exact = given.abs()
+        bits = exact.view(torch.int32)
+        largest = exact.amax(-1, keepdim=True)
+        finite = largest.isfinite()
+        # At least the smallest normal number: less would be too inexact, and zero could not divide.
+        scales.copy_(largest.div_(_LARGEST).clamp_(min=_FP32.tiny).where(finite, _FP32.max))
+        # The largest code of each element: ABSENT for -0.0, else 127.
+        highest = torch.clamp(given.view(torch.int32), max=_MINUS_ZERO + 1, out=bits).to(torch.int8)
+        highest.neg_().bitwise_xor_(ABSENT)
+        torch.div(given, scales, out=exact).add_(torch.where(finite, _ROUND, _ROUND + _LARGEST))
+        codes.copy_(bits.clamp_(_ROUND_BITS - _LARGEST, _ROUND_BITS + _LARGEST))
+        torch.minimum(codes, highest, out=codes)
 
 
-def encode(rows: torch.Tensor, packets: torch.Tensor) -> None:
-    """Write ``rows`` [row, element] into their ``packets`` [row, byte]."""
-    for span, scales, codes in _blocks_of(packets, rows.shape[1]):
-        values = rows[:, span].unflatten(1, codes.shape[1:]).to(torch.float32)
-        scales.copy_(values.abs().amax(-1).div_(_LARGEST))
-        exact = values / scales.unsqueeze(-1)
-        # nan: 0 / 0, or a block without a finite scale. Any code will do, but a nan has none.
-        # inf: x / 0, where x is so small that its scale underflows. It becomes +0.0, since -0.0 means absent.
-        exact.nan_to_num_(nan=1.0, posinf=0.0, neginf=0.0).round_().clamp_(-_LARGEST, _LARGEST)
-        codes.copy_(exact.masked_fill_(values.eq(0).logical_and_(values.signbit()), ABSENT))
+def decode(packet: Tensor, values: Tensor) -> None:
+    """Fill ``values`` (1-D) from their ``packet``: the inverse of `encode`."""
+    for span, scales, codes in _chunks(packet, values.numel()):
+        torch.mul(_signed(codes), scales, out=values[span].view(codes.shape))
 
 
-def decode(packets: torch.Tensor, rows: torch.Tensor) -> None:
-    """Fill ``rows`` [row, element] from their ``packets`` [row, byte]: the inverse of `encode`."""
-    for span, scales, codes in _blocks_of(packets, rows.shape[1]):
-        values = rows[:, span].unflatten(1, codes.shape[1:])
-        torch.mul(codes, scales.unsqueeze(-1), out=values)
-        values.masked_fill_(codes == ABSENT, -0.0)
+def _signed(codes: Tensor) -> Tensor:
+    """Return ``codes`` as fp32, with -0.0 for ``ABSENT``."""
+    return F.threshold(codes.to(torch.float32), ABSENT, -0.0, inplace=True)
 
 
-def _blocks_of(packets: torch.Tensor, elements: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield elements, scales and codes of the full blocks of ``packets``, then those of the shorter one.
+def _chunks(packet: Tensor, elements: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield elements, scales and codes of the full blocks of ``packet``, then those of the shorter one.
 
-    Elements are a slice of each row; scales are fp32 [row, block], codes int8 [row, block, element].
+    Scales are fp32 [block, 1], codes int8 [block, element]. On the CPU they come in chunks that stay in the
+    cache; on a GPU, where operations are launches, at once.
     """
-    if not elements:
-        return
     full, blocks = elements // BLOCK, -(-elements // BLOCK)
-    scales, codes = packets[:, : 4 * blocks].view(torch.float32), packets[:, 4 * blocks :].view(torch.int8)
-    for first, last, length in ((0, full, BLOCK), (full, blocks, elements % BLOCK)):
+    scales = packet[: 4 * blocks].view(torch.float32).unsqueeze(-1)
+    codes = packet[4 * blocks : 4 * blocks + elements].view(torch.int8)
+    chunk = SPAN // BLOCK if packet.is_cpu else max(full, 1)
+    for first, last in pairwise([*range(0, full, chunk), full, blocks]):
         if first < last:
-            span = slice(first * BLOCK, first * BLOCK + (last - first) * length)
-            yield span, scales[:, first:last], codes[:, span].unflatten(1, (last - first, length))
+            span = slice(first * BLOCK, min(last * BLOCK, elements))
+            yield span, scales[first:last], codes[span].view(last - first, -1)
 
 
-class Quantised(TransportWrapper):
-    """Wrap ``inner``, and send as int8 what may be quantised (`Flat.quantised`)."""
+def new_packets(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return packets for ``parts``, uninitialized, in one vector."""
+    sizes = [packet_bytes(part.numel()) for part in parts]
+    return list(parts[0].new_empty(sum(sizes), dtype=torch.uint8).split(sizes))
 
-    def __init__(self, inner: Transport) -> None:
-        """
-        Raises:
-            ValueError: ``inner`` has several shard groups, or its ranks share memory.
-        """
-        if inner.all_ranks.world > inner.world:
-            raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
-        if inner.in_place:
-            raise ValueError(
-                f"int8 gathers and reductions need transport='process_group', got {type(inner).__name__}: "
-                "ranks that share memory send nothing that could be quantised"
-            )
-        super().__init__(inner)
 
-    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        if not any(flat.quantised for flat in flats):
-            return self.inner.gather(tag, flats)
-        moved = [self._packed(flat) if flat.quantised else flat for flat in flats]
-        packed = [(flat, packets) for flat, packets in zip(flats, moved, strict=True) if flat.quantised]
-        for flat, packets in packed:
-            encode(flat.local.unsqueeze(0), packets.local.unsqueeze(0))
-        moving = self.inner.gather(tag, moved)
+def pack_others(parts: Sequence[Tensor], rank: int) -> list[Tensor]:
+    """Return packets of ``parts``; that of rank ``rank`` itself is uninitialized."""
+    packets = new_packets(parts)
+    for other, (part, packet) in enumerate(zip(parts, packets, strict=True)):
+        if other != rank:
+            encode(part, packet)
+    return packets
 
-        def finish() -> None:
-            for flat, packets in packed:
-                for interval, packet in _rows(flat.full, flat.layout, packets.full):
-                    decode(packet, interval)
 
-        return moving.then(finish)
-
-    def _packed(self, flat: Flat) -> Flat:
-        """Allocate the packets of all ranks; the caller fills this rank's own."""
-        layout = packets_of(flat.layout)
-        packets = flat.full.new_empty(layout.padded, dtype=torch.uint8)
-        return Flat(packets, packets[layout.interval(self.rank)], layout)
-
-    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        if not any(gradient.quantised for gradient in gradients):
-            return self.inner.reduce(tag, gradients)
-        means = [gradient.pack_own(self.rank) for gradient in gradients]
-        shipments = [self._shipment(gradient) for gradient in gradients]
-        count(REDUCE, (full.nbytes - incoming[0].nbytes for full, _, incoming in shipments))
-        moving = self.inner.exchange(tag, shipments)
-
-        def finish() -> None:
-            for gradient, shipment, mean in zip(gradients, shipments, means, strict=True):
-                values = shipment.incoming
-                if gradient.quantised:
-                    values = mean.new_empty((self.world, mean.numel()), dtype=torch.float32)
-                    decode(shipment.incoming, values)
-                parts = [mean if rank == self.rank else value for rank, value in enumerate(values)]
-                merge(parts, mean, ReduceOp.AVG)
-
-        return moving.then(finish)
-
-    def _shipment(self, gradient: Gradient) -> Shipment:
-        """Return what this rank sends to all ranks, and memory for what they send to it."""
-        full, layout = gradient.full, gradient.layout
-        if gradient.quantised:
-            for gap in layout.gaps:  # padding must not influence a scale
-                full[gap].zero_()
-            packets = full.new_empty(packets_of(layout).padded, dtype=torch.uint8)
-            for interval, packet in _rows(full, layout, packets):
-                encode(interval, packet)
-            full, layout = packets, packets_of(layout)
-        return Shipment(full, layout, full.new_empty((self.world, layout.length(self.rank))))
+def merge_packets(incoming: Sequence[Tensor], mean: Tensor, rank: int) -> None:
+    """Turn ``mean``, rank ``rank``'s own values, into the mean of them and of other ranks' packets."""
+    others = [packet for other, packet in enumerate(incoming) if other != rank]
+    for chunks in zip(*(_chunks(packet, mean.numel()) for packet in others), strict=True):
+        own = mean[chunks[0][0]]
+        parts = [torch.mul(_signed(codes), scales).view(-1) for _, scales, codes in chunks]
+        merge([*parts[:rank], own, *parts[rank:]], own, ReduceOp.AVG)

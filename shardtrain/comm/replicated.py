@@ -30,6 +30,7 @@ from shardtrain import device
 from shardtrain.comm.messages import open_inbox
 from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.quantised import new_packets
 from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, REDUCE, Movement
 from shardtrain.comm.transport import (
     Alone,
@@ -40,6 +41,7 @@ from shardtrain.comm.transport import (
     Tag,
     Transport,
     TransportWrapper,
+    intervals,
 )
 from shardtrain.layout import Layout
 
@@ -104,7 +106,7 @@ class ReplicaGroup:
             sent = values.to(wire, copy=True)
             if wire != values.dtype:
                 values.copy_(sent)  # so that both ranks add the same numbers
-            sets.append([values, sent] if self.part.rank == 0 else [sent, values])
+            sets.append(([values, sent] if self.part.rank == 0 else [sent, values], False))
         return self.part.combine(tag, sets, AVERAGE)
 
     def _in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
@@ -113,12 +115,13 @@ class ReplicaGroup:
         moved = [values.to(wire) for values, wire in intervals]
         parts = [list(each.tensor_split(world)) for each in moved]
         own = [values.tensor_split(world)[rank] for values, _ in intervals]
-        sets = [[*each[:rank], mine, *each[rank + 1 :]] for each, mine in zip(parts, own, strict=True)]
+        pairs = zip(parts, own, strict=True)
+        sets = [([*each[:rank], mine, *each[rank + 1 :]], False) for each, mine in pairs]
 
         def finish() -> None:
             for each, mine in zip(parts, own, strict=True):
                 each[rank].copy_(mine)
-            self.part.send_to_all(tag, [(each[rank], each) for each in parts], AVERAGE).wait()
+            self.part.send_to_all(tag, [(each[rank], each, False) for each in parts], AVERAGE).wait()
             for (values, _), all_parts in zip(intervals, moved, strict=True):
                 values.copy_(all_parts)
 
@@ -138,6 +141,7 @@ class Simulated(Alone, ReplicaGroup):
 
     def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
         self.rank, self.world, self.in_place = rank, world, in_place
+        self.sends_int8 = not in_place
         self._inbox = inbox and not in_place
         self._largest = 0  # bytes of the largest gradient
         self._arena: Tensor | None = None
@@ -168,8 +172,9 @@ class Simulated(Alone, ReplicaGroup):
         return self._arena[: layout.padded * like.element_size()].view(like.dtype)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
-        return Pending()
+        count(GATHER, (flat.sent for flat in flats))
+        held = [new_packets(intervals(flat.full, flat.layout)) for flat in flats if flat.quantised]
+        return Pending(held.clear)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
@@ -177,7 +182,10 @@ class Simulated(Alone, ReplicaGroup):
         held: list[Tensor] = []
         for gradient in [] if self.in_place else gradients:
             interval = gradient.pack_own(self.rank)
-            held += [interval, *self._inbox_of(interval, gradient.full)]
+            if gradient.quantised:
+                held += new_packets([*intervals(gradient.full, gradient.layout), *[interval] * self.world])
+            else:
+                held += [interval, *self._inbox_of(interval, gradient.full)]
         return Pending(held.clear)
 
     def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:

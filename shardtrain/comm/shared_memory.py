@@ -78,7 +78,7 @@ class SharedMemoryTransport(TransportWrapper):
 
     def __init__(self, inner: ProcessGroupTransport, signals: Signals) -> None:
         super().__init__(inner)
-        self.in_place, self.signals = True, signals
+        self.in_place, self.sends_int8, self.signals = True, False, signals
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
         self._largest = self._size = 0  # bytes of the largest gradient, and of all
         self._arena: Arena | None = None  # see `_open_arena`
@@ -117,9 +117,10 @@ class SharedMemoryTransport(TransportWrapper):
         self._open_arena().give_back(self._open_arena().offset_of(gradient))
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, *_ in flats):
+        exact = [flat for flat in flats if not flat.quantised]
+        if any(full.untyped_storage()._cdata != local.untyped_storage()._cdata for full, local, *_ in exact):
             return self.inner.gather(tag, flats)
-        count(GATHER, (flat.local.nbytes * (self.world - 1) for flat in flats))
+        count(GATHER, (flat.sent for flat in flats))
         return self._gather_in_place(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
@@ -150,6 +151,7 @@ class SharedMemoryTransport(TransportWrapper):
         """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
         positions = []
         for index, gradient in enumerate(gradients):
+            gradient.clear_padding()
             offset = self._open_arena().offset_of(gradient.full)
             positions.append(self.signals.post(REDUCE, segment_number(tag.number, index), tag.name, offset))
         return positions
@@ -215,6 +217,8 @@ class HostsTransport(SharedMemoryTransport):
     So every interval reaches a host once, however many ranks it has: two hosts exchange as many bytes as two
     ranks. A mean of means rounds differently from a sum in rank order. Runs on such hosts repeat bit for bit,
     but may differ from a run on one host in the last bit.
+
+    Between hosts int8 carries the means of a host, and shards, which then lie in memory of their ranks' own.
     """
 
     def __init__(
@@ -223,13 +227,14 @@ class HostsTransport(SharedMemoryTransport):
         super().__init__(inner, signals)
         place = self.host.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
-        self._between = inner.part(self._column)
+        self._between, self.sends_int8 = inner.part(self._column), True
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         positions = self._offer(tag, gradients)
-        sets = [self._host_means(*each) for each in zip(positions, gradients, strict=True)]
+        offered = zip(positions, gradients, strict=True)
+        sets = [(self._host_means(*each), each[1].quantised) for each in offered]
         return self._between.combine(tag, sets)
 
     def _host_means(self, position: int, gradient: Gradient) -> list[torch.Tensor]:
@@ -241,8 +246,11 @@ class HostsTransport(SharedMemoryTransport):
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         position = self.signals.post(GATHER, tag.number, tag.name)
-        pairs = [(flat.local, [flat.full[flat.layout.interval(r)] for r in self._column]) for flat in flats]
-        moving = self._between.send_to_all(tag, pairs)
+        vectors = [
+            (flat.local, [flat.full[flat.layout.interval(rank)] for rank in self._column], flat.quantised)
+            for flat in flats
+        ]
+        moving = self._between.send_to_all(tag, vectors)
 
         def finish() -> None:
             moving.wait()

@@ -29,18 +29,33 @@ class Tag(NamedTuple):
     name: str
 
 
+BLOCK = 256  # elements of int8 that share a scale, which adds 1.6 % to their bytes
+_ALIGN = 16  # bytes; each packet starts at a multiple, so that its scales can be viewed as fp32
+
+
+def packet_bytes(elements: int) -> int:
+    """Return the bytes of ``elements`` elements as int8: see ``quantised.py``."""
+    return -(-(elements + 4 * -(-elements // BLOCK)) // _ALIGN) * _ALIGN
+
+
 class Flat(NamedTuple):
     """Hold one flat vector to be gathered, and this rank's interval of it.
 
     ``full``: 1-D, ``layout.padded`` elements. ``local``: 1-D, ``layout.length(rank)`` elements, of the same
     dtype and device unless the transport ``uploads``. A gather reads ``local`` and fills ``full``.
-    ``quantised``: it may be sent as int8.
+    ``quantised``: it is sent as int8, and ``local`` may be wider.
     """
 
     full: Tensor
     local: Tensor
     layout: Layout
     quantised: bool = False
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sends to other ranks."""
+        size = packet_bytes(self.local.numel()) if self.quantised else self.local.nbytes
+        return size * (self.layout.world - 1)
 
 
 class Gradient(NamedTuple):
@@ -50,7 +65,7 @@ class Gradient(NamedTuple):
     other ranks' intervals; the transport may use the rank's own interval. ``own``: this rank's gradient in
     its own interval: one 1-D tensor for each of ``pieces``, which are ``layout.pieces(rank)``, of ``full``'s
     dtype or a wider one. After the reduction ``own`` holds the mean over all ranks, in the same tensors or in
-    others. ``quantised``: it may be sent as int8.
+    others. ``quantised``: it is sent as int8.
 
     ``mean``: if given, the mean's dtype; ``full`` then holds this rank's own gradient, too, and ``own`` only
     empty tensors, since one launch copies all gradients.
@@ -65,7 +80,14 @@ class Gradient(NamedTuple):
 
     def sent_by(self, rank: int) -> int:
         """Return the bytes that rank ``rank`` sends to other ranks."""
+        if self.quantised:
+            return sum(packet_bytes(self.layout.length(r)) for r in range(self.layout.world) if r != rank)
         return (self.layout.padded - self.layout.length(rank)) * self.full.element_size()
+
+    def clear_padding(self) -> None:
+        """Fill padding with zeros if it would influence the scales of int8."""
+        for gap in self.layout.gaps if self.quantised else ():
+            self.full[gap].zero_()
 
     def new_mean(self, rank: int) -> Tensor:
         """Allocate the mean of rank ``rank``'s interval, and make ``own`` views of it; return it (1-D)."""
@@ -100,15 +122,8 @@ class Gradient(NamedTuple):
         return interval
 
 
-class Shipment(NamedTuple):
-    """Hold a flat vector of which every rank sends every other rank's interval to that rank.
-
-    ``incoming``: [world, ``layout.length(rank)``], of ``full``'s dtype: row r receives what rank r sends.
-    """
-
-    full: Tensor
-    layout: Layout
-    incoming: Tensor
+# What is sent to each rank, and what is received from it: 1-D tensors, one per rank.
+Move = tuple[Sequence[Tensor], Sequence[Tensor]]
 
 
 class Interval(NamedTuple):
@@ -142,12 +157,13 @@ class Transport:
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``silent``: no other rank exists that could send anything.
+    ``sends_int8``: it sends as int8 what is marked so, between some ranks at least. ``silent``: no other rank
+    exists that could send anything.
     """
 
     rank: int
     world: int
-    in_place = uploads = silent = False
+    in_place = uploads = sends_int8 = silent = False
 
     @property
     def reserved(self) -> int:
@@ -203,15 +219,6 @@ class Transport:
         ``STEP`` does not wait. It tells the other ranks that an optimizer has stepped on this rank.
         """
 
-    # For transports around this one, which build other collectives from it (int8 packets).
-
-    def exchange(self, tag: Tag, shipments: Sequence[Shipment]) -> Pending:
-        """Start sending each rank its interval of every ``full``, and filling the rows of every ``incoming``.
-
-        It carries a reduction, which the caller counts.
-        """
-        raise NotImplementedError
-
 
 Ranks = Transport  # where `Transport.all_ranks` is meant
 
@@ -222,7 +229,7 @@ class TransportWrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
-        self.in_place, self.silent = inner.in_place, inner.silent
+        self.in_place, self.sends_int8, self.silent = inner.in_place, inner.sends_int8, inner.silent
 
     @property
     def reserved(self) -> int:
@@ -268,9 +275,6 @@ class Alone(Transport):
         return Pending()
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        return Pending()
-
-    def exchange(self, tag: Tag, shipments: Sequence[Shipment]) -> Pending:
         return Pending()
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:

@@ -62,8 +62,8 @@ def shard(
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it gathered, for more memory and one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
-            copy of the parameters between them; ``"auto"`` chooses the latter where it works, but messages
-            if int8 is sent; or a `Transport`, such as `comm.Simulated` for one rank of an imagined world.
+            copy of the parameters between them; ``"auto"`` chooses the latter where it works; or a
+            `Transport`, such as `comm.Simulated` for one rank of an imagined world.
         ignored: modules or parameters that are not sharded; they stay replicated and are not reduced.
         layout: ``"even"`` cuts each unit into equal intervals, also inside parameters. ``"whole"`` gives each
             parameter to one rank, for optimizers that look at all of it (Muon): there it has its own shape
@@ -88,11 +88,11 @@ def shard(
     if initial.deferred and mesh is not None and 0 not in mesh.mesh:
         raise ValueError("deferred() built the values on rank 0, which is not in the mesh: build without it")
     homes = [initial.device(param) for param in module.parameters()]
-    in_messages = precision.quantises or any(is_accelerator(home) for home in homes)
+    in_messages = any(is_accelerator(home) for home in homes)
     kind = "process_group" if transport == "auto" and in_messages else transport
     link = _open(kind, mesh) if isinstance(kind, str) else kind
-    if precision.quantises and link.all_ranks.world > 1:
-        link = comm.Quantised(link)
+    if precision.quantises and link.all_ranks.world > link.world:
+        raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
     if offload and homes and is_accelerator(homes[0]):
         link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)

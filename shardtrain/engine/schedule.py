@@ -2,12 +2,13 @@
 
 One step over units ``A B`` and the root ``R`` (the parameters of no other unit)::
 
-    forward   gather R | gather A, prefetch B, compute A, release A | compute B, release B
-    backward  gather B, prefetch A, compute, reduce B, release B | compute A, reduce A, release A | reduce R
+    forward   gather R | gather A, prefetch B, compute A, release A | compute B
+    backward  prefetch A, compute, reduce B, release B | compute A, reduce A, release A | reduce R
     end       wait for the last reduction; every parameter shows its local piece again
 
-The root is not released between forward and backward: its backward begins at once. Besides the root at most
-two units are gathered: the one that computes and the next one. At most one reduction is under way.
+The root and the last unit stay gathered between forward and backward, which begins with them. On hosts that
+share memory inside all units do. Where all stay, all are prefetched at once. Elsewhere at most two units are
+gathered besides the root: the one that computes and the next one. At most one reduction is under way.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
 are called, and records each call with the moments at which it began and ended. Backward replays the calls
@@ -47,7 +48,9 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        self.reshard_after_forward = reshard_after_forward
+        # Between hosts that share memory inside, where a release frees nothing, gathers take time.
+        hosts = self.root.transport.in_place and self.root.transport.sends_int8
+        self.reshard_after_forward = reshard_after_forward and not hosts
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}
@@ -146,7 +149,8 @@ class Schedule:
             self._entries.append(unit)
             at = len(self._entries)
             if self._expected[at - 1 : at] == [unit]:  # as in the last forward
-                self._prefetch(next(iter(self._expected[at : at + 1]), None))
+                for following in self._expected[at : at + 1 if self.reshard_after_forward else None]:
+                    self._prefetch(following)
         trace.begin("forward", unit.title)
 
     def call_to_hook(self, unit: Unit) -> Call | None:
@@ -185,7 +189,10 @@ class Schedule:
                 for member in unit.members:
                     member.show_grad()
                 return
-            stays = not self.reshard_after_forward
+            is_last = (
+                self._forward and len(self._entries) == len(self._expected) and self._entries[-1] is unit
+            )
+            stays = bool(is_last) or not self.reshard_after_forward
         unit.show_local()
         if not stays:
             unit.release()

@@ -7,7 +7,8 @@ never enter a reduction. A segment has two or three storages:
 ``wire``   the shard in the dtype that the unit computes in, cast before each forward; mostly ``local`` itself
 ``full``   the full flat vector in that dtype; a gather fills it from ``wire``, a release empties it
 
-With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device.
+With offload, ``local`` lies in host memory, each gather casts a copy of it, and ``full`` is on the device. If
+int8 is gathered, ``wire`` is ``local``, and this rank's interval of ``full`` is rounded like all others.
 
 At rest each parameter shows its piece of ``local``, with the piece's gradient. While its unit computes it
 shows its shaped view of ``full``. Its ``.grad`` is None then, except while autograd accumulates into it.
@@ -203,7 +204,7 @@ class Segment:
     ) -> None:
         params = [info.parameter for info in infos]
         kind = params[0], infos[0].holder
-        self._precision, quantised = precision, precision.quantised(*kind)
+        self._precision, quantised = precision, precision.quantised(*kind) and transport.sends_int8
         self._gathers_int8 = quantised and precision.gather is torch.int8
         self.reduces_int8 = quantised and precision.reduce is torch.int8
         narrowest = min(params[0].element_size(), precision.of_parameter(*kind).itemsize)
@@ -248,8 +249,9 @@ class Segment:
         reduced = self._precision.of_gradient(compute)
         like = local.new_empty(0, dtype=compute)
         self.full, wire = self.transport.allocate(self.layout, like, reduced)
-        self.local = wire if compute == local.dtype else torch.empty_like(local, device=wire.device)
-        self.wire = self.local if self.transport.uploads else wire  # with offload each gather casts
+        shares = compute == local.dtype and not self._gathers_int8
+        self.local = wire if shares else torch.empty_like(local, device=wire.device)
+        self.wire = self.local if self.transport.uploads or self._gathers_int8 else wire  # each gather casts
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
         other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16

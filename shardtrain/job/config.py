@@ -289,10 +289,10 @@ class Parallel:
     offload: bool
 
     def __post_init__(self) -> None:
-        if self.traffic is not None and (self.replicate > 1 or self.transport == "shared_memory"):
+        if self.traffic is not None and self.replicate > 1:
             raise UserError(
-                f"parallel.traffic={self.traffic} is for messages in one shard group: choose "
-                "parallel.replicate=1 and parallel.transport=process_group, or parallel.traffic=null"
+                f"parallel.traffic={self.traffic} is for one shard group: choose parallel.replicate=1, or "
+                "parallel.traffic=null"
             )
 
 
