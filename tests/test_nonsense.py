@@ -38,10 +38,9 @@ JUNK = (
 
 @pytest.fixture
 def each(request: pytest.FixtureRequest) -> Each:
-    """Call a function with values of a strategy, the same few ones each time, with ``--long`` many."""
-    count = 1000 if request.config.getoption("--long") else 40
-    checks = {"suppress_health_check": [*HealthCheck], "deadline": None}
-    options = settings(derandomize=True, max_examples=count, **checks)  # type: ignore[arg-type]
+    """Call a function with values of a strategy, a few of them, with ``--long`` many."""
+    count = 300 if request.config.getoption("--long") else 40
+    options = settings(max_examples=count, suppress_health_check=[*HealthCheck])
     return lambda values, action: options(given(values)(lambda value: (action(value), None)[1]))()
 
 

@@ -18,7 +18,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardtrain import comm
+import shardtrain
+from shardtrain import checkpoint, comm
 from shardtrain.checkpoint import store as checkpoint_store
 from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.job import evaluate
@@ -301,6 +302,12 @@ def test_what_cannot_be_continued_is_named(
     ending = run(str(folder), QUIET, argument)
     assert ending.startswith("UserError ")
     assert text in ending
+
+
+def test_a_checkpoint_of_no_run_is_not_continued(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "saved", shardtrain.shard(torch.nn.Linear(3, 2)))
+    ending = run(str(tmp_path / "new"), QUIET, f"resume={tmp_path / 'saved'}")
+    assert re.match(r"UserError resume: no run has saved this.*; resume=none starts anew$", ending), ending
 
 
 def test_a_dry_run_looks_where_the_run_would(
