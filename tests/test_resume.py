@@ -42,7 +42,8 @@ SMALL = (
 )
 QUIET = "monitor.tensorboard=false"
 STEPS = 10
-MEASURED = ("perf", "time", "memory")  # groups of tags that no run repeats
+# Groups of tags that no run repeats. A process's first step gathers one unit more than the others.
+MEASURED = ("perf", "time", "memory", "comm")
 
 
 class Crash(Exception):
@@ -103,7 +104,7 @@ def final(folder: Path) -> dict[str, Any]:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's points, but for those that measure time and memory."""
+    """TensorBoard's points, but for those that measure time, memory and traffic."""
     events = events_of(folder)
     tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in MEASURED]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}

@@ -174,7 +174,9 @@ def test_training_over_hosts_is_training() -> None:
         assert kind is (comm.SharedMemoryTransport if one else comm.HostsTransport)
         weight = next(p for p in model.parameters() if p.numel())
         assert weight.untyped_storage().nbytes() > weight.nbytes  # memory is shared
-    assert sent[0] == sent[1] == sent[2]
+    assert sent[0] == sent[1]  # on one host some units are gathered again, which costs nothing there
+    assert sent[0]["reduce_scatter"] == sent[2]["reduce_scatter"]
+    assert sent[0]["all_gather"] < sent[2]["all_gather"]
 
 
 @each_rank(4, transport="auto")
