@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_964, "files": 105, "rooms": 16, "engine and layout": 3_535, "tests": 14_190}
+LARGEST = {"lines": 16_964, "files": 105, "rooms": 16, "engine and layout": 3_535, "tests": 14_191}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

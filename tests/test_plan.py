@@ -96,6 +96,7 @@ def assert_kept(plan: Plan, found: dict[str, Any]) -> None:
 
 AGAIN = "parallel.activation_checkpoint=true"
 MESSAGES = "parallel.transport=process_group"
+AS_INT8 = "parallel.traffic=int8"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ MESSAGES = "parallel.transport=process_group"
         pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),
         pytest.param(4, [*VIT, "parallel.replicate=2", "parallel.precision=bf16"], marks=pytest.mark.long),
         pytest.param(3, [*VIT, "parallel.replicate=3", "train.batch_size=15"], marks=pytest.mark.long),
-        pytest.param(3, [*VIT, "parallel.traffic=int8", "train.batch_size=18"], marks=pytest.mark.long),
+        pytest.param(3, [*VIT, MESSAGES, AS_INT8, "train.batch_size=18"], marks=pytest.mark.long),
     ],
 )
 def test_a_plan_is_kept(on_ranks: Any, world: int, arguments: list[str]) -> None:
