@@ -40,7 +40,7 @@ def guard_world() -> None:
 class ProcessGroupTransport(Transport):
     """Run collectives between the ranks of ``group``, or between those of a `part` of it."""
 
-    sends_int8 = True
+    sends = True
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
         reports = reports or _guards.get(group)  # a model has its own
@@ -157,8 +157,8 @@ class ProcessGroupTransport(Transport):
             like = new_packets([mean])[0] if int8 else parts[self.rank - 1].new_empty(len(mean))
             incoming = [o if r == self.rank else torch.empty_like(like) for r, o in enumerate(outgoing)]
             moves.append((outgoing, incoming))
-            last = (self.rank,) if int8 else (dist.ReduceOp.AVG,)
-            steps.append(partial(merge_packets if int8 else merge, incoming, mean, *last))
+            as_int8 = partial(merge_packets, incoming, mean, self.rank)
+            steps.append(as_int8 if int8 else partial(merge, incoming, mean, dist.ReduceOp.AVG))
         return self._exchange(kind, tag, moves, steps)
 
     def _exchange(

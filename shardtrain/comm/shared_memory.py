@@ -78,7 +78,7 @@ class SharedMemoryTransport(TransportWrapper):
 
     def __init__(self, inner: ProcessGroupTransport, signals: Signals) -> None:
         super().__init__(inner)
-        self.in_place, self.sends_int8, self.signals = True, False, signals
+        self.in_place, self.sends, self.signals = True, False, signals
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
         self._largest = self._size = 0  # bytes of the largest gradient, and of all
         self._arena: Arena | None = None  # see `_open_arena`
@@ -227,7 +227,7 @@ class HostsTransport(SharedMemoryTransport):
         super().__init__(inner, signals)
         place = self.host.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
-        self._between, self.sends_int8 = inner.part(self._column), True
+        self._between, self.sends = inner.part(self._column), True
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Average over the host at once, so that messages travel while the next unit computes."""

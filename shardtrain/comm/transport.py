@@ -157,13 +157,13 @@ class Transport:
 
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
-    ``sends_int8``: it sends as int8 what is marked so, between some ranks at least. ``silent``: no other rank
+    ``sends``: a gather sends bytes, at least between some ranks, so int8 pays. ``silent``: no other rank
     exists that could send anything.
     """
 
     rank: int
     world: int
-    in_place = uploads = sends_int8 = silent = False
+    in_place = uploads = sends = silent = False
 
     @property
     def reserved(self) -> int:
@@ -229,7 +229,7 @@ class TransportWrapper(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
-        self.in_place, self.sends_int8, self.silent = inner.in_place, inner.sends_int8, inner.silent
+        self.in_place, self.sends, self.silent = inner.in_place, inner.sends, inner.silent
 
     @property
     def reserved(self) -> int:

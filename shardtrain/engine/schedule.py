@@ -48,9 +48,9 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        # Between hosts that share memory inside, where a release frees nothing, gathers take time.
-        hosts = self.root.transport.in_place and self.root.transport.sends_int8
-        self.reshard_after_forward = reshard_after_forward and not hosts
+        # On hosts that share memory inside a release frees nothing, and another gather is sent.
+        only_costs = self.root.transport.in_place and self.root.transport.sends
+        self.reshard_after_forward = reshard_after_forward and not only_costs
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}

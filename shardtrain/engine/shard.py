@@ -204,7 +204,7 @@ class Segment:
     ) -> None:
         params = [info.parameter for info in infos]
         kind = params[0], infos[0].holder
-        self._precision, quantised = precision, precision.quantised(*kind) and transport.sends_int8
+        self._precision, quantised = precision, precision.quantised(*kind) and transport.sends
         self._gathers_int8 = quantised and precision.gather is torch.int8
         self.reduces_int8 = quantised and precision.reduce is torch.int8
         narrowest = min(params[0].element_size(), precision.of_parameter(*kind).itemsize)

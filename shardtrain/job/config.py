@@ -119,7 +119,7 @@ class Cifar(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class Photos(Images):
-    """Hold the keys of images in files, of any size, that are read when needed."""
+    """Hold the keys of data sets whose images are files of any size, which are read when needed."""
 
     root: str
     resize: int | None = at_least(1)

@@ -138,7 +138,7 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
 def instantiate(
     node: Mapping[str, Any], section: str, kind: type, allow: Sequence[str] = (), *arguments: Any
 ) -> Any:
-    """Return ``node["_target_"]`` called with ``arguments`` and the node's other keys: a ``kind``.
+    """Call ``node["_target_"]`` with ``arguments`` and the node's other keys; return its result, a ``kind``.
 
     Parameters annotated with bool, int, float or str are checked; the callable must check the others.
     ``section`` names the config group in messages; ``allow``: the packages that the command line allows.
