@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torchvision import models
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.shard import ALIGN_BYTES
 
 from naive_twin import NaiveTwin
@@ -66,7 +68,7 @@ def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered() -> None:
 @each_rank(2, 3)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
-    """One reduction per unit; one gather forward, and one backward: not of the root and the last unit."""
+    """One reduction per unit; one gather forward, and one backward, but not of the root and the last two."""
     model, _ = sharded_and_replica(reshard_after_forward=reshard)
     optimizer = sgd(model)
     train(model, optimizer, 2)
@@ -75,13 +77,43 @@ def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
     infos = shardtrain.introspect(model).units
     world = dist.get_world_size()
     everything = sum(info.local_bytes for info in infos)
-    again = infos[1:-1] if reshard else []
+    again = infos[1:-2] if reshard else []
     gathered = everything + sum(info.local_bytes for info in again)
-    assert meter.calls == {"all_gather": 3 + len(again), "reduce_scatter": 3}
+    assert meter.calls == {"all_gather": 4 + len(again), "reduce_scatter": 4}
     assert meter.bytes == {
         "all_gather": gathered * (world - 1),
         "reduce_scatter": everything * (world - 1),
     }
+
+
+@each_rank(2, transport="auto")
+def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
+    """The last layer is the largest: its reduction is alone. Where units stay, all are under way at once."""
+    launch, finish = Reduction.launch, Reduction.finish
+    sums = []
+    for reshard in (True, False):
+        layers = [nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 30)]
+        options = {"transport": "process_group", "reshard_after_forward": reshard}
+        model = shard(nn.Sequential(*layers), units=[nn.Linear], **options)
+        sizes = [0]
+
+        def launched(reduction: Reduction, sizes: list[int] = sizes) -> None:
+            sizes.append(sizes[-1] + reduction.full_bytes)
+            launch(reduction)
+
+        def finished(reduction: Reduction, sizes: list[int] = sizes) -> None:
+            sizes.append(sizes[-1] - reduction.full_bytes)
+            finish(reduction)
+
+        with (
+            mock.patch.object(Reduction, "launch", launched),
+            mock.patch.object(Reduction, "finish", finished),
+        ):
+            model(torch.randn(2, 9)).sum().backward()
+        sums.append([size // 4 for size in sizes])
+    small, large = 96, 304  # elements, padded
+    assert sums[0][:6] == [0, large, 0, small, 2 * small, 3 * small]
+    assert max(sums[1]) == large + 3 * small
 
 
 def waits_for_a_slow_rank() -> tuple[float, set[str]]:
@@ -279,7 +311,7 @@ def test_activation_checkpointing_costs_no_extra_gather(together: bool, reentran
     with comm.meter() as meter:
         train(model, optimizer, 1)
     # Without gradients forward does not know that backward comes.
-    assert meter.calls == {"all_gather": 5 if reentrant else 4, "reduce_scatter": 3}
+    assert meter.calls == {"all_gather": 7 if reentrant else 5, "reduce_scatter": 4}
 
 
 @each_rank(1, 3)

@@ -365,10 +365,10 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     steps_of(model, optimizer, steps=1, start=3)
     spans = taken.spans()
     assert all(span.start <= span.end for span in spans)
-    units = ["blocks.0", "blocks.1", "the root"]
+    units = ["blocks.0", "blocks.1", "blocks.2", "the root"]
     found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.TRACKS}
     assert found["forward"] == found["backward"] == found["reduce"] == units
-    assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "the root"]
+    assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "blocks.2", "the root"]
     assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= set(
         found["wait"]
     )

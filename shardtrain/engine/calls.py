@@ -7,6 +7,7 @@ lines with it.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from shardtrain.engine.precision import leaves
+from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 
@@ -78,6 +80,7 @@ class Backward:
     current: list[Unit] = field(default_factory=list)  # those of `entered` whose backward is not done
     completed: set[Unit] = field(default_factory=set)  # units all of whose gradients have arrived
     launched: list[Unit] = field(default_factory=list)  # units whose reduction has been started
+    under_way: deque[Reduction] = field(default_factory=deque)  # not finished yet, the oldest first
     arriving: dict[ShardedParam, bool] = field(default_factory=dict)  # whose gradient is being accumulated
 
 

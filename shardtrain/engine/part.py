@@ -14,7 +14,6 @@ dimension. The owner of a whole parameter shows it in its own shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,18 +84,6 @@ class Part:
             boxes[tuple(offsets)] = flat.as_strided(sizes, self.stride, lies_at)
             at += math.prod(sizes)
         return boxes
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether ``stride`` has no gaps and no overlaps for ``shape`` (channels_last has neither)."""
-    if 0 in shape:
-        return len(stride) == len(shape)
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def dense_stride(tensor: Tensor) -> Index:

@@ -236,6 +236,7 @@ class Reduction:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.gradients = [FlatGradient(segment) for segment in unit.segments]
+        self.full_bytes = sum(s.layout.padded * s.like_gradient.itemsize for s in unit.segments)
         self._moving = Pending()
         # Keeps gradients alive until the reduction has ended: a stream may still read them.
         self._under_way: list[Gradient] = []

@@ -1,14 +1,15 @@
 """Schedule gathers, prefetches, releases and reductions of units.
 
-One step over units ``A B`` and the root ``R`` (the parameters of no other unit)::
+One step over units ``A B C`` and the root ``R`` (the parameters of no other unit)::
 
-    forward   gather R | gather A, prefetch B, compute A, release A | compute B
-    backward  prefetch A, compute, reduce B, release B | compute A, reduce A, release A | reduce R
+    forward   gather R | gather A, prefetch B, compute A, release A | prefetch C, compute B | compute C
+    backward  compute C, reduce C, release C | prefetch A, compute B, ... | ..., release A | reduce R
     end       wait for the last reduction; every parameter shows its local piece again
 
-The root and the last unit stay gathered between forward and backward, which begins with them. On hosts that
-share memory inside all units do. Where all stay, all are prefetched at once. Elsewhere at most two units are
-gathered besides the root: the one that computes and the next one. At most one reduction is under way.
+The root and the last two units stay gathered between forward and backward, which begins with them. On hosts
+that share memory inside all units do. Where all stay, all are prefetched at once. Elsewhere at most two units
+are gathered besides the root: the one that computes and the next one. Reductions under way hold at most as
+many bytes as the largest one, unless all units stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
 are called, and records each call with the moments at which it began and ended. Backward replays the calls
@@ -54,6 +55,10 @@ class Schedule:
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}
+        # Bytes of full gradients whose reductions may be under way.
+        sizes = [reduction.full_bytes for reduction in self._reductions.values()]
+        waits = self.root.transport.sends and all(unit.device.type == "cpu" for unit in units)
+        self._room = sum(sizes) if waits and not self.reshard_after_forward else max(sizes)
         self._moment = 0
         self._calls: dict[Unit, Call] = {}  # calls under way
         self._record: list[Call] = []  # ended calls of the root's forward; a unit called by itself adds none
@@ -189,10 +194,8 @@ class Schedule:
                 for member in unit.members:
                     member.show_grad()
                 return
-            is_last = (
-                self._forward and len(self._entries) == len(self._expected) and self._entries[-1] is unit
-            )
-            stays = bool(is_last) or not self.reshard_after_forward
+            at_end = bool(self._forward) and len(self._expected) - len(self._entries) in (0, 1)
+            stays = (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
         unit.show_local()
         if not stays:
             unit.release()
@@ -316,13 +319,13 @@ class Schedule:
                 self._launch(backward, unit)
 
     def _launch(self, backward: Backward, unit: Unit) -> None:
-        self._finish_last(backward)
-        self._reductions[unit].launch()
+        reduction, under_way = self._reductions[unit], backward.under_way
+        room = self._room - reduction.full_bytes
+        while reduction in under_way or sum(each.full_bytes for each in under_way) > room:
+            under_way.popleft().finish()
+        reduction.launch()
+        under_way.append(reduction)
         backward.launched.append(unit)
-
-    def _finish_last(self, backward: Backward) -> None:
-        if backward.launched:
-            self._reductions[backward.launched[-1]].finish()
 
     def _end_backward(self, backward: Backward) -> None:
         """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
@@ -340,7 +343,8 @@ class Schedule:
             again = [unit for unit in backward.launched if self._reductions[unit].waiting]
             for unit in [*late, *again]:
                 self._launch(backward, unit)
-            self._finish_last(backward)
+            for reduction in backward.under_way:
+                reduction.finish()
             self._unreduced.clear()
         self._rest()
         self._fence(LEAVE)
