@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from two_hosts import TwoHosts, two_hosts
 
 import programs
@@ -31,6 +33,24 @@ import datetime, runpy
 import shardtrain.train.loop
 shardtrain.train.loop.AFTERWARDS = datetime.timedelta(seconds=12)
 runpy.run_module("shardtrain.train", run_name="__main__")
+"""
+# Rank 3, on the second host, runs two layers in the other order in step 3.
+OTHER_PATH = """
+import torch, shardtrain
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x, turned):
+        return self.first(self.second(x)) if turned else self.second(self.first(x))
+
+torch.distributed.init_process_group("gloo")
+model = shardtrain.shard(Net(), units=[nn.Linear])
+for step in (1, 2, 3):
+    model(torch.ones(2, 9), step == 3 and torch.distributed.get_rank() == 3).sum().backward()
 """
 MEET = "--nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id run"
 MEET += " --rdzv-conf last_call_timeout=2"
@@ -109,6 +129,13 @@ def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) 
     time.sleep(5)
     so_far = len(run.said())
     run.two.link("up")
+    so_far = run.wait_for("^step +.*\n(.*\n)+step", so_far)
+    for down, up in ((0.5, 0.2), (2.0, 0.1), (1.0, 1.5), (0.1, 0.1)):
+        run.two.link("down")
+        time.sleep(down)
+        so_far = len(run.said())
+        run.two.link("up")
+        time.sleep(up)
     run.wait_for("^step +.*\n(.*\n)+step", so_far)
     run.two.link("down")
     assert run.codes() == [1, 1]
@@ -117,6 +144,43 @@ def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) 
             rf"PeerLost: ranks? {lost} do(es)? not answer: rank \d has waited 1\d s", run.said(side)
         )
     assert run.losses() == pytest.approx(undisturbed(run.folder, max(run.losses()), *ENDLESS), abs=2e-3)
+
+
+@pytest.mark.long
+def test_a_rank_on_another_path_is_named_on_both_hosts(run: Run) -> None:
+    (run.folder / "other_path.py").write_text(OTHER_PATH)
+    for side in (0, 1):
+        run.start(side, 2, "other_path.py")
+    assert run.codes() == [1, 1]
+    for side in (0, 1):
+        assert "Diverged: step 3: rank 3 takes another path than ranks 0, 1 and 2: " in run.said(side)
+
+
+@pytest.mark.long
+def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run: Run) -> None:
+    (run.folder / "impatient.py").write_text(IMPATIENT)
+    for side in (0, 1):
+        run.start(side, 1, "impatient.py", *ENDLESS)
+    run.wait_for("^step +5/")
+    run.two.hosts[0].kill()
+    assert run.running[1].wait(60) == 1
+    assert re.search("PeerLost: rank 0 (has ended|does not answer): rank 1 ", run.said(1))
+
+
+@pytest.mark.long
+def test_a_run_resumes_on_another_number_of_hosts(run: Run) -> None:
+    """From two hosts of one rank to one of two ranks, and back."""
+    job = (*JOB, "sched=constant", "sched.warmup_epochs=0")
+    for steps, alone in ((4, False), (7, True), (10, False)):
+        for side in (0,) if alone else (0, 1):
+            sizes = ("--nnodes", "1", "--nproc-per-node", "2") if alone else ()
+            run.start(side, 1, *sizes, *PROGRAM, *job, f"train.max_steps={steps}")
+        assert run.codes() == [0, 0], run.said()
+    assert run.losses() == undisturbed(run.folder, 10, *job)
+    for rank in (0, 1):  # bit for bit, but for the state of the random number generators
+        path = f"checkpoints/step-00000010/rank-{rank:05}.safetensors"
+        ours, theirs = (load_file(run.folder / name / path) for name in ("run", "undisturbed"))
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -151,6 +152,9 @@ def main() -> int:
     )
     parser.add_argument("--rate", help="of the link in each direction, as 1gbit or 100mbit")
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
+    parser.add_argument(
+        "--flap", type=float, default=0.0, help="cut the link for up to so many seconds, often"
+    )
     parser.add_argument("program", nargs="+", help="what torchrun starts, as -m shardtrain.train")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -159,6 +163,11 @@ def main() -> int:
             started = [two.torchrun(side, given.ranks, *given.program) for side in (0, 1)]
             while None in (codes := [each.poll() for each in started]):
                 time.sleep(0.1)
+                if given.flap:
+                    time.sleep(random.uniform(0, 2 * given.flap))
+                    two.link("down")
+                    time.sleep(random.uniform(0, given.flap))
+                    two.link("up")
             return int(any(codes))
     except KeyboardInterrupt:
         return 130

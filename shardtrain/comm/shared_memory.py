@@ -14,7 +14,9 @@ interval directly from all arenas, in rank order: each gradient is written once 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.distributed import ReduceOp
@@ -228,6 +230,7 @@ class HostsTransport(SharedMemoryTransport):
         place = self.host.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
         self._between, self.sends = inner.part(self._column), True
+        self._gathers: deque[Pending] = deque()  # under way, the oldest first
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Average over the host at once, so that messages travel while the next unit computes."""
@@ -250,11 +253,17 @@ class HostsTransport(SharedMemoryTransport):
             (flat.local, [flat.full[flat.layout.interval(rank)] for rank in self._column], flat.quantised)
             for flat in flats
         ]
-        moving = self._between.send_to_all(tag, vectors)
+        arrived, done, wait_done = (
+            self._between.send_to_all(tag, vectors).wait,
+            partial(self.signals.done, position),
+            partial(self.signals.wait_done, position),
+        )
+        gather = Pending(arrived, done, wait_done)
+        self._gathers.append(gather)
 
         def finish() -> None:
-            moving.wait()
-            self.signals.done(position)
-            self.signals.wait_done(position)
+            # All ranks of the host wait in one order, even if one takes another path through the units.
+            while gather in self._gathers:
+                self._gathers.popleft().wait()
 
         return Pending(finish)
