@@ -253,12 +253,8 @@ class HostsTransport(SharedMemoryTransport):
             (flat.local, [flat.full[flat.layout.interval(rank)] for rank in self._column], flat.quantised)
             for flat in flats
         ]
-        arrived, done, wait_done = (
-            self._between.send_to_all(tag, vectors).wait,
-            partial(self.signals.done, position),
-            partial(self.signals.wait_done, position),
-        )
-        gather = Pending(arrived, done, wait_done)
+        done, wait_done = (partial(act, position) for act in (self.signals.done, self.signals.wait_done))
+        gather = self._between.send_to_all(tag, vectors).then(done).then(wait_done)
         self._gathers.append(gather)
 
         def finish() -> None:
