@@ -158,7 +158,7 @@ def chunks(elements: int, element_size: int) -> list[slice]:
 #     2**29       2**30 - 1   payloads of public collectives, by their sizes
 #
 # A collective's number encodes the unit, gather or reduction, and the segment. After 4,096 units numbers
-# repeat, which is harmless: at most two gathers and a reduction are under way.
+# repeat, at other positions.
 
 _NUMBERS = 1 << 20
 _REPORTS = 1 << 27

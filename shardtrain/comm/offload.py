@@ -87,7 +87,7 @@ class Offloaded(TransportWrapper):
                     gradient.own[:] = [host[offset : offset + b - a] for a, b, offset in gradient.pieces]
                 self._downloaded = current_stream(self.device).record_event()
             # Means are freed in the order of the compute stream, so that must wait for the copies. These are
-            # the unit before's, since this runs when the next unit's gradients are complete.
+            # an earlier unit's, since this runs when a later unit's gradients are complete.
             current_stream(self.device).wait_event(self._downloaded)
 
         return Pending(finish, ended=pending.ended)
