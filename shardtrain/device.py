@@ -177,7 +177,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the accelerator's random number state, by its type; ``{}`` for the CPU."""
+    """Return the accelerator's random number state under the name of its type; ``{}`` for the CPU."""
     module = torch.get_device_module(device)
     return {device.type: module.get_rng_state(device)} if is_accelerator(device) else {}
 

@@ -263,7 +263,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a large size": (lambda m: m["files"][DATA].update(bytes=1 << 50), f"bytes, expected {1 << 50}"),
     "an absurd world": (
         lambda m: m.update(world_size=1 << 40),
-        f"has 2 files of {1 << 40} ranks, expected one of each",
+        f"has 2 files of {1 << 40} ranks, expected one per rank",
     ),
     "a gap between slices": (
         parameter("fc.bias", slices=[[OTHER, 1, 5]]),

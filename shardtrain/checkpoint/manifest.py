@@ -170,7 +170,7 @@ def _manifest(node: Mapping[str, Any]) -> Manifest:
         if name not in {file_name(rank) for rank in range(min(world, len(files)))}:
             raise Damaged(f"{NAME} names the file {name[:80]!r}, expected only {file_name(0)} and on")
     if world != len(files) or not files:
-        raise Damaged(f"{NAME} has {len(files)} files of {world} ranks, expected one of each")
+        raise Damaged(f"{NAME} has {len(files)} files of {world} ranks, expected one per rank")
     parameters = {name: _parameter(entry, name, files) for name, entry in node["parameters"].items()}
     return Manifest(
         world_size=world,

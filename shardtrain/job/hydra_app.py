@@ -126,7 +126,7 @@ class OwnFiles(FileConfigSource):
 
 
 def load_yaml(path: Path) -> Any:
-    """Return what a user's file says. Raises UserError for one that cannot be read, or has no end."""
+    """Read a user's YAML file. Raises UserError if that fails, or if its aliases never end."""
     with reading(str(path), "expected a YAML file of keys"):
         nodes, values = [yaml.compose(plain_file(path).read_text("utf-8"), Loader=yaml.SafeLoader)], 0
         while nodes:
