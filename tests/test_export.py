@@ -117,6 +117,15 @@ def told(folder: Path, *arguments: str) -> str:
     return f"{ending}\n{said.getvalue()}"
 
 
+def test_an_evaluation_alone_scores_test_images_too(tmp_path: Path, capsys: Any) -> None:
+    for mode in ("eval_only=false", "eval_only=true"):
+        capsys.readouterr()
+        assert run(tmp_path / "run", "data.validation=12", mode) == "finished"
+    said, result = capsys.readouterr().out, result_of(tmp_path / "run")
+    for name in ("val", "test"):
+        assert f"\n{name:<9}loss {result[f'{name}/loss']:.4f}" in said
+
+
 def test_an_evaluation_alone_scores_as_the_run_did(
     on_ranks: Any, tmp_path: Path, trained: Path, export: Any, capsys: Any
 ) -> None:

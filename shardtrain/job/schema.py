@@ -92,6 +92,8 @@ def reading(what: str, expected: str, kinds: Kinds = Exception) -> Iterator[None
 def path_of(key: str, text: str) -> Path:
     """Return the path that the option ``key`` gives. Raises UserError for what cannot be a path."""
     with reading(f"{key}={text}", "expected a path"):  # too long, the home of nobody, a NUL
+        if not text:
+            raise ValueError("it is empty")
         path = Path(text).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             path.lstat()

@@ -66,10 +66,12 @@ def end_table(result: Mapping[str, Any]) -> str:
     return _labelled([*rows, ("run", result["run_dir"])])
 
 
-def score_table(evaluation: Evaluation, reference: Reference | None, classes: int) -> str:
-    """Return a table of an evaluation without a run."""
+def score_table(scored: Sequence[Evaluation], reference: Reference | None, classes: int) -> str:
+    """Return a table of evaluations without a run: of the validation images, then of test images if any."""
     facts = {"reference": None if reference is None else dataclasses.asdict(reference), "classes": classes}
-    return _labelled(_score_rows(evaluation.scalars() | facts, ""))
+    val, *tests = scored
+    test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
+    return _labelled(_score_rows(val.scalars() | test | facts, ""))
 
 
 def in_words(scalars: Mapping[str, Any], names: Sequence[str], classes: int) -> str:

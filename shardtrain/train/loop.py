@@ -121,11 +121,15 @@ def train(config: Config, context: Context) -> float | None:
         table = [start_table(config, context, job)] if context.first else []
         monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
         if config.eval_only:
-            feed = StoppableFeed(job.val, signals, context.device)
             views = Views(config.train.eval_flip, config.train.eval_shift)
-            evaluation = evaluate(job.model, feed, ema=job.ema, views=views)
-            monitor.say(score_table(evaluation, config.reference, config.model["num_classes"]))
-            return evaluation.judged.acc1
+            feeds = [
+                StoppableFeed(feed, signals, context.device)
+                for feed in (job.val, job.test)
+                if feed is not None
+            ]
+            scored = [evaluate(job.model, feed, ema=job.ema, views=views) for feed in feeds]
+            monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
+            return scored[0].judged.acc1
         if config.dry_run:
             plan = plan_of(config, job)
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
