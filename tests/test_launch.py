@@ -138,6 +138,8 @@ def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatc
     assert torch.get_num_threads() == 1
     assert placed.run_dir == Path("/some/where")
     assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*")
+    with pytest.raises(UserError, match=r"run\.dir=: it is empty; expected a path"):  # `run.dir=$UNSET`
+        launch.run_dir(configure("run.dir="), ALONE)
 
 
 def test_ranks_and_restarts_agree_on_what_the_first_proposed(monkeypatch: pytest.MonkeyPatch) -> None:

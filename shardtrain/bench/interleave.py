@@ -128,8 +128,7 @@ def _run(
 EARLY_STEPS, LATE = 5, 5e-2
 EARLY = {"fp32": 2e-4, "bf16": 2e-2}
 
-# All losses must equal those of the first of these that takes part. Exempt contenders train on their own data
-# alone, or round.
+# Losses must equal those of the first of these that takes part. Exempt ones train on own data, or round.
 JUDGES = ("ddp", "fsdp2", "fsdp1", "fsdp2_no_reshard")
 EXEMPT = ("no_communication", "shardtrain_int8", "shardtrain_bf16")
 

@@ -122,11 +122,8 @@ def train(config: Config, context: Context) -> float | None:
         monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
         if config.eval_only:
             views = Views(config.train.eval_flip, config.train.eval_shift)
-            feeds = [
-                StoppableFeed(feed, signals, context.device)
-                for feed in (job.val, job.test)
-                if feed is not None
-            ]
+            images = [feed for feed in (job.val, job.test) if feed is not None]
+            feeds = [StoppableFeed(feed, signals, context.device) for feed in images]
             scored = [evaluate(job.model, feed, ema=job.ema, views=views) for feed in feeds]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
             return scored[0].judged.acc1
