@@ -381,12 +381,10 @@ def clips_a_mixture(api: Api) -> None:
 # outputs, calls, edits: most are tables of `test_user_code.py`
 
 KIND = "Outputs, calls, edits"
-MEMORY = ("a tensor that passes through all units", "a teacher without gradients run last")
 for name, (make, step) in user.SCENES.items():
     row(KIND, name, make=make, step=step)
 for name, make in user.CALLS.items():
-    if name not in MEMORY:
-        row(KIND, name, make=make)
+    row(KIND, name, make=make)
 
 # part of `like_a_replica`: names and values
 PARTS: dict[str, dict[str, Any]] = {

@@ -195,24 +195,22 @@ def like_a_replica(
     make: Callable[[], nn.Module] = OddNet,
     step: Callable[[nn.Module, int], object] = lambda net, number: classify(net, number).backward(),
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-    wrap: Callable[..., nn.Module] = shard,
     early: bool = False,
     tolerance: float = 1e-5,
     **options: Any,
 ) -> nn.Module:
     """Train ``make()`` sharded, and unsharded with gradients averaged by hand; require the same parameters.
 
-    ``step(net, number)`` is a forward and a backward. ``wrap(net, **options)`` shards in place and returns
-    what is called. ``early`` builds the optimizers before that.
+    ``step(net, number)`` is a forward and a backward. ``early`` builds the optimizers before sharding.
     """
     torch.manual_seed(0)
     replica = make()
     model = copy.deepcopy(replica)
     optimizers = [optimizer(net) for net in (replica, model) if early]
-    called = wrap(model, **{"units": [Block], **options})
+    shard(model, **{"units": [Block], **options})
     optimizers = optimizers or [optimizer(net) for net in (replica, model)]
     three_steps(replica, optimizers[0], step, average_gradients)
-    three_steps(called, optimizers[1], step)
+    three_steps(model, optimizers[1], step)
     assert_same_parameters(model, replica, tolerance)
     return model
 

@@ -120,7 +120,8 @@ def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
     assert done.codes == [130]
     assert "interrupted  step" in done.output
     assert done.errors == "interrupted\n"
-    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "interrupted"
+    assert result_of(tmp_path / "run")["status"] == "interrupted"
+    assert "status interrupted" in (tmp_path / "run/log.txt").read_text()
 
 
 @pytest.mark.long

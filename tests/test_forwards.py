@@ -310,9 +310,7 @@ def test_a_unit_that_is_not_one_graph() -> None:
     expected = other(x)
     with contextlib.suppress(AssertionError), fresh_compiler():  # which finds the break
         shardtrain.compile_units(model, backend="eager")
-        with pytest.raises(
-            ValueError, match=r"^unit first cannot be compiled as one graph: \w.* do not compile$"
-        ):
+        with pytest.raises(ValueError, match=r"^unit first cannot be .* as one graph: \w.* do not compile$"):
             model(x)
     with contextlib.suppress(AssertionError), fresh_compiler():
         shardtrain.compile_units(other, backend="eager", fullgraph=False)

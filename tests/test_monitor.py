@@ -81,24 +81,6 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "finished" in output
 
 
-def _stop_at_step_3(monitor: Monitor, error: type[BaseException]) -> None:
-    monitor.step(3)
-    raise error
-
-
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "interrupted"), (RuntimeError, "failed")])
-def test_files_are_complete_however_a_run_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[BaseException], status: str
-) -> None:
-    opening, _, _ = opened(tmp_path, "monitor.progress=none")
-    with pytest.raises(error), opening as monitor:
-        _stop_at_step_3(monitor, error)
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["status"], result["step"]) == (status, 3)
-    assert ("interrupted  step 3" in capsys.readouterr().out) == (status == "interrupted")
-    assert f"status {status}" in (tmp_path / "log.txt").read_text()
-
-
 # Trains on a disk that is full at the start, has room from step 3 to 6, and again from step 9 on.
 FULL_DISK = """
 import contextlib, ctypes, os, shutil, sys

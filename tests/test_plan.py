@@ -328,21 +328,6 @@ def traffic(model: nn.Module) -> comm.Meter:
     return meter
 
 
-@pytest.mark.parametrize("world", [8, 1024])
-def test_a_step_sends_what_the_layouts_say(world: int) -> None:
-    """As many movements in any world; a rank sends each of its shards to all others, and a plan says so."""
-    with simulated_group(world):
-        model = shardtrain.shard(OddNet(), units=[Block])
-        meter = traffic(model)
-        infos = shardtrain.introspect(model).units
-    assert meter.calls == {"all_gather": 5, "reduce_scatter": 4}
-    root, *blocks = [info.local_bytes * (world - 1) for info in infos]
-    again = sum(blocks[:-2])
-    assert meter.bytes == {"all_gather": root + sum(blocks) + again, "reduce_scatter": root + sum(blocks)}
-    planned = traffic(shardtrain.shard(OddNet(), units=[Block], transport=comm.Simulated(0, world)))
-    assert (planned.calls, planned.bytes) == (meter.calls, meter.bytes)
-
-
 def calls_of(work: Any) -> int:
     """Python and C functions that ``work()`` calls."""
     profile = cProfile.Profile()

@@ -170,9 +170,7 @@ def test_a_border_may_be_reflected() -> None:
     images = torch.arange(16.0).view(1, 1, 4, 4)
     corner = Photo(2, border="reflect")(images, torch.tensor([[0.0, 0.0, 0.1]]))
     assert torch.equal(corner, F.pad(images, [2] * 4, "reflect")[:, :, :4, :4])
-    with pytest.raises(
-        ValueError, match="border=wrap, flip=random: expected constant or reflect, and random"
-    ):
+    with pytest.raises(ValueError, match="border=wrap, flip=random: expected constant or reflect, and ran"):
         Photo(2, border="wrap")
 
 

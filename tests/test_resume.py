@@ -391,3 +391,4 @@ def test_a_step_that_is_no_number_stops_the_run(on_ranks: Any, tmp_path: Path) -
     text = "step 3: loss nan on rank 1, gradient norm nan; a lower optim.lr may help"
     assert on_ranks(2, with_a_bad_step, str(tmp_path)) == [f"RuntimeError {text}"] * 2
     assert result_of(tmp_path)["status"] == "failed"
+    assert "status failed" in (tmp_path / "log.txt").read_text()

@@ -441,7 +441,7 @@ def test_loops(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@each_rank(2)
+@each_rank(2, transport="auto")
 def test_refused_loops(name: str) -> None:
     loop, message = REFUSED[name]
     run(loop, lambda model: model, average_gradients)

@@ -163,7 +163,7 @@ TORCHVISION: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.Tensor]
 def compare(make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
     def loop(wrap: Any, sync: Any) -> list[Any]:
         model = wrap(make())
-        return train(model, lambda: loss(model), sync, steps=5)
+        return train(model, lambda: loss(model), sync)
 
     require_as_replicas(loop)
 
