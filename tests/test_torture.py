@@ -134,9 +134,12 @@ def two_steps(four_steps: Path, tmp_path: Path) -> Path:
 BRIEFLY = ("in the middle of a data file", "after the rename")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+OFTEN = [(name, asynchronous) for name in BRIEFLY for asynchronous in (False, True)]
+SELDOM = [(name, bool(i % 2)) for i, name in enumerate(POINTS) if name not in BRIEFLY]
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BRIEFLY else pytest.mark.long) for name in POINTS]
+    ("name", "asynchronous"), [*OFTEN, *(pytest.param(*each, marks=pytest.mark.long) for each in SELDOM)]
 )
 def test_a_kill_in_a_save_leaves_a_complete_checkpoint(
     on_ranks: Ranks, four_steps: Path, two_steps: Path, name: str, asynchronous: bool
