@@ -102,9 +102,7 @@ AS_INT8 = "parallel.traffic=int8"
 @pytest.mark.parametrize(
     ("world", "arguments"),
     [
-        pytest.param(1, RESNET, marks=pytest.mark.long),
         (2, [*VIT, "parallel.transport=shared_memory"]),
-        pytest.param(4, [*RESNET, MESSAGES], marks=pytest.mark.long),
         (1, [*DEEPER, MESSAGES, AGAIN]),
         (2, [*VIT, MESSAGES, "optim=muon"]),
         pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),

@@ -50,7 +50,7 @@ loads_pieces = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("writeback", [True, False])
-@each_rank(1, 2, 3, 4)
+@each_rank(1, 3)
 def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
     model, replica = sharded_and_replica(lambda: OddNet().to(memory_format=torch.channels_last))
     x = torch.randn(2, 3, 5, 5)
@@ -81,7 +81,7 @@ def test_an_edit_of_a_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("writeback", [True, False])
-@each_rank(2, 3)
+@each_rank(3)
 def test_unsharded_gradients(writeback: bool) -> None:
     model, replica = sharded_and_replica()
     for net in (model, replica):
@@ -115,7 +115,7 @@ def test_a_full_state_dict_is_the_plain_model_s(rank0_only: bool) -> None:
     assert list(model.state_dict()) == list(plain)
 
 
-@each_rank(1, 2, 3, 4)
+@each_rank(1, 3)
 def test_rank_0_s_state_is_loaded_everywhere() -> None:
     torch.manual_seed(7)
     source = OddNet()
@@ -279,7 +279,7 @@ def on_every_rank(make: Callable[..., nn.Module], *args: Any, without_values: bo
         assert model.again.hidden is model.hidden
 
 
-@each_rank(1, 2, 3)
+@each_rank(1, 3)
 def test_values_are_those_of_the_constructor_on_rank_0() -> None:
     on_every_rank(Usual, without_values=True)
 
@@ -500,7 +500,7 @@ def ours(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @loads_pieces
 @pytest.mark.parametrize("makers", [(fsdp2, ours), (ours, fsdp2), (ours, ours)])
-@each_rank(2, 3, 4)
+@each_rank(2, 3)
 def test_torch_s_state_dict_functions_store_what_fsdp2_stores(makers: Any, tmp_path: Path) -> None:
     """The next step after the load equals the next step of the one that saved."""
     (model, optimizer), (other, its_optimizer) = (make(seed) for seed, make in enumerate(makers))
@@ -517,7 +517,7 @@ def test_torch_s_state_dict_functions_store_what_fsdp2_stores(makers: Any, tmp_p
     assert all(not isinstance(v, LocalPiece) for s in its_optimizer.state.values() for v in s.values())
 
 
-@each_rank(2, 3)
+@each_rank(3)
 def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> None:
     model, plain = various(1)
     optimizer = trained(model)
@@ -551,7 +551,7 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
     optimizer.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
 
 
-@each_rank(2, 3)
+@each_rank(3)
 def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
     model, plain = various(1)
     state = model.state_dict()

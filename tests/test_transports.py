@@ -228,7 +228,7 @@ def test_hosts_exchange_uneven_intervals() -> None:
 # one host
 
 
-@each_rank(2, 3, transport="auto")
+@each_rank(3, transport="auto")
 def test_gradients_that_wait_together_share_the_arena() -> None:
     """Ten units whose gradients all wait under `no_sync`."""
     model, replica = sharded_and_replica(lambda: Deep(9), transport="shared_memory")

@@ -38,7 +38,7 @@ from test_user_code import Lars
 # what is shown
 
 
-@each_rank(2, 3)
+@each_rank(3)
 def test_an_owner_shows_the_parameter_and_others_show_nothing_of_it() -> None:
     torch.manual_seed(0)
     plain = OddNet().to(memory_format=torch.channels_last)
@@ -171,14 +171,14 @@ def backward(net: nn.Module, _: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, Lars])
-@each_rank(2, 3)
+@each_rank(3)
 def test_optimizers_that_look_at_one_parameter_are_right(kind: Any) -> None:
     options = {"layout": "whole", "units": [nn.Linear]}
     like_a_replica(two_matrices, backward, lambda net: kind(net.parameters(), lr=0.1), **options)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Clipping])
-@each_rank(2, 3)
+@each_rank(3)
 def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
     model = shard(two_matrices(), layout="whole", units=[nn.Linear])
     optimizer, loss = kind(model.parameters(), lr=0.1), backward(model)
