@@ -126,12 +126,6 @@ def test_a_reference_belongs_to_what_it_was_published_for() -> None:
         assert composed("+recipe=resnet", other).reference is None
 
 
-def test_composing_leaves_the_folder_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    composed("+recipe=resnet", "seed=5")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shardtrain, "__path__", list(shardtrain.__path__))
     assert composed("+recipe=resnet").seed == 0

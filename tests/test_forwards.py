@@ -340,6 +340,9 @@ def nothing(model: nn.Module) -> None:
     pass
 
 
+GRAPHS = "CUDA graphs read parameters wher"
+
+
 @pytest.mark.parametrize(
     ("before", "inside", "message"),
     [
@@ -351,16 +354,8 @@ def nothing(model: nn.Module) -> None:
             checkpointed,
             "the forward of second is no method of that module, but <function",
         ),
-        (
-            nothing,
-            partial(shardtrain.compile_units, mode="reduce-overhead"),
-            "CUDA graphs read parameters wher",
-        ),
-        (
-            nothing,
-            partial(shardtrain.compile_units, options={"triton.cudagraphs": True}),
-            "CUDA graphs read ",
-        ),
+        (nothing, partial(shardtrain.compile_units, mode="reduce-overhead"), GRAPHS),
+        (nothing, partial(shardtrain.compile_units, options={"triton.cudagraphs": True}), GRAPHS),
     ],
 )
 def test_mistakes_are_refused(before: Inside, inside: Inside, message: str) -> None:

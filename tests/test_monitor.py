@@ -248,10 +248,7 @@ def test_utilisation_counts_the_pixels_shown_and_the_dtype(
     ("shares", "expected"),
     [
         ({"data": 68}, "68 % of the time is waiting for images: raise data.workers"),
-        (
-            {"data": 12, "waiting": 30},
-            "30 % of the time is waiting for other ranks and their shards: a",
-        ),
+        ({"data": 12, "waiting": 30}, "30 % of the time is waiting for other ranks and their shards: a"),
         ({"checkpoint": 9}, "9 % of the time is saving checkpoints: raise checkpoint.every_steps"),
         ({"evaluation": 33}, "33 % of the time is evaluation: raise train.eval_every"),
         ({"optimizer": 25}, "25 % of the time is optimizer: a larger train.batch_size takes fewer updates"),

@@ -34,10 +34,9 @@ from shardtrain.plan.__main__ import MOST_IMAGES, PlanSettings, largest_batch, p
 from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, held_by_rows, simulate
-from shardtrain.train.loop import train
 
 from small import Block, OddNet, TwoPaths, sgd
-from tiny import CPU, VIT, composed, context
+from tiny import CPU, VIT, composed
 
 MIB = 2**20
 RESNET = ["model=resnet18", "data.image_size=16"]
@@ -269,15 +268,6 @@ def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
     said = headline(muon.config, found)
     assert "whole parameters" in said
     assert said.count("\n") == 1
-
-
-def test_a_dry_run_foretells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(composed(*FAKE, *VIT, "dry_run=true"), context(tmp_path / "none"))
-    said = capsys.readouterr().out
-    assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
-    assert "The peak of " in said
-    assert "none: dry_run" in said
-    assert not (tmp_path / "none").exists()
 
 
 # large worlds in one process: what a rank holds, sends and does there; nothing here asserts on a time

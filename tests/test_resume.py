@@ -318,6 +318,9 @@ def test_a_dry_run_looks_where_the_run_would(
     assert run(str(undisturbed), "dry_run=true") == "finished"
     said = capsys.readouterr().out
     assert "continuing after step 10 of 10: nothing is left to do" in said
+    assert "The peak of " in said
+    assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
+    assert ": dry_run" in said
     assert re.search(r"0\.\d*[1-9] MiB of a rank per checkpoint, [\d,]+ MiB free on ", said), said
     assert "its optimizer is AdamW, expected SGD" in run(str(undisturbed), "dry_run=true", "optim=sgd")
     assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
