@@ -126,10 +126,7 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
 
 
 def _serve(pipe: Connection, path: list[str]) -> None:
-    import torch
-
     sys.path[:] = path
-    torch.set_num_threads(1)
     warnings.simplefilter("error")
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     while True:
@@ -147,6 +144,7 @@ def _call(body: Callable[..., Any], rank: int, world: int, store: str) -> tuple[
     import torch.distributed as dist
 
     environment = dict(os.environ)
+    torch.set_num_threads(1)  # accelerate takes all cores, which made every later test ten times as slow
     torch.manual_seed(0)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
