@@ -27,9 +27,22 @@ JOB = (
     "run.dir=run",
 )
 ENDLESS = (*JOB, "sched=constant", "train.epochs=5000", "checkpoint.every_steps=10")
-# The program, with a short time-out after the first step.
+# The program, at most 20 steps per second, so that one undisturbed host soon is where the two were.
+STEADY = """
+import runpy, time
+from shardtrain.monitor import Monitor
+
+def step(monitor, number, report=Monitor.step):
+    time.sleep(0.05)
+    report(monitor, number)
+
+Monitor.step = step
+if __name__ == "__main__":
+    runpy.run_module("shardtrain.train", run_name="__main__")
+"""
+# The same, with a short time-out after the first step.
 IMPATIENT = """
-import datetime, runpy
+import datetime, runpy, steady
 import shardtrain.train.loop
 shardtrain.train.loop.AFTERWARDS = datetime.timedelta(seconds=12)
 runpy.run_module("shardtrain.train", run_name="__main__")
@@ -84,6 +97,8 @@ def undisturbed(folder: Path, steps: int, *arguments: str) -> dict[int, float]:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     try:
+        (tmp_path / "steady.py").write_text(STEADY)
+        (tmp_path / "impatient.py").write_text(IMPATIENT)
         with two_hosts() as two:
             yield Run(two, tmp_path)
     except OSError as error:
@@ -103,7 +118,6 @@ def test_two_hosts_train_as_one(run: Run, ranks: int) -> None:
 
 @pytest.mark.long
 def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) -> None:
-    (run.folder / "impatient.py").write_text(IMPATIENT)
     for side in (0, 1):
         run.start(side, 2, "impatient.py", *ENDLESS)
     run.wait_for("^step +5/")
@@ -130,7 +144,6 @@ def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) 
 
 @pytest.mark.long
 def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run: Run) -> None:
-    (run.folder / "impatient.py").write_text(IMPATIENT)
     for side in (0, 1):
         run.start(side, 1, "impatient.py", *ENDLESS)
     run.wait_for("^step +5/")
@@ -158,7 +171,7 @@ def test_a_run_resumes_on_another_number_of_hosts(run: Run) -> None:
 @pytest.mark.long
 def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
     """From 2 hosts to 1 and back, from checkpoints in a directory that both see, with the same losses."""
-    command = (*MEET.split(), *PROGRAM, *ENDLESS)
+    command = (*MEET.split(), "steady.py", *ENDLESS)
     for side in (0, 1):
         run.start(side, 1, *command)
     run.wait_for("^step +20/")
