@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 
 import shardtrain
-from shardtrain import comm
+from shardtrain import checkpoint, comm
 from shardtrain.engine.deferred_init import deferred
 from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.part import Part
@@ -142,12 +142,36 @@ def test_a_state_that_does_not_fit_is_refused_everywhere_and_nothing_is_loaded()
         "extra is unexpected": plain | {"extra": torch.zeros(1)},
         "fc.weight has shape (7, 5), expected (5, 7)": plain | {"fc.weight": plain["fc.weight"].t()},
         "fc.weight is torch.int64, expected torch.float32": plain | {"fc.weight": plain["fc.weight"].long()},
+        "fc.weight is no dense tensor with values": plain | {"fc.weight": plain["fc.weight"].to("meta")},
+        "model is no dense tensor with values": {"model": plain},
     }
     model, replica = sharded_and_replica()
     for text, state in cases.items():
         with pytest.raises(ValueError, match=re.escape(f"nothing was loaded: {text}") + "$"):
             shardtrain.load_full_state_dict(model, state if dist.get_rank() == 0 else {})
         assert_same_parameters(model, replica, tolerance=0)
+
+
+class Further(nn.Linear):
+    def get_extra_state(self) -> str:
+        return "further"
+
+
+@each_rank(2, 3)
+def test_what_ranks_hold_alike_stays_as_it_is() -> None:
+    """Means of equal values are these, bit for bit. Gloo itself moves neither int16 nor fp8."""
+    for dtype, most in ((torch.float, 1), (torch.half, 6e4), (torch.float8_e5m2, 9), (torch.int16, 9)):
+        plain = Further(3, 5)
+        plain.weight = nn.Parameter(torch.full((5, 3), 3).to(dtype), requires_grad=False)
+        plain.table = nn.Buffer((torch.rand(9, 11) * most).to(dtype).t())
+        model = shard(copy.deepcopy(plain))
+        whole = shardtrain.full_state_dict(model)
+        assert whole["_extra_state"] == "further"
+        assert torch.equal(whole["table"].double(), plain.table.double())
+    with pytest.raises(ValueError, match=r"nothing was loaded: _extra_state is no dense tensor"):
+        shardtrain.load_full_state_dict(model, whole)
+    with pytest.raises(checkpoint.SaveFailed, match=r"_extra_state has no place in a checkpoint"):
+        checkpoint.save("unwritten", model)
 
 
 class Twice(OddNet):

@@ -99,8 +99,13 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
-        with self._handshake(BROADCAST, tensor) as moved:
+        target = tensor.detach()
+        dense = target.contiguous()
+        # As bytes, since gloo does not know all dtypes: neither int16 nor fp8.
+        with self._handshake(BROADCAST, dense.view(-1).view(torch.uint8)) as moved:
             dist.broadcast(moved, group=self.group, group_src=src)
+        if dense is not target:
+            target.copy_(dense)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])

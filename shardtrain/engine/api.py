@@ -20,7 +20,6 @@ from shardtrain.comm.transport import Ranks, Transport
 from shardtrain.device import is_accelerator
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
-from shardtrain.engine.part import dense_stride, in_memory_order
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
 from shardtrain.engine.unit import Unit
@@ -246,7 +245,7 @@ def _place_uncut(
     for param in [param for param in module.parameters() if param in ignored]:
         value = initial.placed(param)
         if param in initial.deferred:
-            all_ranks.broadcast(in_memory_order(value, dense_stride(value)))
+            all_ranks.broadcast(value)
         become(param, value)
     buffers = {buffer: initial.placed(buffer) for buffer in module.buffers()}
     for part in module.modules():

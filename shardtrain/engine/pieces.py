@@ -121,9 +121,7 @@ def attach(units: Iterable[Unit]) -> list[RemovableHandle]:
     ]
 
 
-def _attach(
-    module: nn.Module, attribute: str, unit: Unit, member: ShardedParam
-) -> tuple[RemovableHandle, RemovableHandle]:
+def _attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
     own = member.part
 
     def give(called: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -154,7 +152,7 @@ def _attach(
                 )
             state[prefix + attribute] = value.plain()
 
-    return module.register_state_dict_post_hook(give), module.register_load_state_dict_pre_hook(take)
+    return [module.register_state_dict_post_hook(give), module.register_load_state_dict_pre_hook(take)]
 
 
 def _refuse_full(function: str) -> bool:

@@ -55,7 +55,10 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         finally:
             if writeback:
                 for member in engine.members:
-                    _write_back(member, grads)
+                    member.local_view.copy_(_piece_of(member, member.param.data))
+                    if grads:
+                        grad = member.param.grad
+                        member.set_grad(None if grad is None else _piece_of(member, grad).clone())
     finally:
         for member in engine.members:
             if member.shows_full:
@@ -75,14 +78,6 @@ def _open(unit: Unit, grads: bool) -> None:
             member.show_full()
             member.param.data, member.param.grad = value, grad
     unit.pinned = True
-
-
-def _write_back(member: ShardedParam, grads: bool) -> None:
-    """Copy this rank's part of the full copies into its shard."""
-    member.local_view.copy_(_piece_of(member, member.param.data))
-    if grads:
-        grad = member.param.grad
-        member.set_grad(None if grad is None else _piece_of(member, grad).clone())
 
 
 def _whole(unit: Unit, segment: Segment, local: Tensor) -> list[Tensor]:
@@ -130,18 +125,18 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     engine = engine_of(module)
     engine.require_rest("full_state_dict() cannot be called")
     wanted = engine.transport.all_ranks.rank == 0 or not rank0_only
-    buffers = equal_buffers(module, engine.transport.all_ranks)
     to_host = partial(Tensor.to, device="cpu", copy=True, non_blocking=True)
-    values = {buffer: to_host(value) for buffer, value in buffers}
+    values = {b: to_host(value) for b, value in equal_buffers(module, engine.transport.all_ranks)}
     for unit in engine.units:
         for segment in unit.segments:
             wholes = _whole(unit, segment, segment.local)
             if wanted:
-                copies = zip(segment.members, map(to_host, wholes), strict=True)
-                values.update((member.param, value) for member, value in copies)
+                values.update(zip([m.param for m in segment.members], map(to_host, wholes), strict=True))
     synchronize(engine.device)
-    items = module.state_dict(keep_vars=True).items() if wanted else ()
-    return {key: values[v] if v in values else v.detach().to("cpu", copy=True) for key, v in items}
+    whole = module.state_dict(keep_vars=True) if wanted else {}
+    tensors = [(key, value) for key, value in whole.items() if isinstance(value, Tensor)]
+    copies = {k: values[v] if v in values else v.detach().to("cpu", copy=True) for k, v in tensors}
+    return {**whole, **copies}  # what get_extra_state() returned stays as it is
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -198,9 +193,15 @@ def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple
     expected = {member.name: Spec(member.local_view.dtype, member.part.shape) for member in engine.members}
     expected.update((name, Spec.of(tensor)) for name, tensor in _uncut(engine))
     missing = [name for name in expected if name not in state]
-    further = engine.module.state_dict(keep_vars=True).keys() - expected.keys()  # of tied parameters
-    given = {name: Spec.of(value) for name, value in state.items() if name not in further}
-    return differences(expected, given, strict), missing
+    tied = {n for n in engine.module.state_dict(keep_vars=True) if not n.endswith("_extra_state")}
+    given = {n: value for n, value in state.items() if n in expected or (strict and n not in tied)}
+    if odd := [
+        f"{name} is no dense tensor with values"
+        for name, v in given.items()
+        if getattr(v, "is_meta", True) or v.layout != torch.strided or hasattr(v, "device_mesh")  # a DTensor
+    ]:
+        return odd, missing
+    return differences(expected, {name: Spec.of(value) for name, value in given.items()}, strict), missing
 
 
 def _uncut(engine: Engine) -> list[tuple[str, Tensor]]:
@@ -244,8 +245,10 @@ def equal_buffers(module: nn.Module, all_ranks: Ranks) -> list[tuple[Tensor, Ten
     for (dtype, _), buffers in groups.items():
         flat = torch.cat([buffer.detach().flatten() for buffer in buffers])
         if dtype.is_floating_point and all_ranks.world > 1:
-            all_ranks.all_reduce(flat)
-            flat.div_(all_ranks.world)
+            # In fp64, since a sum of fp16 overflows, and the mean of three equal values would be rounded.
+            total = flat.double()
+            all_ranks.all_reduce(total)
+            flat = total.div_(all_ranks.world).to(dtype)
         else:
             all_ranks.broadcast(flat)
         parts = flat.split([buffer.numel() for buffer in buffers])
