@@ -29,6 +29,7 @@ from shardtrain.checkpoint.manifest import Manifest, ParameterEntry, Slice, dtyp
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import Engine
 from shardtrain.engine.part import Part
+from shardtrain.engine.pieces import LocalPiece
 from shardtrain.engine.state_dict import Spec, equal_buffers, persistent_buffers
 
 Averages: TypeAlias = Mapping[nn.Parameter, torch.Tensor]  # for each parameter of a module, sharded like it
@@ -122,6 +123,8 @@ def collect(
     all_ranks, shards = engine.transport.all_ranks, local_shards(engine)
     file = file_name(all_ranks.rank)
     buffers, equal = persistent_buffers(engine.module), dict(equal_buffers(engine.module, all_ranks))
+    if further := [key for key in engine.module.state_dict(keep_vars=True) if key.endswith("_extra_state")]:
+        raise ValueError(f"{further[0]} has no place in a checkpoint: pass what it is to save() as extra=")
     tensors = {f"buffers/{name}": buffer for name, buffer in buffers}
     if all_ranks.rank == 0:
         tensors |= {f"averaged/{name}": equal[buffer] for name, buffer in buffers}
@@ -213,8 +216,9 @@ def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "ext
         ValueError: naming the part of ``value`` that is neither plain nor a tensor.
     """
     if isinstance(value, torch.Tensor):
-        name = f"extra/{sum(key.startswith('extra/') for key in tensors)}"
-        tensors[name] = value
+        if isinstance(value, LocalPiece):
+            raise ValueError(f"{where} is a rank's piece of {value.part.name}, which only its model can load")
+        tensors[name := f"extra/{len(tensors)}"] = value
         return {_TENSOR: name}
     if isinstance(value, Mapping):
         for key in value:

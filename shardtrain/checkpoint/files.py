@@ -55,10 +55,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.nbytes
-        entry = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[name] = entry
+        dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > 100_000_000:  # the largest header that the safetensors package reads
+        raise ValueError(f"names and texts take {len(text)} bytes, expected at most 100000000")
     return _write(path, _blocks(len(text).to_bytes(8, "little") + text, [tensors[name] for name in names]))
 
 

@@ -28,7 +28,6 @@ from shardtrain.checkpoint.files import DTYPES, problem_with
 from shardtrain.checkpoint.manifest import DTYPE_NAMED, Damaged, Manifest, file_name, parse, read_manifest
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import engine_of
-from shardtrain.engine.part import in_memory_order
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
 from shardtrain.engine.state_dict import persistent_buffers
@@ -310,8 +309,6 @@ class _Reader:
                 source = self._handle(part.file).get_slice(key)
                 elements[low - start : high - start] = source[low - part.start : high - part.start]
         if not same:
-            ordered = in_memory_order(elements.as_strided(saved.spec.shape, saved.stride), shard.entry.stride)
-            elements = ordered[
-                shard.part.start : shard.part.stop
-            ].clone()  # a view would keep the whole alive
+            # A copy, since a view would keep the whole alive.
+            elements = shard.part.of(elements.as_strided(saved.spec.shape, saved.stride)).clone()
         return shard.part.shown(elements)

@@ -70,12 +70,9 @@ class Manifest(NamedTuple):
     files: dict[str, Record]
     parameters: dict[str, ParameterEntry]
     buffers: dict[str, Spec]
-    optimizer: dict[str, Any] | None
-    """As in the JSON above."""
-    facts: dict[str, Any]
-    """The caller's JSON: step, configuration."""
-    ema: bool = False
-    """Whether there is a moving average of each parameter, sharded like it."""
+    optimizer: dict[str, Any] | None  # as in the JSON above
+    facts: dict[str, Any]  # the caller's JSON: step, configuration
+    ema: bool = False  # whether there is a moving average of each parameter, sharded like it
 
     def state_of(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the optimizer state of parameter ``name``, as in the JSON above: cut like it, a ``whole``

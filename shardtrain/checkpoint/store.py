@@ -129,7 +129,7 @@ def save_in_stages(
         mine = {"manifest": digest_line(dump(content.manifest)), "state": content.state}
         if rank == 0:
             _make_temporary(temporary, path)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
