@@ -230,6 +230,14 @@ def test_odd_tensors() -> None:
     equal(place, torch.arange(float(world)).view(-1, 1).expand(world, 2))
     comm.reduce_scatter_tensor(place[rank], place)
     equal(place[rank], [float(world * rank)] * 2)
+    # inputs where other ranks' parts arrive, short ones and long ones
+    for size in (2, 1 << 20):
+        place = torch.empty(world, size)
+        comm.all_gather_into_tensor(place, place[0].fill_(rank))
+        comm.all_to_all_single(place, place)
+        equal(place, torch.full((world, size), float(rank)))
+        comm.reduce_scatter_tensor(place[0], place)
+        equal(place[0], torch.full((size,), float(sum(range(world)))))
     with torch.inference_mode():
         output = torch.empty(world)
         work = comm.reduce_scatter_tensor(output[:1], torch.ones(world), async_op=True)
@@ -505,9 +513,9 @@ def test_torchs_keywords_groups_and_results() -> None:
             work.wait()
         equal(mine, [3.0, 3.0])
     assert meter.calls == {"all_gather": 1, "all_to_all": 1, "all_reduce": 1, "broadcast": 1}
-    if rank:
-        equal(dist.all_reduce(torch.tensor([rank]), op=dist.ReduceOp.MAX, group=group), [2])
-        equal(dist.broadcast(torch.tensor([rank]), src=2, group=group), [2])
+    result = 2 if rank else 0  # rank 0 does not belong to the group
+    equal(dist.all_reduce(torch.tensor([rank]), op=dist.ReduceOp.MAX, group=group), [result])
+    equal(dist.broadcast(torch.tensor([rank]), src=2, group=group), [result])
     with pytest.warns(FutureWarning, match="reduce_op"):
         equal(dist.all_reduce(torch.ones(1), dist.reduce_op.SUM), [3.0])
 

@@ -104,14 +104,16 @@ def broadcast(tensor: Tensor, src: int = 0, group: Group | None = None, async_op
     if async_op:
         count(BROADCAST, [tensor.nbytes * (dist.get_world_size(group) - 1) if dist.get_rank() == src else 0])
         return dist.broadcast(tensor, src, group, async_op=True)
-    plain_transport(group).broadcast(tensor, src if group is None else dist.get_group_rank(group, src))
+    ranks = plain_transport(group)
+    if ranks.world > 1:
+        ranks.broadcast(tensor, src if group is None else dist.get_group_rank(group, src))
     return tensor
 
 
 def plain_transport(group: Group | None = None) -> Ranks:
     """Return a transport over ``group`` (default: the world) for use outside the engine."""
     group = group or dist.group.WORLD
-    return Alone() if group is None or group.size() == 1 else ProcessGroupTransport(group)
+    return Alone() if group is None or dist.get_world_size(group) < 2 else ProcessGroupTransport(group)
 
 
 def barrier(*args: Any, **keywords: Any) -> Any:

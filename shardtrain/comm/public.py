@@ -172,6 +172,7 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         if world == 1:
             least = -1  # no part is sent with a row
         elif row[2]:
+            call = _apart(call, reads, writes, rank)
             parts = _places(call.input, reads)
         else:
             own = _backends_own(call, reads, writes)
@@ -322,6 +323,21 @@ def _places(side: Side, sizes: Sequence[int]) -> list[Part]:
     start, step = side.given.data_ptr(), side.parts != ALL
     before = accumulate(sizes[:-1], initial=0)
     return [(start + step * offset, size) for offset, size in zip(before, sizes, strict=True)]
+
+
+def _apart(call: Call, reads: Sequence[int], writes: Sequence[int], rank: int) -> Call:
+    """Return ``call`` with its input copied if that shares memory with the output, but for in-place calls."""
+    world = len(reads)
+    memory = [
+        {item.untyped_storage().data_ptr() for item in _tensors(side, world)}
+        for side in (call.input, call.output)
+    ]
+    in_place = _places(call.input, reads)[rank] == _places(call.output, writes)[rank]
+    if memory[0].isdisjoint(memory[1]) or (in_place and call.movement is not ALL_TO_ALL):
+        return call
+    copied = [item.detach().clone() for item in _tensors(call.input, world)]
+    given = copied if call.input.parts == LIST else copied[0]
+    return call._replace(input=call.input._replace(given=given))
 
 
 def _cut(side: Side, sizes: Sequence[int]) -> list[Tensor]:
