@@ -43,22 +43,19 @@ class Arena:
         self.memory = memory
         self._used: dict[int, int] = {}  # offset → bytes
 
-    def take(self, size: int) -> int:
-        """Allocate ``size`` bytes; return their offset."""
-        size, start = _aligned(size), 0
+    def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a vector."""
+        size, start = _aligned(elements * dtype.itemsize), 0
         for offset, used in sorted(self._used.items()):
             if offset - start >= size:
                 break
             start = offset + used
         assert start + size <= self.memory.numel(), "a unit has one gradient, and one that others still read"
         self._used[start] = size
-        return start
+        return self.memory[start : start + elements * dtype.itemsize].view(dtype)
 
-    def give_back(self, offset: int) -> None:
-        del self._used[offset]
-
-    def view(self, offset: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.memory[offset : offset + elements * dtype.itemsize].view(dtype)
+    def free(self, tensor: torch.Tensor) -> None:
+        del self._used[self.offset_of(tensor)]
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Return the offset of ``tensor``, which lies in this arena."""
@@ -85,7 +82,7 @@ class SharedMemoryTransport(TransportWrapper):
         self._largest = self._size = 0  # bytes of the largest gradient, and of all
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
-        self._unread: dict[int, int] = {}  # position → offset of gradients that others may still read
+        self._unread: dict[int, torch.Tensor] = {}  # by position, gradients that others may still read
 
     @property
     def reserved(self) -> int:
@@ -112,11 +109,10 @@ class SharedMemoryTransport(TransportWrapper):
         arena = self._open_arena()
         while self._unread and self.signals.is_done(next(iter(self._unread))):
             self._free_oldest()
-        offset = arena.take(layout.padded * like.element_size())
-        return arena.view(offset, layout.padded, like.dtype)
+        return arena.take(layout.padded, like.dtype)
 
     def discard(self, gradient: torch.Tensor) -> None:
-        self._open_arena().give_back(self._open_arena().offset_of(gradient))
+        self._open_arena().free(gradient)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         exact = [flat for flat in flats if not flat.quantised]
@@ -127,13 +123,8 @@ class SharedMemoryTransport(TransportWrapper):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        positions = self._offer(tag, gradients)
-
-        def finish() -> None:
-            for position, gradient in zip(positions, gradients, strict=True):
-                self._average(position, gradient)
-
-        return Pending(finish)
+        offered = zip(self._offer(tag, gradients), gradients, strict=True)
+        return Pending(*[partial(self._average, *each) for each in offered])
 
     def fence(self, what: Movement) -> None:
         """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
@@ -180,13 +171,13 @@ class SharedMemoryTransport(TransportWrapper):
             means.append(torch.empty_like(parts[0]))
             merge(parts, means[-1], ReduceOp.AVG)
         self.signals.done(position)
-        self._unread[position] = self._open_arena().offset_of(full)
+        self._unread[position] = full
         return means
 
     def _free_oldest(self) -> None:
         position = next(iter(self._unread))
         self.signals.wait_done(position)
-        self._open_arena().give_back(self._unread.pop(position))
+        self._open_arena().free(self._unread.pop(position))
 
     def _open_arena(self) -> Arena:
         """Return this rank's arena. Collective the first time: in the first forward, when sizes are known.
@@ -235,8 +226,7 @@ class HostsTransport(SharedMemoryTransport):
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Average over the host at once, so that messages travel while the next unit computes."""
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        positions = self._offer(tag, gradients)
-        offered = zip(positions, gradients, strict=True)
+        offered = zip(self._offer(tag, gradients), gradients, strict=True)
         sets = [(self._host_means(*each), each[1].quantised) for each in offered]
         return self._between.combine(tag, sets)
 

@@ -10,9 +10,9 @@ ranks have diverged, and `Reports` finds out where, as it does for ranks that wa
 gathers in place, so these only enter the hash. Every 128th of them in a row is waited for: otherwise a report
 would not reach back to the position at which ranks differ.
 
-Memory comes from ``memfd_create``: one file per rank, which its peers receive when they connect, and which
-grows when more of it is shared. Files and sockets have no name in any file system, so nothing is left behind
-however a rank ends, and the size of ``/dev/shm`` does not matter.
+Memory comes from ``memfd_create``: one file each time that some is shared, which peers receive with a post.
+The kernel frees it when all ranks have dropped it. Files and sockets have no name in any file system, so
+nothing is left behind however a rank ends, and the size of ``/dev/shm`` does not matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -51,16 +51,19 @@ class Peer:
         self.rank, self.link = rank, link
         self.posts: dict[int, tuple[int, int]] = {}  # by position: hash and value
         self.done: set[int] = set()  # positions of this rank's collectives that it has read
+        self.files: list[int] = []  # descriptors of memory that it shares, not yet mapped
         self.has_ended = False
 
     def receive(self) -> None:
         """Receive what has arrived, without waiting."""
         try:
-            data = self.link.recv(1 << 16, socket.MSG_DONTWAIT)
+            flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            data, files, _, _ = socket.recv_fds(self.link, _POST.size, 1, flags)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, files = b"", []
+        self.files += files
         self.has_ended = not data
         for is_done, position, digest, value in _POST.iter_unpack(data):
             if is_done:
@@ -70,18 +73,12 @@ class Peer:
 
 
 class Signals:
-    """Hold this rank's sockets to the other ranks of its host, and the memory that they share.
-
-    ``files``: the descriptor of every rank's file, this rank's included. ``reports``: the guard, which must
-    be set before the first post.
-    """
+    """Hold this rank's sockets to the other ranks of its host. ``reports``: the guard, set before a post."""
 
     reports: Reports
 
-    def __init__(self, rank: int, peers: list[Peer], files: Mapping[int, int]) -> None:
+    def __init__(self, rank: int, peers: list[Peer]) -> None:
         self.rank, self.peers = rank, peers
-        self._files = files
-        self._sizes = dict.fromkeys(files, 0)  # bytes shared so far, by rank
         self._digest = 0  # of all posts
         self._digests: dict[int, int] = {}  # by position, of posts that `wait` will ask for
         self._unheard = 0  # posts since the last one that was sent
@@ -91,11 +88,11 @@ class Signals:
             self._poll.register(number, select.POLLIN)
         # Ends all waits here and on the peers, after a failure. Any thread may call it.
         self.abort = partial(_shut_down, [peer.link for peer in peers])
-        self.close = weakref.finalize(self, _close, tuple(peers), tuple(files.values()))
+        self.close = weakref.finalize(self, _close, tuple(peers))
         _all.add(self)
 
-    def post(self, kind: Movement, number: int, name: str, value: int = 0) -> int:
-        """Post this rank's next collective to every peer. Return its position.
+    def post(self, kind: Movement, number: int, name: str, value: int = 0, files: Sequence[int] = ()) -> int:
+        """Post this rank's next collective to every peer, with ``files``. Return its position.
 
         The caller must wait for all kinds but ``GATHER`` and ``STEP``.
         """
@@ -104,7 +101,7 @@ class Signals:
         self._unheard = self._unheard + 1 if kind in (GATHER, STEP) else 0
         if self._unheard in (0, _UNHEARD):
             self._digests[position] = self._digest
-            self._send(_POST.pack(False, position, self._digest, value))
+            self._send(_POST.pack(False, position, self._digest, value), files)
         if self._unheard == _UNHEARD:
             self._unheard = 0
             self.wait(position)
@@ -141,20 +138,26 @@ class Signals:
         return all(position in peer.done for peer in self.peers)
 
     def share(self, owner: int, size: int) -> torch.Tensor:
-        """Map ``size`` bytes of rank ``owner``'s file on every rank: uint8 zeros. Collective."""
-        start, page = self._sizes[owner], mmap.ALLOCATIONGRANULARITY
-        self._sizes[owner] += max(page, -(-size // page) * page)
+        """Map ``size`` bytes that rank ``owner`` provides on every rank: uint8 zeros. Collective."""
+        files, length = list[int](), max(size, 1)
         if owner == self.rank:
-            os.ftruncate(self._files[owner], self._sizes[owner])
-        self.wait(self.post(SHARE, size, f"{size} bytes"))
-        memory = mmap.mmap(self._files[owner], self._sizes[owner] - start, offset=start)
-        return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+            files.append(os.memfd_create("shardtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.ftruncate(files[0], length)
+            # It must not shrink: to read what is gone kills a rank.
+            fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        try:
+            self.wait(self.post(SHARE, size, f"{size} bytes", files=files))
+            files += [peer.files.pop(0) for peer in self.peers if peer.rank == owner]
+            return torch.frombuffer(mmap.mmap(files[0], length), dtype=torch.uint8)[:size]
+        finally:
+            for file in files:
+                os.close(file)
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, files: Sequence[int] = ()) -> None:
         """Send ``message`` to every peer. Socket buffers hold far more messages than ranks are ever apart."""
         for peer in self.peers:
             with suppress(OSError):  # the peer has ended, which `_wait_until` reports
-                peer.link.send(message)
+                socket.send_fds(peer.link, [message], files) if files else peer.link.send(message)
 
     def _wait_until(self, is_there: Callable[[Peer], bool], position: int) -> None:
         """Receive from all peers until ``is_there(peer)`` holds for every peer."""
@@ -181,11 +184,11 @@ def _shut_down(links: Sequence[socket.socket]) -> None:
             link.shutdown(socket.SHUT_RDWR)
 
 
-def _close(peers: Sequence[Peer], files: Sequence[int]) -> None:
+def _close(peers: Sequence[Peer]) -> None:
     for peer in peers:
         peer.link.close()
-    for file in files:
-        os.close(file)
+        for file in peer.files:
+            os.close(file)
 
 
 # A forked data loader must not keep a dead rank's sockets open.
@@ -201,7 +204,7 @@ def connect(plain: Ranks, own: Sequence[int]) -> Signals:
     Raises:
         ValueError: some ranks cannot reach one another this way; on every rank.
     """
-    rank, files, peers, problem = plain.rank, dict[int, int](), list[Peer](), ""
+    rank, peers, problem = plain.rank, list[Peer](), ""
     name, secret = f"shardtrain-{secrets.token_hex(16)}", secrets.token_hex(16)
     with socket.socket(*_KIND) as listener:
         with suppress(OSError):  # who needs it will see
@@ -210,22 +213,20 @@ def connect(plain: Ranks, own: Sequence[int]) -> Signals:
             listener.settimeout(_LINK_S)
         texts = gather_texts(f"{name} {secret} {os.getpid()}", plain)
         try:
-            files[rank] = os.memfd_create("shardtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            fcntl.fcntl(files[rank], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            _link(listener, {other: texts[other] for other in own}, peers, files)
+            _link(listener, {other: texts[other] for other in own}, peers)
         except OSError as error:
             problem = f"the ranks cannot reach one another on this host: {error}"
     if problem := next(filter(None, gather_texts(problem, plain)), ""):
-        _close(peers, [*files.values()])
+        _close(peers)
         raise ValueError(problem)
-    return Signals(rank, sorted(peers, key=lambda peer: peer.rank), files)
+    return Signals(rank, sorted(peers, key=lambda peer: peer.rank))
 
 
-def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer], files: dict[int, int]) -> None:
-    """Add every other rank of ``texts`` to ``peers``, and its memory to ``files``.
+def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> None:
+    """Add every other rank of ``texts`` to ``peers``.
 
     Each rank connects to those before it. The kernel knows which process of which user is at the other end:
-    what is no rank is dropped, and told nothing. Memory must not shrink: to read what is gone kills a rank.
+    what is no rank is dropped, and told nothing.
     """
     deadline, missing = time.monotonic() + _LINK_S, dict[tuple[int, int], tuple[int, str, str]]()
     for other, text in texts.items():
@@ -245,12 +246,9 @@ def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer], fil
         found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if (who := _CREDENTIALS.unpack(found)[:2]) in missing:
             other, _, theirs = missing[who]
-            socket.send_fds(link, [theirs.encode()], [files[rank]])
-            said, received, _, _ = socket.recv_fds(link, 64, 1, socket.MSG_CMSG_CLOEXEC)
-            seals = [fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for file in received]
-            if said == ours.encode() and any(seals):
+            link.send(theirs.encode())
+            if link.recv(64) == ours.encode():
                 link.settimeout(None)
-                (files[other],) = received
                 peers.append(Peer(other, link))
                 del missing[who]
                 continue

@@ -139,10 +139,10 @@ class Pending:
     ``ended``: if a trace is open, the moment at which it ends in its own stream.
     """
 
-    def __init__(self, *steps: Callable[[], None], ended: Any = None) -> None:
+    def __init__(self, *steps: Callable[[], object], ended: Any = None) -> None:
         self._steps, self.ended = steps, ended
 
-    def then(self, step: Callable[[], None]) -> Pending:
+    def then(self, step: Callable[[], object]) -> Pending:
         """Return this collective with a further ``step``, which completes its results."""
         return Pending(self.wait, step, ended=self.ended)
 
