@@ -177,9 +177,8 @@ class Rows:
                 wanted = self.expected[sender][receiver] * self.posted[receiver]
                 sent, wanted = (size if size > EAGER_BYTES else 0 for size in (sent, wanted))
                 if sent != wanted:
-                    transfer = mailbox.receive if sender == peer else mailbox.send
-                    scratch = torch.zeros(sent if sender == peer else wanted, dtype=torch.uint8)
-                    works += transfer(scratch, peer)
+                    method, size = ("recv", sent) if sender == peer else ("send", wanted)
+                    works += mailbox.post(method, torch.zeros(size, dtype=torch.uint8), peer)
         return works
 
     def complaints(self, texts: list[str]) -> list[str]:

@@ -54,19 +54,12 @@ class Mailbox(NamedTuple):
         """Return the other ranks from the next one on, so that not all ranks begin with the same peer."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def receive(self, into: torch.Tensor, peer: int, tag: int | None = None) -> list[dist.Work]:
-        """Start filling ``into`` (1-D) with what ``peer`` sends, one message per chunk."""
-        return self._post("recv", into, peer, tag)
-
-    def send(self, part: torch.Tensor, peer: int, tag: int | None = None) -> list[dist.Work]:
-        """Start sending ``part`` (1-D) to ``peer``, one message per chunk."""
-        return self._post("send", part, peer, tag)
-
     def wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:
             work.wait(FOREVER) if self.guarded else work.wait()
 
-    def _post(self, method: str, vector: torch.Tensor, peer: int, tag: int | None) -> list[dist.Work]:
+    def post(self, method: str, vector: torch.Tensor, peer: int, tag: int | None = None) -> list[dist.Work]:
+        """Start to ``"send"`` or ``"recv"`` the 1-D ``vector``, one message per chunk."""
         # The group's own method, since `dist.irecv` doubles the time of each call.
         post = getattr(self.group, method)
         peer = peer if self.members is None else self.members[peer]
@@ -84,9 +77,9 @@ def start_exchange(
     """
     works = []
     for peer in mailbox.peers():
-        works += mailbox.receive(incoming[peer], peer, tag)
+        works += mailbox.post("recv", incoming[peer], peer, tag)
     for peer in mailbox.peers():
-        works += mailbox.send(outgoing[peer], peer, tag)
+        works += mailbox.post("send", outgoing[peer], peer, tag)
     own, mine = outgoing[mailbox.rank], incoming[mailbox.rank]
     if own.data_ptr() != mine.data_ptr():
         mine.copy_(own)
@@ -116,10 +109,10 @@ def start_reduce_scatter(
 
     def receive(index: int) -> list[dist.Work]:
         rooms = inbox[index % slots, :, : spans[index].stop - spans[index].start]
-        return [work for peer in mailbox.peers() for work in mailbox.receive(rooms[peer], peer, own_tag)]
+        return [work for peer in mailbox.peers() for work in mailbox.post("recv", rooms[peer], peer, own_tag)]
 
     arriving = deque(receive(index) for index in range(slots))
-    sends = [work for peer in mailbox.peers() for work in mailbox.send(parts[peer], peer, tag)]
+    sends = [work for peer in mailbox.peers() for work in mailbox.post("send", parts[peer], peer, tag)]
 
     def finish() -> None:
         for index, span in enumerate(spans):

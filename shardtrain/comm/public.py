@@ -168,11 +168,10 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         return None
     mailbox, parts, own, least = Mailbox(group, rank, world), list[Part](), None, EAGER_BYTES
     try:
-        words, row, reads, writes = _check(call, mailbox)
+        call, words, row, reads, writes = _check(call, mailbox)
         if world == 1:
             least = -1  # no part is sent with a row
         elif row[2]:
-            call = _apart(call, reads, writes, rank)
             parts = _places(call.input, reads)
         else:
             own = _backends_own(call, reads, writes)
@@ -242,10 +241,11 @@ class Background(Work):
         return self._end.done()
 
 
-def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int], list[int], list[int]]:
-    """Return the call in words, its row (see `Agreement`), the bytes for each rank, and those from each.
+def _check(call: Call, mailbox: Mailbox) -> tuple[Call, str, list[int], list[int], list[int]]:
+    """Return the call, its words, its row (see `Agreement`), the bytes for each rank, and those from each.
 
-    Tensors must be dense, contiguous, of one dtype, and on a device that the group supports.
+    Tensors must be dense, contiguous, of one dtype, and on a device that the group supports. An input that
+    shares memory with the output is copied, unless this rank's part has one place there.
 
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
@@ -273,7 +273,14 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int], list[int], lis
     words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {read}"
     # What must be the same on every rank; of an all-to-all, not the shapes.
     alike = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
-    return words, [0, zlib.crc32(alike.encode()), by_messages, *reads, *writes], reads, writes
+    row = [0, zlib.crc32(alike.encode()), by_messages, *reads, *writes]
+    from_, to = ({item.untyped_storage().data_ptr() for item in items} for items in (inputs, outputs))
+    in_place = _places(call.input, reads)[rank] == _places(call.output, writes)[rank]
+    if from_ & to and by_messages and (call.movement is ALL_TO_ALL or not in_place):
+        copies = [item.detach().clone() for item in inputs]
+        given = copies if call.input.parts == LIST else copies[0]
+        call = call._replace(input=call.input._replace(given=given))
+    return call, words, row, reads, writes
 
 
 def _tensors(side: Side, world: int) -> list[Tensor]:
@@ -323,21 +330,6 @@ def _places(side: Side, sizes: Sequence[int]) -> list[Part]:
     start, step = side.given.data_ptr(), side.parts != ALL
     before = accumulate(sizes[:-1], initial=0)
     return [(start + step * offset, size) for offset, size in zip(before, sizes, strict=True)]
-
-
-def _apart(call: Call, reads: Sequence[int], writes: Sequence[int], rank: int) -> Call:
-    """Return ``call`` with its input copied if that shares memory with the output, but for in-place calls."""
-    world = len(reads)
-    memory = [
-        {item.untyped_storage().data_ptr() for item in _tensors(side, world)}
-        for side in (call.input, call.output)
-    ]
-    in_place = _places(call.input, reads)[rank] == _places(call.output, writes)[rank]
-    if memory[0].isdisjoint(memory[1]) or (in_place and call.movement is not ALL_TO_ALL):
-        return call
-    copied = [item.detach().clone() for item in _tensors(call.input, world)]
-    given = copied if call.input.parts == LIST else copied[0]
-    return call._replace(input=call.input._replace(given=given))
 
 
 def _cut(side: Side, sizes: Sequence[int]) -> list[Tensor]:
