@@ -58,8 +58,8 @@ class Arena:
         del self._used[self.offset_of(tensor)]
 
     def offset_of(self, tensor: torch.Tensor) -> int:
-        """Return the offset of ``tensor``, which lies in this arena."""
-        offset = tensor.data_ptr() - self.memory.data_ptr()
+        """Return the offset of ``tensor``, which lies in this arena. An empty one has no address."""
+        offset = tensor.storage_offset() * tensor.itemsize
         assert offset in self._used, "`Transport.gradient` gave it"
         return offset
 
