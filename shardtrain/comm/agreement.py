@@ -191,9 +191,8 @@ class Rows:
             if self.digests[rank] != usual
         ]
         if found:
-            return (
-                found if len(found) <= _NAMED else [*found[:_NAMED], f"and {len(found) - _NAMED} more ranks"]
-            )
+            more = len(found) - _NAMED
+            return [*found[:_NAMED], f"and {more} more ranks"] if more > 0 else found
         s, r = next((s, r) for s in every for r in every if self.sent[s][r] != self.expected[s][r])
         wanted = f"rank {r}: expected {self.expected[s][r]} bytes from rank {s} ({texts[r]})"
         return [f"{wanted}, found that rank {s} sends it {self.sent[s][r]} ({texts[s]})"]

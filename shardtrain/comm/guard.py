@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,15 +66,6 @@ class Entry(NamedTuple):
         """What the rank is doing, such as ``gathering layer1``."""
         return f"{MOVEMENTS[self.kind].doing} {self.name.decode(errors='replace').rstrip(chr(0))}"
 
-    def packed(self, position: int) -> bytes:
-        return MESSAGE.pack(position, *self)
-
-
-def unpack(data: bytes) -> Iterator[tuple[int, Entry]]:
-    """Yield the position and the entry of each message in ``data``."""
-    for position, *fields in MESSAGE.iter_unpack(data):
-        yield position, Entry(*fields)
-
 
 class Paths:
     """Hold the latest collectives of this rank, and those known of the others, by position.
@@ -102,11 +93,11 @@ class Paths:
                 self._compare(position, entry, log[position])
         return position
 
-    def hear(self, rank: int, position: int, entry: Entry) -> None:
-        """Add a collective of another rank."""
-        self.theirs[rank][position] = entry
-        if position in self.own:
-            self._compare(position, self.own[position], entry)
+    def hear(self, rank: int, messages: bytes) -> None:
+        """Replace the collectives of another rank by those of its ``messages``."""
+        self.theirs[rank] = log = {at: Entry(*fields) for at, *fields in MESSAGE.iter_unpack(messages)}
+        for position in log.keys() & self.own.keys():
+            self._compare(position, self.own[position], log[position])
 
     def compare_others(self) -> None:
         """Compare the other ranks with one another, since they may differ at a later position."""

@@ -183,10 +183,8 @@ class ProcessGroupTransport(Transport):
         """Start the messages of every segment, each with its own tag, under the guard."""
         reports, first, mailbox = self._reports, tag.number + self._number, self._mailbox
         position = 0 if reports is None else reports.post(kind, tag)
-        tags = [
-            messages.collective_tag(position, messages.segment_number(first, index))
-            for index in range(len(starts))
-        ]
+        numbers = [messages.segment_number(first, index) for index in range(len(starts))]
+        tags = [messages.collective_tag(position, number) for number in numbers]
         with nullcontext() if reports is None else reports.waiting(position):
             waits = [start(mailbox, number).wait for start, number in zip(starts, tags, strict=True)]
         return Pending(*waits) if reports is None else reports.watch(position, Pending(*waits))

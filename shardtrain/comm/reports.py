@@ -38,7 +38,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import ELSEWHERE, ENDED, MESSAGE, SILENT, Diverged, Paths, PeerLost, named, unpack
+from shardtrain.comm.guard import ELSEWHERE, ENDED, MESSAGE, SILENT, Diverged, Paths, PeerLost, named
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_of
 from shardtrain.comm.trace import Movement
@@ -143,7 +143,7 @@ class Links:
         # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in [*_waits]), default=now)
         head = HEAD.pack(why, lost, state, now - at_work, len(own))
-        body = b"".join(entry.packed(position) for position, entry in own.items())
+        body = b"".join(MESSAGE.pack(position, *entry) for position, entry in own.items())
         data = torch.frombuffer(bytearray((head + body).ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
         for peer in self.peers if to is None else to:
             with suppress(RuntimeError):
@@ -328,9 +328,7 @@ class Reports:
                 now = self._heard_s[peer] = time.monotonic()
                 why, lost, state, age_s, count = HEAD.unpack_from(report)
                 self._at_work[peer] = now - age_s
-                self.paths.theirs[peer] = {}
-                for position, entry in unpack(report[HEAD.size : HEAD.size + count * MESSAGE.size]):
-                    self.paths.hear(peer, position, entry)
+                self.paths.hear(peer, report[HEAD.size : HEAD.size + count * MESSAGE.size])
                 if lost >= 0:
                     self._lose([lost], state, self.paths.end - 1)
                 elif why == ASKS:
