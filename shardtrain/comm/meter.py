@@ -51,12 +51,6 @@ class Meter:
         self._moments.clear()
         return self._seconds
 
-    def add_wait(self, movement: Movement, unit: str, start: Any, end: Any) -> None:
-        """Add a wait between the moments ``start`` and ``end``."""
-        self._moments.append((Wait(movement.counted, unit, self.during), start, end))
-        if isinstance(start, float):  # add at once, since a meter may be open for a whole run
-            self.exposed()
-
 
 # The one piece of process-wide state: `meter()` takes no argument, and backward runs in other threads,
 # so the open meters can live neither in an engine nor in a context variable.
@@ -97,7 +91,9 @@ def waiting(movement: Movement, unit: str, device: torch.device, ended: Any = No
     yield
     end = devices.moment(device)
     for meter in _open:
-        meter.add_wait(movement, unit, start, end)
+        meter._moments.append((Wait(movement.counted, unit, meter.during), start, end))
+        if isinstance(start, float):  # add at once, since a meter may be open for a whole run
+            meter.exposed()
     for current in trace.opened:
         current.noted.append(("wait", f"{movement.counted} of {unit}", start, end))
     trace.end(movement.traced, unit, ended)

@@ -202,9 +202,7 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         # Concurrent calls may have one size and so one tag. So each posts all its receives at once, in the
         # order of the calls.
         sides = _cut(call.input, reads), _cut(call.output, writes)
-        outgoing, incoming = (
-            [part[: part.numel() * (part.nbytes > least)] for part in side] for side in sides
-        )
+        outgoing, incoming = ([p[: p.numel() * (p.nbytes > least)] for p in side] for side in sides)
         if call.op is None:
             moving = start_exchange(mailbox, None, outgoing, incoming)
         else:

@@ -53,16 +53,8 @@ class Replicated(TransportWrapper):
         self, inside: Transport, across: ReplicaGroup, all_ranks: Transport, primary_ranks: Sequence[int]
     ) -> None:
         super().__init__(inside)
-        self.across, self._guard, self._primary_ranks = across, all_ranks, primary_ranks
-        self.silent = across.silent
-
-    @property
-    def all_ranks(self) -> Transport:
-        return self._guard
-
-    @property
-    def primary_ranks(self) -> Sequence[int]:
-        return self._primary_ranks
+        self._all_ranks, self._primary_ranks = all_ranks, primary_ranks
+        self.across, self.silent = across, across.silent
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         return self.inner.gather(tag, flats)
@@ -76,7 +68,7 @@ class Replicated(TransportWrapper):
         return self._average(tag, gradients, moving)
 
     def fence(self, what: Movement) -> None:
-        (self.inner if self.world > 1 else self._guard).fence(what)
+        (self.inner if self.world > 1 else self.all_ranks).fence(what)
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient], after: Pending) -> Pending:
         intervals = [Interval(each.pack_own(self.rank), each.full.dtype) for each in gradients]

@@ -59,7 +59,7 @@ class Arena:
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         """Return the offset of ``tensor``, which lies in this arena. An empty one has no address."""
-        offset = tensor.storage_offset() * tensor.itemsize
+        offset = int(tensor.storage_offset()) * tensor.itemsize
         assert offset in self._used, "`Transport.gradient` gave it"
         return offset
 

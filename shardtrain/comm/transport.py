@@ -164,6 +164,8 @@ class Transport:
     rank: int
     world: int
     in_place = uploads = sends = silent = False
+    _all_ranks: Transport | None = None
+    _primary_ranks: Sequence[int] | None = None
 
     @property
     def reserved(self) -> int:
@@ -173,12 +175,12 @@ class Transport:
     @property
     def all_ranks(self) -> Transport:
         """The transport of all ranks that train the model. Errors name ranks by their numbers here."""
-        return self
+        return self._all_ranks or self
 
     @property
     def primary_ranks(self) -> Sequence[int]:
         """The ranks of the first shard group, in order. They count for what all replicas hold alike."""
-        return range(self.world)
+        return self._primary_ranks or range(self.world)
 
     # A transport whose shard group is all ranks needs these two.
 
@@ -230,18 +232,11 @@ class TransportWrapper(Transport):
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
         self.in_place, self.sends, self.silent = inner.in_place, inner.sends, inner.silent
+        self._all_ranks, self._primary_ranks = inner.all_ranks, inner.primary_ranks
 
     @property
     def reserved(self) -> int:
         return self.inner.reserved
-
-    @property
-    def all_ranks(self) -> Transport:
-        return self.inner.all_ranks
-
-    @property
-    def primary_ranks(self) -> Sequence[int]:
-        return self.inner.primary_ranks
 
     def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.inner.allocate(layout, like, reduced)
