@@ -38,6 +38,7 @@ MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         [{"params": [p], "lr": 0.01 * (1 + i % 3)} for i, p in enumerate(model.parameters())]
     ),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02, fused=True),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters()),  # has numbers like a 0-dim parameter's state
 }
 
 

@@ -138,11 +138,12 @@ class ShardedParam:
             self.set_grad(piece)
 
     def cut_state(self, state: dict[str, Any]) -> None:
-        """Cut the optimizer state of the full parameter, in place, to this rank's part."""
-        for key, value in state.items():
-            whole = isinstance(value, torch.Tensor) and value.shape == self.part.shape
-            if whole and key != "step" and self.part.at_rest != self.part.shape:
-                state[key] = self.part.shown(self.part.of(value).clone())
+        """Cut the optimizer state of the full parameter, in place, to this rank's part, unless it is cut."""
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        if all(value.shape != self.part.at_rest for value in tensors.values()):
+            for key, value in tensors.items():
+                if key != "step" and value.shape == self.part.shape:
+                    state[key] = self.part.shown(self.part.of(value).clone())
 
     # what users change
 

@@ -207,8 +207,7 @@ def _compare(engine: Engine, state: Mapping[str, Tensor], strict: bool) -> tuple
 def _uncut(engine: Engine) -> list[tuple[str, Tensor]]:
     """Return the state that is not sharded, by name: ignored parameters and persistent buffers."""
     cut = {member.param for member in engine.members}
-    named = engine.module.named_parameters()
-    ignored = [(name, param.data) for name, param in named if param not in cut]
+    ignored = [(name, p.data) for name, p in engine.module.named_parameters() if p not in cut]
     return [*ignored, *persistent_buffers(engine.module)]
 
 
