@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
@@ -345,6 +346,18 @@ def test_a_model_on_the_meta_device_materialises_its_pieces() -> None:
     assert_same_parameters(model, expected, tolerance=0)
     replica = nn.parallel.DistributedDataParallel(expected)
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+
+
+@each_rank(1)
+def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    gone, model = shard(OddNet()), shard(OddNet())
+    del gone
+    train(model, sgd(model), 1)
+    handle.remove()
 
 
 @each_rank(1, 3)

@@ -13,6 +13,7 @@ A fourth kind checks each optimizer before it steps: see ``optimizer_check.py``.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import warnings
 import weakref
@@ -33,6 +34,7 @@ from shardtrain.engine.user_hooks import OwnHook, refuse_transforms, uncompiled
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class GradientHook(OwnHook):
@@ -93,7 +95,8 @@ class Engine:
             "_ddp_params_and_buffers_to_ignore": _RefuseDDP(),
         }
         self._attach()
-        self._watch_optimizers()
+        _watch_optimizers()
+        _ENGINES.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -216,17 +219,6 @@ class Engine:
                         self._handles.append(param.register_hook(hook.before))
                         self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def _watch_optimizers(self) -> None:
-        this = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            engine = this()
-            if engine is not None:
-                engine.check_optimizer(optimizer)
-
-        handle = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, handle.remove).atexit = False
-
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
         groups = optimizer.param_groups
@@ -238,6 +230,7 @@ class Engine:
             self._optimizers[optimizer] = len(groups)
             for member in self.members:
                 member.cut_state(optimizer.state.get(member.param, {}))
+        self.schedule.recover()
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
         if self.schedule.unanswered and all(member.held_grad is None for member in self.members):
@@ -299,6 +292,20 @@ class Engine:
                 f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
                 "Attach them first, then shard"
             )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Check every optimizer before it steps, once for all engines.
+
+    A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
+    """
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for engine in list(_ENGINES):
+            engine.check_optimizer(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def engine_of(module: nn.Module) -> Engine:
