@@ -348,6 +348,23 @@ def test_a_model_on_the_meta_device_materialises_its_pieces() -> None:
     assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
 
 
+@each_rank(1, 3)
+def test_zero_grad_after_a_failed_backward_clears_what_was_reduced_before() -> None:
+    model, replica = sharded_and_replica()
+    optimizers = sgd(model), sgd(replica)
+    classify(model, 0).backward()
+    x = images(1)[0].requires_grad_()
+    x.register_hook(lambda _: 1 / 0)
+    loss = model(x).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    optimizers[0].zero_grad()
+    for net, optimizer in zip((model, replica), optimizers, strict=True):
+        classify(net, 2).backward()
+        optimizer.step()
+    assert_same_parameters(model, replica)
+
+
 @each_rank(1)
 def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
     def collect(*_: object) -> None:

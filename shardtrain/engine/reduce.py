@@ -117,6 +117,7 @@ class FlatGradient:
         """
         member = self.members[index]
         grad, member.param.grad = member.param.grad, None
+        member.show_grad()
         assert grad is not None
         if grad.layout is not torch.strided:
             raise ValueError(

@@ -240,7 +240,7 @@ class Schedule:
                 if other not in self._calls:
                     other.release()
             self._launch_completed(backward)
-        unit.open_full()
+        unit.open_with_grads()
         self._begin_unit(backward, unit, call.began)
         self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.hooked), None))
 
@@ -285,7 +285,7 @@ class Schedule:
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
         if not member.shows_full:
-            unit.open_full()  # `show_pieces` has shown pieces since forward
+            unit.open_with_grads()  # `show_pieces` has shown pieces since forward
         backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
         backward.arriving[member] = True

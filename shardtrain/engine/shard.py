@@ -11,7 +11,7 @@ With offload, ``local`` lies in host memory, each gather casts a copy of it, and
 int8 is gathered, ``wire`` is ``local``, and this rank's interval of ``full`` is rounded like all others.
 
 At rest each parameter shows its piece of ``local``, with the piece's gradient. While its unit computes it
-shows its shaped view of ``full``. Its ``.grad`` is None then, except while autograd accumulates into it.
+shows its shaped view of ``full``. Its ``.grad`` is None in forward, and while autograd accumulates into it.
 Parameter objects stay the same: only ``.data`` and ``.grad`` change, and autograd's version counters do not.
 
 ``full`` is one tensor for the life of the segment. Autograd may have saved a parameter or a view of one, such

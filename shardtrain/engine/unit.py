@@ -162,6 +162,12 @@ class Unit:
             if not member.shows_full:
                 member.show_full()
 
+    def open_with_grads(self) -> None:
+        """Call `open_full`, and show the pieces' gradients: users may clear them until backward has ended."""
+        self.open_full()
+        for member in self.members:
+            member.show_grad()
+
     def release(self) -> None:
         """Let the parameters show their local pieces, and free the full vector."""
         if self.pinned:
