@@ -182,9 +182,6 @@ def test_what_is_gathered_at_once(name: str) -> None:
 
 @each_rank(2)  # of more, gloo adds up gradients of the replica in an order of its own
 def test_several_forwards_of_one_backward_are_reduced_once_and_bit_equal() -> None:
-    def twice(net: nn.Module, number: int) -> None:
-        (net(batch(number)).square().mean() + net(batch(number + 9)).abs().mean()).backward()
-
     with comm.meter() as meter:
         model = like_a_replica(Net, twice, units=is_unit, tolerance=0)
     assert meter.calls["reduce_scatter"] == 3 * len(shardtrain.introspect(model).units)
@@ -302,6 +299,29 @@ def in_place(net: nn.Module, number: int) -> None:
     out.square().mean().backward()
 
 
+def ratio(net: nn.Module, number: int) -> None:
+    """Compare with the distribution of another forward, as PPO does."""
+    out = net(batch(number))
+    with torch.no_grad():
+        before = net(batch(number)).log_prob(torch.ones(3))
+    (out.log_prob(torch.ones(3)) - before).exp().mean().backward()
+
+
+def on_rank_0(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if dist.get_rank() else self.plain(x)
+
+
+def without_stem(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = F.pad(x, (0, 2))
+    for block in self.blocks:
+        x = block(x)
+    return self.head(x)
+
+
+def twice(net: nn.Module, number: int) -> None:
+    (net(batch(number)).square().mean() + net(batch(number + 9)).abs().mean()).backward()
+
+
 def the_scale_after_forward(net: nn.Module, number: int) -> None:
     (net(batch(number)).square().mean() * net.scale.exp() + net.head.bias.sum()).backward()
 
@@ -364,7 +384,15 @@ SCENES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "an object of a unit": (lambda: Net(opaque, chain(lambda out: out.h)), squares),
     "a tensor and an object": (lambda: Net(opaque_and_plain, chain(lambda out: out[1].h)), squares),
     "an object of the root": (lambda: Net(root=distribution), entropy),
-    "work in place on a view": (lambda: Net(root=lambda self, x: one_block(self, x)[:, :2]), in_place),
+    "an object of the root, and another forward before backward": (lambda: Net(root=distribution), ratio),
+    "objects of two forwards": (
+        lambda: Net(lambda self, x: SimpleNamespace(h=x @ self.inside.weight), chain(lambda out: out.h)),
+        twice,
+    ),
+    "work in place on a view that a unit returned": (
+        lambda: Net(lambda self, x: F.linear(x, self.inside.weight)[:, :], chain(lambda out: out.add_(1))),
+        squares,
+    ),
     "a view of a unit's parameter": (lambda: Net(lambda self, x: self.inside.weight[:4] * 2.0), squares),
     "a unit's parameter": (lambda: Net(lambda self, x: self.inside.weight[:4]), squares),
     "a root parameter used after forward": (Net, the_scale_after_forward),
@@ -377,6 +405,7 @@ SCENES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "two forwards, then two backwards": (OddNet, two_backwards),
     "a child called by itself": (OddNet, a_child_by_itself),
     "uneven and empty batches": (Net, uneven_batches),
+    "units that compute on one rank only, in two forwards": (lambda: Net(on_rank_0, without_stem), twice),
     # parameters
     "no inputs, empty parameters, mixed dtypes": (Constant, lambda net, _: net().backward()),
     "complex parameters": (Complex, squares),

@@ -28,8 +28,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class Call:
     """Record an outermost call of a unit's modules. Moments count the begins and ends of all calls.
 
-    ``record``: the ended calls of the same forward, in the order in which they ended. ``hooked``: autograd
-    calls this object before it runs a node that made one of the call's outputs.
+    ``record``: the ended calls of the same forward, in the order in which they ended. ``hooked``: on some
+    rank autograd calls this object before it runs a node that made one of the call's outputs.
     """
 
     come_to: Callable[[Call], None]  # `Schedule._before_backward`
@@ -41,11 +41,15 @@ class Call:
     hooked: bool = False
 
     def hook(self, tensor: torch.Tensor) -> None:
-        """Have backward announce the call before it runs the node that made ``tensor``."""
-        node = tensor.grad_fn
-        if node is not None:  # else nothing was computed with gradients
-            node.register_prehook(self)
-            self.hooked = True
+        """Have backward announce the call before it runs the node that made ``tensor``.
+
+        Work in place on a view gives it another node, and leaves its base's.
+        """
+        # Without gradients the call has only passed on a tensor that has a node.
+        for made in (tensor, tensor._base) if torch.is_grad_enabled() else ():
+            if made is not None and made.grad_fn is not None:
+                made.grad_fn.register_prehook(self)
+                self.hooked = True
 
     def watch(self, output: Any) -> bool:
         """Hook all tensors of ``output``; return whether the unit must stay gathered through backward.
@@ -53,6 +57,8 @@ class Call:
         It must if ``output`` may hide tensors in objects, or contains views of the unit's parameters.
         """
         stays, learns = False, torch.is_grad_enabled()
+        # On another rank an output may have a gradient.
+        self.hooked |= learns and any(member.param.requires_grad for member in self.unit.members)
         for leaf in leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self.hook(leaf)

@@ -110,7 +110,6 @@ class Schedule:
         self._forget_nodes()
         self._entries, self._expected = [], self._entries
         self._record = []
-        self._unannounced.clear()
         self._forward = calling_frame()
 
     def _refresh(self, units: Sequence[Unit]) -> None:
@@ -133,7 +132,9 @@ class Schedule:
             return
         self._forward = None
         for unit in self.units:
-            if unit.state is State.GATHERING:
+            if unit in self._unannounced and not failed:  # of an earlier forward
+                unit.open_with_grads()
+            elif unit.state is State.GATHERING:
                 unit.release()
         if not failed:  # an exception must not wait for other ranks
             self._forget_nodes()
@@ -167,11 +168,10 @@ class Schedule:
 
         It stays through backward if backward may need it unannounced, or ``output`` shows parameters.
         """
-        hooked = self.call_to_hook(unit)
-        stays = hooked is not None and hooked.watch(output)
         call = self._calls.get(unit)
         if call is None:  # an error prevented its begin
             return
+        stays = not self._backward and call.watch(output)
         call.depth -= 1
         if call.depth:
             return
@@ -188,12 +188,13 @@ class Schedule:
         elif not failed:
             self._fence(LEAVE)
         unit.refuse_edits()
-        if torch.is_grad_enabled() and not failed:
-            if stays or unit is self.root:  # a loss may use the root's parameters, as CLIP's temperature
-                self._unannounced.add(unit)
-                for member in unit.members:
-                    member.show_grad()
-                return
+        learns = torch.is_grad_enabled() and not failed
+        if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
+            self._unannounced.add(unit)
+        if unit in self._unannounced:
+            unit.open_with_grads()
+            return
+        if learns:
             at_end = bool(self._forward) and len(self._expected) - len(self._entries) in (0, 1)
             stays = (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
         unit.show_local()
@@ -214,6 +215,7 @@ class Schedule:
         if call is backward.call or call.began > backward.moment:
             return
         if call.record is not backward.record:  # two forwards, one backward
+            self._replay(backward, 0)
             backward.record, backward.ahead = call.record, list(call.record)
         self._replay(backward, call.ended)
         self._enter(backward, call)
@@ -237,7 +239,8 @@ class Schedule:
             for other in [other for other in backward.current if backward.first[other] > call.ended]:
                 backward.current.remove(other)
                 self._complete(backward, other, call.ended)
-                if other not in self._calls:
+                needed = other in self._unannounced and other not in backward.completed
+                if other not in self._calls and not needed:
                     other.release()
             self._launch_completed(backward)
         unit.open_with_grads()
@@ -263,9 +266,7 @@ class Schedule:
         postpone(member.param for unit in self.units for member in unit.members)
         for reduction in self._reductions.values():
             reduction.begin_backward()
-        first: dict[Unit, int] = {}
-        for call in record:
-            first[call.unit] = min(call.began, first.get(call.unit, call.began))
+        first = {call.unit: call.began for call in sorted(record, key=lambda call: -call.began)}
         order = [unit for unit in reversed(self.units) if self._reductions[unit].trainable]
         order.sort(key=lambda unit: -first.get(unit, 0))
         self._backward = backward = Backward(record, list(record), first, order)
