@@ -136,6 +136,9 @@ def test_images_in_folders(tmp_path: Path) -> None:
         assert images.dtype == torch.uint8
         assert labels.tolist() == [0, 1]
         assert images[1].unique().tolist() == [11]
+    sixteen = np.full((12, 14), 40 << 8, np.uint16)  # grey values of 16 bits
+    Image.fromarray(sixteen).save(tmp_path / "val/class0/0.png")
+    assert found.val[[0]][0].unique().tolist() == [40]
     resize, crop = data.load(folder(tmp_path, image_size=14, resize=None)).val.crop(14).transforms
     assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
@@ -415,11 +418,11 @@ def test_advice_about_folders(tmp_path: Path, make: list[str], message: str) -> 
         data.load(folder(tmp_path))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_corrupt_image_is_named(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "start"), [(0, 0), (1, 0), (0, 8)])
+def test_a_corrupt_image_is_named(tmp_path: Path, workers: int, start: int) -> None:
     config = write_folders(tmp_path)
     broken = tmp_path / "train/class1/0.png"
-    broken.write_bytes(broken.read_bytes()[:40])
+    broken.write_bytes(broken.read_bytes()[start:40])
     with pytest.raises(UserError) as caught:
         feed(data.load(config), workers)
     assert str(caught.value).startswith(f"cannot read the image {broken}: ")

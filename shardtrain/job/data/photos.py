@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -71,9 +72,13 @@ class Pictures(Batches):
 
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
-            image = Image.open(io.BytesIO(self.source[index])).convert("RGB")
+            image: Image.Image = Image.open(io.BytesIO(self.source[index]))
+            if image.mode.startswith("I;16"):  # grey, whose values `convert` would cut at 255
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            image = image.convert("RGB")
         except Exception as error:  # decoders raise exceptions of many kinds
-            raise Unreadable(f"cannot read the image {self.source.name(index)}: {error}") from None
+            reason = str(error).partition(" <")[0]  # Pillow adds the address of the bytes
+            raise Unreadable(f"cannot read the image {self.source.name(index)}: {reason}") from None
         return self.transform(image), self.source.labels[index]
 
 
