@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import io
+import multiprocessing
 import pickle
+import subprocess
 import tarfile
 from collections import Counter
 from dataclasses import replace
@@ -381,6 +383,19 @@ def test_batches_are_normalised_resized_and_on_time() -> None:
     assert torch.allclose(batches[0].images[:, 1], (images[:4, 1].float() - 20) / 4)
     large = data.EvalFeed(small.val, Share(4, 1, 0, 1), data.Prepare(small, 9, CPU), batch_size=4, workers=0)
     assert next(iter(large)).images.shape == (4, 3, 9, 9)
+
+
+def test_signals_of_others_end_no_worker() -> None:
+    """torchrun and Slurm signal all processes of a job."""
+    before = {*multiprocessing.active_children()}
+    batches = iter(train_feed(fake(12, 1, 2, 1, 4), 4, Share(2, 1, 0, 1), workers=1, steps=range(6)))
+    next(batches)
+    (worker,) = {*multiprocessing.active_children()} - before
+    subprocess.run(["kill", str(worker.pid)], check=True)
+    assert len(list(batches)) == 5
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 0
 
 
 def shards(root: Path, **options: Any) -> WebDataset:

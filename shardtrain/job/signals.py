@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from threading import Thread
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -48,6 +49,22 @@ def leave_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_parent(worker: int) -> None:
+    """Have this process, a loader's worker, ignore signals of others than its parent.
+
+    torchrun and Slurm signal all processes, but a rank needs its workers for the step that it saves. Without
+    the rank they end by themselves.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    Thread(target=wait, daemon=True).start()
 
 
 class StopSignals:

@@ -5,6 +5,7 @@ Images are sent as uint8. They are resized, normalised and augmented on the devi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from shardtrain.job.data.sampler import (
     generator,
     uniform_draws,
 )
+from shardtrain.job.signals import end_with_parent
 
 Augment = Callable[[Tensor, Tensor], Tensor]
 
@@ -169,4 +171,5 @@ def _loader(
         num_workers=workers,
         pin_memory=is_accelerator(device),
         generator=generator("workers", seed, rank),
+        worker_init_fn=end_with_parent if sys.platform == "linux" else None,
     )
