@@ -25,7 +25,7 @@ from shardtrain.comm import trace
 from shardtrain.comm.meter import count, waiting
 from shardtrain.comm.trace import GATHER, Span
 from shardtrain.engine.precision import Precision
-from shardtrain.job import pictures
+from shardtrain.job import pictures, tags
 from shardtrain.job.build import build
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores
@@ -166,6 +166,15 @@ def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     console = writers.Console("lines", steps=4, steps_per_epoch=2)
     monkeypatch.setattr("time.perf_counter", lambda: console.started + 3000)
     assert (console.left(1), console.left(3)) == ("2:30:00", "0:16:40")
+
+
+def test_scores_of_the_average_are_printed_beside_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0, 90.0))
+    writers.Console("lines", steps=4, steps_per_epoch=2).log(4, evaluation.scalars())
+    assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
+    best = {tags.BEST_ACC1: 20.0, tags.BEST_STEP: 4, "classes": 10, "run_dir": "here"}
+    table = end_table({"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best})
+    assert "average   loss 1.0000, acc1 20.00 %, best acc1 20.00 % at step 4" in table
 
 
 def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> None:

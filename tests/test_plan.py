@@ -185,6 +185,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["bandwidth=3"], "bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both"),
         (["world_size=0"], "world_size=0: expected at least 1"),
+        (["world_size=10000000000"], "world_size=10000000000: expected at most 1000000"),
         (["data=imagefolder", "data.root=/nowhere"], "or plan without the data set: model.num_classes=N"),
     ],
 )
@@ -192,6 +193,8 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     fixed = [text for text in FAKE if not text.startswith("data")]
     with pytest.raises(UserError, match=re.escape(message)):
         read([*fixed, *arguments], speak=False)
+    with pytest.raises(UserError, match="out=~nobody-here: Could not determine home directory"):
+        plan(settings("out='~nobody-here'"), RankInfo(0, 1, 0, 1), CPU)
 
 
 def test_a_batch_that_the_model_refuses() -> None:

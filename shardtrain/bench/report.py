@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from shardtrain.bench.settings import Settings
 from shardtrain.job import dist_env
 from shardtrain.job.dist_env import RankInfo, on_rank_0
 from shardtrain.job.format import aligned
-from shardtrain.job.schema import writing
+from shardtrain.job.schema import path_of, writing
 
 Cells = list[tuple[str, str]]  # the cells of a row: the column's title, and the text
 
@@ -79,7 +78,7 @@ class Report:
         started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         title = measured if program == "steps" else program
         default = f"{title}-{rank_info.world_size}ranks-{started}"
-        self.folder = Path(settings.out or Path("outputs") / "bench" / default)
+        self.folder = path_of("out", settings.out or f"outputs/bench/{default}")
         on_rank_0(self._make_folder)
 
     def write(self, results: Results, interrupted: bool) -> None:

@@ -62,10 +62,11 @@ class Console(Writer):
         if self.progress == "none":
             return
         where = f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {step / self.steps_per_epoch:.1f}"
-        for part, names in (("val", tags.VAL), ("test", tags.TEST)):
+        for part, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
             if names[0] in scalars:
                 self.say(f"{where}  {part} {in_words(scalars, names, self.classes)}")
-                return
+        if tags.TRAIN_LOSS not in scalars:
+            return
         loss, acc1, speed = (scalars[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
         rate = f"lr {scalars[tags.lr(0)]:.3g}  {speed:.0f} img/s  {self.left(step)} left"
         self.say(f"{where}  loss {loss:.4f}  acc1 {acc1:.2f} %  {rate}")

@@ -18,7 +18,7 @@ from shardtrain.job.config import Config, Data
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import read_beside
-from shardtrain.job.schema import UserError, above, at_least, writing
+from shardtrain.job.schema import UserError, above, at_least, path_of, writing
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
 
@@ -33,7 +33,7 @@ class PlanKeys:
 
     curve: bool
     out: str | None
-    world_size: int = at_least(1)
+    world_size: int = at_least(1, at_most=10**6)
     micro_batch: int | None = at_least(1)
     bandwidth: float | None = above(0)
     flops: float | None = above(0)
@@ -102,7 +102,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
     keys, config, question = settings.keys, settings.config, settings.question
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{config.model_name}-{question.world_size}ranks-{started}"
-    folder = Path(keys.out or Path("outputs") / "plan" / name).expanduser()
+    folder = path_of("out", keys.out or f"outputs/plan/{name}")
     with writing("out", folder):
         folder.mkdir(parents=True, exist_ok=True)
     rates = report.Rates(keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
