@@ -311,7 +311,7 @@ def refused(body: Callable[..., Any], *arguments: Any) -> str:
 
 
 def in_spite_of_the_lock(folder: Path) -> tuple[str, list[str]]:
-    return refused(taken, folder), taken(folder, "eval_only=true")
+    return refused(find_start, configure(), context(folder)), taken(folder, "eval_only=true")
 
 
 def test_two_jobs_do_not_write_into_one_directory(on_ranks: Ranks, tmp_path: Path) -> None:

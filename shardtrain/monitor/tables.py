@@ -82,12 +82,11 @@ def in_words(scalars: Mapping[str, Any], names: Sequence[str], classes: int) -> 
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     """Return rows for the latest evaluation in ``result``, and its comparison with the reference."""
-    rows: list[tuple[str, str]] = []
-    judged = "average" if tags.VAL_EMA_LOSS in result else "val"
+    rows, ranked = [], "average" if tags.VAL_EMA_LOSS in result else "val"
     for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
         if names[0] in result:
             scores = in_words(result, names, result["classes"])
-            rows.append((name, scores + (more if name == judged else "")))
+            rows.append((name, scores + (more if name == ranked else "")))
     if result.get("reference"):
         judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
         yours, theirs = next(result[tag] for tag in judged if tag in result), result["reference"]

@@ -58,8 +58,16 @@ def find_start(config: Config, context: Context) -> Start:
     """Find the start that `resume` in the configuration names. Changes nothing. Collective.
 
     Raises:
-        UserError: there are no complete checkpoints where `resume` requires one.
+        UserError: there are no complete checkpoints where `resume` requires one, or another job writes there.
     """
+
+    def look() -> None:  # now, since the other job may remove the checkpoint before this one has loaded it
+        if (context.run_dir / LOCK).exists():
+            with locked(context.run_dir):
+                pass
+
+    if not (config.dry_run or config.eval_only):
+        on_rank_0(look)
     store = Store(
         context.run_dir / CHECKPOINTS,
         comm.plain_transport(),
