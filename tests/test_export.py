@@ -116,9 +116,9 @@ def told(folder: Path, *arguments: str) -> str:
 
 
 def test_an_evaluation_alone_scores_test_images_too(tmp_path: Path, capsys: Any) -> None:
-    for mode in ("eval_only=false", "eval_only=true"):
+    for mode in (["eval_only=false"], ["eval_only=true", "train.batch_size=5000"]):
         capsys.readouterr()
-        assert run(tmp_path / "run", "data.validation=12", mode) == "finished"
+        assert run(tmp_path / "run", "data.validation=12", *mode) == "finished"
     said, result = capsys.readouterr().out, result_of(tmp_path / "run")
     for name in ("val", "test"):
         assert f"\n{name:<9}loss {result[f'{name}/loss']:.4f}" in said

@@ -67,7 +67,8 @@ def build(
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = together(lambda: data.load(config.data))  # since data may be missing on one host only
     config = completed(config, images)
-    steps_per_epoch = len(images.train) // config.train.batch_size
+    # An evaluation alone trains on no batch, so any size will do.
+    steps_per_epoch = len(images.train) // config.train.batch_size or int(config.eval_only)
     if steps_per_epoch == 0:
         raise UserError(
             f"train.batch_size={config.train.batch_size} is more than the {len(images.train)} "
