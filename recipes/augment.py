@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardtrain.job.schema import UserError
+
 
 class Affine:
     """Rotate, zoom and shift each image a little. It suits digits, which must not be mirrored."""
@@ -118,6 +120,8 @@ def crop_flip(images: Tensor, uniform: Tensor, pad: int, border: str = "constant
     uniform: float32 [batch, 3]: top, left, mirrored.
     """
     batch, _, height, width = images.shape
+    if border == "reflect" and pad >= min(height, width):
+        raise UserError(f"augment.pad={pad}: images of {height}×{width} pixels reflect less")
     top, left = (uniform[:, :2] * (2 * pad + 1)).long().unbind(1)
     rows = top[:, None] + torch.arange(height, device=images.device)
     columns = left[:, None] + torch.arange(width, device=images.device)

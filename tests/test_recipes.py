@@ -34,6 +34,7 @@ from shardtrain.job.data.mixing import Draws, Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.pictures import plot
+from shardtrain.job.schema import UserError
 from shardtrain.monitor.tables import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes import compare, digits
@@ -170,6 +171,8 @@ def test_a_border_may_be_reflected() -> None:
     images = torch.arange(16.0).view(1, 1, 4, 4)
     corner = Photo(2, border="reflect")(images, torch.tensor([[0.0, 0.0, 0.1]]))
     assert torch.equal(corner, F.pad(images, [2] * 4, "reflect")[:, :, :4, :4])
+    with pytest.raises(UserError, match=r"augment\.pad=4: images of 4×4 pixels reflect less"):
+        Photo(4, border="reflect")(images, torch.tensor([[0.0, 0.0, 0.1]]))
     with pytest.raises(ValueError, match="border=wrap, flip=random: expected constant or reflect, and ran"):
         Photo(2, border="wrap")
 

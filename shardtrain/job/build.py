@@ -67,6 +67,9 @@ def build(
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
     images = together(lambda: data.load(config.data))  # since data may be missing on one host only
     config = completed(config, images)
+    if config.train.eval_shift >= config.data.side_in_eval:  # reflection reaches no further
+        side = config.data.side_in_eval
+        raise UserError(f"train.eval_shift={config.train.eval_shift}: images are evaluated at {side} pixels")
     # An evaluation alone trains on no batch, so any size will do.
     steps_per_epoch = len(images.train) // config.train.batch_size or int(config.eval_only)
     if steps_per_epoch == 0:
