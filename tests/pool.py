@@ -54,6 +54,9 @@ class Pool:
 
         Returns the results in rank order.
         """
+        if dead := [process.exitcode for process, _ in self._ranks if not process.is_alive()]:
+            self.stop()
+            raise RankFailed(f"ranks ended between two tests, with exit codes {dead}")
         if not self._ranks:
             self._ranks = [self._start(rank) for rank in range(LARGEST)]
         with tempfile.TemporaryDirectory() as folder:

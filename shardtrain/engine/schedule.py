@@ -310,13 +310,13 @@ class Schedule:
             backward.completed.add(unit)
 
     def _launch_completed(self, backward: Backward) -> None:
-        """Start the reductions whose turn has come, in `order`."""
+        """Start the reductions whose turn has come, in `order`, but not of units that backward passed by."""
         for unit in backward.order[backward.turn :]:
-            over = unit not in backward.entered and backward.first.get(unit, 0) > backward.moment
-            if not over and unit not in backward.completed:
+            passed = unit not in backward.entered and backward.first.get(unit, 0) > backward.moment
+            if not passed and unit not in backward.completed:
                 break
             backward.turn += 1
-            if self.reduce_gradients and not over:
+            if self.reduce_gradients and not passed:
                 self._launch(backward, unit)
 
     def _launch(self, backward: Backward, unit: Unit) -> None:
