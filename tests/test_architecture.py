@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 17_000, "files": 105, "rooms": 16, "engine and layout": 3_551, "tests": 14_285}
+LARGEST = {"lines": 17_000, "files": 105, "rooms": 16, "engine and layout": 3_551, "tests": 14_288}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
