@@ -57,6 +57,17 @@ def _process_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def test_a_rank_whose_launcher_was_killed_before_it_started_waits_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(dist_env, "ANSWER", timedelta(seconds=0.5))
+    with pytest.raises(dist.DistNetworkError, match="1000ms"):
+        RankInfo(0, 2, 0, 2).store  # noqa: B018
+
+
 def _two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, store: Store) -> None:
     """Makes this process rank `rank` of two, with `store` for the launcher's."""
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():

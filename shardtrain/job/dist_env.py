@@ -31,7 +31,7 @@ from shardtrain.job.schema import UserError
 # How long a rank waits for others. Start-up lists images and compiles models; later steps take equally long.
 START_UP = datetime.timedelta(minutes=10)
 AFTERWARDS = datetime.timedelta(seconds=120)
-ANSWER_S = 5.0  # how long it waits for the launcher's store once something has failed
+ANSWER = datetime.timedelta(seconds=5)  # for the launcher's store, once something has failed
 LONGEST_PAUSE = 0.5  # seconds between two reads of the store, which all ranks share
 
 Result = TypeVar("Result")
@@ -65,7 +65,10 @@ class RankInfo:
     @functools.cached_property
     def store(self) -> Store:
         """The launcher's key-value store, which torchrun has for a single rank, too."""
-        store: Store = next(rendezvous("env://", timeout=START_UP))[0]
+        # torchrun's is there before its ranks. If it does not answer, torchrun was killed while they started.
+        is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store: Store = next(rendezvous("env://", timeout=2 * ANSWER if is_there else START_UP))[0]
+        store.set_timeout(START_UP)
         return store
 
     def add(self, key: str, number: int) -> int:
@@ -83,7 +86,7 @@ class RankInfo:
             return number
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(ANSWER_S)
+        asking.join(ANSWER.total_seconds())
         return values[-1]
 
     def agree(self, key: str, proposal: str) -> str:
