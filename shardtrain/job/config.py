@@ -183,7 +183,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SgdConfig(Optimizer):
-    torch_class = partial(torch.optim.SGD, fused=True)
+    torch_class = staticmethod(partial(torch.optim.SGD, fused=True))
     name: str = one_of("sgd")
     momentum: float = fraction()
     nesterov: bool
@@ -191,7 +191,7 @@ class SgdConfig(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(Optimizer):
-    torch_class = partial(torch.optim.AdamW, fused=True)
+    torch_class = staticmethod(partial(torch.optim.AdamW, fused=True))
     name: str = one_of("adamw")
     betas: tuple[float, float] = fraction()
     eps: float = above(0)
