@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 33, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 17_003, "files": 105, "rooms": 16, "engine and layout": 3_551, "tests": 14_410}
+LARGEST = {"lines": 17_003, "files": 105, "rooms": 16, "engine and layout": 3_551, "tests": 14_411}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
