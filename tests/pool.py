@@ -131,7 +131,7 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
 def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile's
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
     gc.freeze()  # every test ends with a collection, which took 0.2 s to look through torch's modules
     while True:
         try:
