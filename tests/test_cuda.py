@@ -20,8 +20,7 @@ from shardtrain import Precision, comm
 from shardtrain import device as devices
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import ProcessGroupTransport, native
-from shardtrain.comm.meter import waiting
-from shardtrain.comm.trace import GATHER
+from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.layout import Policy

@@ -26,7 +26,7 @@ from torch import nn
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.comm import Flat, Tag, guard, messages, native, reports
+from shardtrain.comm import Flat, Tag, guard, messages, native, process_group, reports
 from shardtrain.comm.reports import TELLS, Links
 from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.layout import even
@@ -253,7 +253,7 @@ def test_collectives_of_different_sizes_are_told_apart_at_once(what: str, told: 
 @contextmanager
 def without_tags() -> Iterator[tuple[Any, Flat]]:
     """Over gloo's own collectives, which deliver equal sizes whatever they belong to; checks of 4 steps."""
-    with patch.object(native, "has_gloo", lambda _: False), patch.object(guard, "EVERY", 4):
+    with patch.object(native, "has_gloo", lambda _: False), patch.object(process_group, "EVERY", 4):
         transport = comm.open_transport()
         layout = even([6], transport.world, 1)
         yield transport, Flat(torch.zeros(layout.padded), torch.ones(layout.length(transport.rank)), layout)
@@ -323,7 +323,7 @@ def test_connections_stay_open_until_the_last_report_is_out() -> None:
     group.send.return_value, group.recv.return_value = sending, receiving
     sending.wait = lambda _: (waited_for.set(), gone.wait(10))
     receiving.wait = lambda _: closed_by.append(threading.current_thread().name)  # gloo closes at a time-out
-    links = Links(group, 0, guard.Paths(0, [1], lambda: 1.0))
+    links = Links(group, 0, guard.Paths(0, [1]))
     links.send(TELLS)
     threads = [threading.Thread(target=links.close, name=name) for name in ("first", "second")]
     threads[0].start()

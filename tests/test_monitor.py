@@ -22,8 +22,7 @@ from PIL import Image
 
 from shardtrain import clip_grad_norm_, comm, device
 from shardtrain.comm import trace
-from shardtrain.comm.meter import count, waiting
-from shardtrain.comm.trace import GATHER, Span
+from shardtrain.comm.trace import GATHER, Span, count, waiting
 from shardtrain.engine.precision import Precision
 from shardtrain.job import pictures, tags
 from shardtrain.job.build import build

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import GradScaler, Precision, comm
 from shardtrain.comm import Flat, Gradient, Tag
-from shardtrain.comm.quantised import decode, encode
-from shardtrain.comm.transport import BLOCK, packet_bytes
+from shardtrain.comm.arithmetic import BLOCK, decode, encode, packet_bytes
 from shardtrain.engine.precision import cast
 from shardtrain.layout import Layout, even
 from shardtrain.train.saving import Saver

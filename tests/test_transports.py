@@ -447,7 +447,7 @@ def test_the_backends_own_collectives_serve_as_well() -> None:
     """As on NCCL: the backend's collectives on the mesh's groups; the guard is a sum of the movements."""
     model, replica = hybrid_and_replica(OddNet, HYBRID, units=[Block], transport="process_group")
     transport = shardtrain.introspect(model).transport
-    for part in (transport.inner, transport.across.part):
+    for part in (transport.inner, transport.across):
         part.has_gloo = False
     expected = train(replica, sgd(replica), 4)
     assert train(model, sgd(model), 4) == pytest.approx(expected, rel=1e-5)

@@ -2,12 +2,12 @@
 
 Read the files in this order. Each imports only from those before it:
 
-- ``trace``, ``meter``: the kinds of collectives and their times; bytes sent and seconds waited
-- ``transport``: what the engine needs of a transport
-- ``arithmetic``, ``messages``, ``native``: sums; collectives by messages, and the backend's own
+- ``trace``: the kinds of collectives, bytes sent, seconds waited
+- ``arithmetic``: sums and int8; ``transport``: what the engine needs of a transport
+- ``messages``, ``native``: collectives by messages, and the backend's own
 - ``guard``, ``reports``: ranks that diverge, and ranks that are lost
 - ``process_group``; ``signals``, ``shared_memory``: the two transports, and messages between hosts
-- ``replicated``, ``offload``: wrappers of these; simulated ranks; ``quantised``: int8
+- ``replicated``, ``offload``: wrappers of these; simulated ranks
 - ``opening``: the choice among them
 - ``agreement``, ``public``: texts between ranks; public collectives, under torch's names
 
@@ -44,7 +44,6 @@ from shardtrain.comm import native
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.guard import Diverged, PeerLost
-from shardtrain.comm.meter import Meter, Wait, count, meter
 from shardtrain.comm.native import set_time_out
 from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.opening import TRANSPORTS, open_replicated, open_transport
@@ -58,7 +57,7 @@ from shardtrain.comm.public import (
 )
 from shardtrain.comm.replicated import Simulated, simulated
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
-from shardtrain.comm.trace import ALL_REDUCE, BROADCAST
+from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, Meter, Wait, count, meter
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
 
 Op = str | ReduceOp.RedOpType

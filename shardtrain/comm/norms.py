@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
-from shardtrain.comm.meter import waiting
-from shardtrain.comm.trace import ALL_REDUCE
+from shardtrain.comm.trace import ALL_REDUCE, waiting
 from shardtrain.comm.transport import Transport
 
 _NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}

@@ -23,22 +23,22 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardtrain.comm import native
 from shardtrain.comm.agreement import gather_texts, require_same
-from shardtrain.comm.native import moves_bytes
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.replicated import ReplicaGroup, Replicated
+from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
-from shardtrain.comm.signals import Signals, connect
+from shardtrain.comm.signals import connect
 from shardtrain.comm.transport import Alone, Transport
 
 
 class Opening:
-    """Describe the ranks to the entries of `TRANSPORTS`.
+    """Describe the ranks to the entries of `TRANSPORTS`. Opens the guard of their messages, if there is gloo.
 
+    ``all_ranks``: a transport by messages, or the backend's own collectives, between all ranks of all groups.
     ``groups``: the ranks of every shard group. ``own``: those of this rank's group; ``inside``: its process
-    group. ``plain``: a transport between all ranks of all groups, without a guard. Raises ValueError if ranks
-    ask for different kinds.
+    group; ``shards``: its part of ``all_ranks``. Raises ValueError if ranks ask for different kinds.
     """
 
     def __init__(
@@ -48,24 +48,15 @@ class Opening:
         groups: Sequence[Sequence[int]] | None = None,
         inside: dist.ProcessGroup | None = None,
     ) -> None:
-        self.plain = self.all_ranks = ProcessGroupTransport(group)
-        if moves_bytes(group):
-            require_same([repr(kind)], "transport=", self.plain)
-        self.groups = groups or [range(self.plain.world)]
-        self.own = next(ranks for ranks in self.groups if self.plain.rank in ranks)
+        reports = Reports(group) if native.has_gloo(group) else None
+        self.all_ranks = self.shards = ProcessGroupTransport(group, reports)
+        if native.moves_bytes(group):
+            require_same([repr(kind)], "transport=", self.all_ranks)
+        self.groups = groups or [range(self.all_ranks.world)]
+        self.own = next(ranks for ranks in self.groups if self.all_ranks.rank in ranks)
         self.inside = inside or group
-
-    def guarded(self, signals: Signals | None = None) -> ProcessGroupTransport:
-        """Start the guard of all ranks' messages; return the shard group's transport. Collective.
-
-        Without gloo there are no messages. ``signals``: by which this rank waits for the ranks of its host.
-        """
-        if self.plain.has_gloo:
-            reports = Reports(self.plain.group, signals.abort if signals is not None else lambda: None)
-            if signals is not None:
-                signals.reports = reports
-            self.all_ranks = ProcessGroupTransport(self.plain.group, reports)
-        return self.all_ranks.part(self.own, self.inside) if len(self.groups) > 1 else self.all_ranks
+        if len(self.groups) > 1:
+            self.shards = self.all_ranks.part(self.own, self.inside)
 
 
 def _shared_memory(opening: Opening) -> Transport:
@@ -76,32 +67,27 @@ def _shared_memory(opening: Opening) -> Transport:
 
 
 def _auto(opening: Opening) -> Transport:
-    if opening.plain.has_gloo:
+    if opening.all_ranks.has_gloo:
         try:
             return _shared(opening)
         except ValueError as error:
-            if opening.plain.rank == 0:
+            if opening.all_ranks.rank == 0:
                 logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
-    return opening.guarded()
+    return opening.shards
 
 
 def _shared(opening: Opening) -> Transport:
-    """Return a transport that shares memory between the ranks of a host.
-
-    Raises:
-        ValueError: on every rank, with the reason, if they cannot share memory.
-    """
+    """Return a transport that shares memory between the ranks of a host. Raises ValueError as `_hosts`."""
     hosts = _hosts(opening)
-    signals = connect(opening.plain, next(ranks for ranks in hosts if opening.plain.rank in ranks))
-    inner = opening.guarded(signals)
+    signals = connect(opening.all_ranks, next(ranks for ranks in hosts if opening.all_ranks.rank in ranks))
     if len(hosts) > len(opening.groups):
-        return HostsTransport(inner, signals, hosts)
-    return SharedMemoryTransport(inner, signals)
+        return HostsTransport(opening.shards, signals, hosts)
+    return SharedMemoryTransport(opening.shards, signals)
 
 
 TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
     "auto": _auto,
-    "process_group": Opening.guarded,
+    "process_group": lambda opening: opening.shards,
     "shared_memory": _shared_memory,
 }
 
@@ -109,10 +95,7 @@ TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
 def open_transport(kind: str = "process_group", group: dist.ProcessGroup | None = None) -> Transport:
     """Open the transport ``kind`` of `TRANSPORTS` between the ranks of ``group`` (default: the world).
 
-    Collective.
-
-    Raises:
-        ValueError: ranks ask for different kinds, or for shared memory that is not possible.
+    Raises ValueError if ranks ask for different kinds, or for shared memory that is not possible.
     """
     group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is None or group.size() == 1:
@@ -131,28 +114,22 @@ def open_replicated(
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
     opening = Opening(kind, world, groups, inside)
-    if len(opening.own) > 1:
-        shards = TRANSPORTS[kind](opening)
-    else:
-        opening.guarded()
-        shards = Alone()
-    column = [ranks[opening.own.index(opening.plain.rank)] for ranks in groups]
-    replicas = ReplicaGroup(opening.all_ranks.part(column, across))
+    shards = TRANSPORTS[kind](opening) if len(opening.own) > 1 else Alone()
+    column = [ranks[opening.own.index(opening.all_ranks.rank)] for ranks in groups]
+    replicas = opening.all_ranks.part(column, across)
     return Replicated(shards, replicas, opening.all_ranks, groups[0])
 
 
 def _hosts(opening: Opening) -> list[Sequence[int]]:
     """Return the groups of ranks that share memory, ordered by their first ranks. Collective.
 
-    With replicas these are the shard groups, otherwise the ranks of each host.
-
-    Raises:
-        ValueError: ranks cannot share memory, or not in groups of one size.
+    With replicas these are the shard groups, otherwise the ranks of each host. Raises ValueError, on every
+    rank, if they cannot share memory, or not in groups of one size.
     """
-    if not opening.plain.has_gloo:
+    if not opening.all_ranks.has_gloo:
         raise ValueError("that needs gloo")
     hosts: dict[str, list[int]] = {}
-    for rank, key in enumerate(gather_texts(host_key(), opening.plain)):
+    for rank, key in enumerate(gather_texts(host_key(), opening.all_ranks)):
         hosts.setdefault(key, []).append(rank)
     if "" in hosts:
         raise ValueError("that needs Linux")

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import messages, native
-from shardtrain.comm.arithmetic import merge
-from shardtrain.comm.guard import Digests
+from shardtrain.comm.arithmetic import decode, encode, merge, merge_packets, new_packets, pack_others
+from shardtrain.comm.guard import Diverged, odd_ones_out
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
-from shardtrain.comm.meter import count
 from shardtrain.comm.native import Backend, living
-from shardtrain.comm.quantised import decode, encode, merge_packets, new_packets, pack_others
 from shardtrain.comm.reports import Reports
-from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, ENTER, GATHER, MOVEMENTS, REDUCE, STEP, Movement
-from shardtrain.comm.transport import Flat, Gradient, Move, Pending, Tag, Transport, intervals
+from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, BROADCAST, ENTER, GATHER, REDUCE, STEP, Movement, count
+from shardtrain.comm.transport import Flat, Gradient, Interval, Move, Pending, Tag, Transport, intervals
+
+EVERY = 100  # steps from one check to the next, after the first two steps
 
 _guards: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 
@@ -34,7 +34,7 @@ def guard_world() -> None:
     """Guard collectives outside of models, too, if the default process group has gloo. Collective."""
     group = dist.group.WORLD
     if group is not None and group.size() > 1 and native.has_gloo(group):
-        _guards[group] = Reports(group, abort=lambda: None)
+        _guards[group] = Reports(group)
 
 
 class ProcessGroupTransport(Transport):
@@ -43,12 +43,11 @@ class ProcessGroupTransport(Transport):
     sends = True
 
     def __init__(self, group: dist.ProcessGroup, reports: Reports | None = None) -> None:
-        reports = reports or _guards.get(group)  # a model has its own
+        self.reports = reports = reports or _guards.get(group)  # a model has its own
         self._group = weakref.ref(group)
         self._members: Sequence[int] | None = None  # of a part, its ranks' numbers in the group
-        self._reports = reports
         self._number = 0 if reports is None else reports.number  # in the tags of all messages
-        self._digests = Digests(group)
+        self._digests = Digests()
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.has_gloo = native.has_gloo(group)
@@ -73,17 +72,17 @@ class ProcessGroupTransport(Transport):
 
     @property
     def _mailbox(self) -> Mailbox:
-        return Mailbox(self.group, self.rank, self.world, self._members, self._reports is not None)
+        return Mailbox(self.group, self.rank, self.world, self._members, self.reports is not None)
 
     def fence(self, what: Movement) -> None:
         """Count steps. No rank waits, because nothing is shared."""
         if what is STEP:
-            add = self._digests.add if self._reports is None else self._reports.post
+            add = self._digests.add if self.reports is None else self.reports.post
             add(STEP, Tag(0, "the optimizer"))
             return
-        if self._reports is not None and what is ENTER:
-            self._reports.paths.step += 1
-        self._digests.fence(what)
+        if self.reports is not None and what is ENTER:
+            self.reports.paths.step += 1
+        self._digests.fence(what, self.group)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         count(GATHER, (flat.sent for flat in flats))
@@ -96,6 +95,13 @@ class ProcessGroupTransport(Transport):
         if self.by_messages([each.full for each in gradients]) or any(each.quantised for each in gradients):
             return self.combine(tag, [(self._parts(each), each.quantised) for each in gradients])
         return self.backend_for(REDUCE, tag).reduce(gradients)
+
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
+        sizes = [values.numel() * wire.itemsize for values, wire in intervals]
+        count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
+        if not self.by_messages([values for values, _ in intervals]):
+            return self.backend_for(AVERAGE, tag).average(intervals, after)
+        return self._swap(tag, intervals) if self.world == 2 else self._average_in_two_stages(tag, intervals)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
@@ -181,7 +187,7 @@ class ProcessGroupTransport(Transport):
         self, kind: Movement, tag: Tag, starts: Sequence[Callable[[Mailbox, int], Pending]]
     ) -> Pending:
         """Start the messages of every segment, each with its own tag, under the guard."""
-        reports, first, mailbox = self._reports, tag.number + self._number, self._mailbox
+        reports, first, mailbox = self.reports, tag.number + self._number, self._mailbox
         position = 0 if reports is None else reports.post(kind, tag)
         numbers = [messages.segment_number(first, index) for index in range(len(starts))]
         tags = [messages.collective_tag(position, number) for number in numbers]
@@ -198,20 +204,88 @@ class ProcessGroupTransport(Transport):
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
         moved = tensor if tensor.device.type in self._device_types else tensor.to(self._device_types[0])
-        tag = Tag(tensor.nbytes * len(MOVEMENTS) + kind.number, f"{tensor.nbytes} bytes")
-        if self._reports is None:
+        tag = Tag(tensor.nbytes * len(Movement) + kind.number, f"{tensor.nbytes} bytes")
+        if self.reports is None:
             self._digests.add(kind, tag)
             yield moved
         else:
             token = torch.zeros(self.world, 1)
             self.send_to_all(tag, [(token[self.rank], list(token), False)], kind).wait()
-            with self._reports.waiting(self._reports.paths.end - 1):
+            with self.reports.waiting(self.reports.paths.end - 1):
                 yield moved
         if moved is not tensor:
             tensor.copy_(moved)
+
+    def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        """Average between two ranks that send each other everything: no more bytes, and one wait less."""
+        sets = []
+        for values, wire in intervals:
+            sent = values.to(wire, copy=True)
+            if wire != values.dtype:
+                values.copy_(sent)  # so that both ranks add the same numbers
+            sets.append(([values, sent] if self.rank == 0 else [sent, values], False))
+        return self.combine(tag, sets, AVERAGE)
+
+    def _average_in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+        """Average a part of every interval on each rank, which then sends it to the others."""
+        moved = [values.to(wire) for values, wire in intervals]
+        parts = [list(each.tensor_split(self.world)) for each in moved]
+        own = [values.tensor_split(self.world)[self.rank] for values, _ in intervals]
+        pairs = zip(parts, own, strict=True)
+        sets = [([*each[: self.rank], mine, *each[self.rank + 1 :]], False) for each, mine in pairs]
+
+        def finish() -> None:
+            for each, mine in zip(parts, own, strict=True):
+                each[self.rank].copy_(mine)
+            self.send_to_all(tag, [(each[self.rank], each, False) for each in parts], AVERAGE).wait()
+            for (values, _), all_parts in zip(intervals, moved, strict=True):
+                values.copy_(all_parts)
+
+        return self.combine(tag, sets, AVERAGE).then(finish)
 
     def _parts(self, gradient: Gradient) -> list[torch.Tensor]:
         gradient.clear_padding()
         parts = intervals(gradient.full, gradient.layout)
         parts[self.rank] = gradient.pack_own(self.rank)
         return parts
+
+
+class Digests:
+    """Guard collectives that carry no tag, by comparing a hash of each rank's collectives.
+
+    Ranks compare in one small all-gather when a forward or a backward ends, in steps 1, 2 and every 100th. A
+    difference is found there, unless the backend already fails at unequal sizes. If one rank swaps two units
+    of equal size between two checks, nothing notices.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._first = 1  # the first step that has not been checked to its end
+        self._digest = 0
+        self._made = 0  # collectives since the last check
+
+    def add(self, kind: Movement, tag: Tag) -> None:
+        self._digest = hash((self._digest, kind.number, tag.number))  # integers hash alike on all ranks
+        self._made += 1
+
+    def fence(self, what: Movement, group: dist.ProcessGroup) -> None:
+        """Count steps at ``ENTER``; compare at ``LEAVE``. Raises `Diverged` if the collectives differ."""
+        if what is ENTER:
+            self._step += 1
+            if not self._made:
+                self._first = self._step
+        elif self._made and (self._step <= 2 or self._step % EVERY == 0) and native.moves_bytes(group):
+            self._check(group)
+            self._digest, self._made = 0, 0
+            self._first = self._step
+
+    def _check(self, group: dist.ProcessGroup) -> None:
+        mine = torch.tensor([self._digest, self._made], device=native.device_types(group)[0])
+        table = mine.new_empty(2 * group.size())
+        native.all_gather(table, mine, group)
+        rows = {rank: tuple(row) for rank, row in enumerate(table.view(-1, 2).tolist())}
+        if len({*rows.values()}) > 1:
+            last, made = self._step, [f"rank {rank} made {count}" for rank, (_, count) in rows.items()]
+            steps = f"step {last}" if self._first == last else f"steps {self._first} to {last}"
+            what = f"not the same gathers and reductions in the same order ({', '.join(made)})"
+            raise Diverged(f"{steps}: {odd_ones_out(rows)}: {what}")

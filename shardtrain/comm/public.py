@@ -34,8 +34,7 @@ from shardtrain.comm import native
 from shardtrain.comm.agreement import EAGER_BYTES, Agreement, Part
 from shardtrain.comm.arithmetic import check_op, merge, op_name
 from shardtrain.comm.messages import WINDOW, Mailbox, start_exchange, start_reduce_scatter
-from shardtrain.comm.meter import count
-from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement
+from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement, count
 from shardtrain.comm.transport import Pending
 
 Op = dist.ReduceOp.RedOpType

@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 
 from shardtrain import device
+from shardtrain.comm.arithmetic import new_packets
 from shardtrain.comm.messages import open_inbox
-from shardtrain.comm.meter import count
-from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.quantised import new_packets
-from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, REDUCE, Movement
+from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, REDUCE, Movement, count
 from shardtrain.comm.transport import (
     Alone,
     Flat,
@@ -50,7 +48,7 @@ class Replicated(TransportWrapper):
     """Run collectives ``inside`` a shard group and ``across`` replicas, under the guard of ``all_ranks``."""
 
     def __init__(
-        self, inside: Transport, across: ReplicaGroup, all_ranks: Transport, primary_ranks: Sequence[int]
+        self, inside: Transport, across: Transport, all_ranks: Transport, primary_ranks: Sequence[int]
     ) -> None:
         super().__init__(inside)
         self._all_ranks, self._primary_ranks = all_ranks, primary_ranks
@@ -75,52 +73,7 @@ class Replicated(TransportWrapper):
         return self.across.average(tag, intervals, after)
 
 
-class ReplicaGroup:
-    """Average between the ranks of ``part``: one of each replica, which hold the same interval."""
-
-    silent = False
-
-    def __init__(self, part: ProcessGroupTransport) -> None:
-        self.part = part
-
-    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
-        """Start turning each interval, which ``after`` completes on every rank, into its mean over ranks."""
-        sizes = [values.numel() * wire.itemsize for values, wire in intervals]
-        count(AVERAGE, (2 * size * (self.part.world - 1) // self.part.world for size in sizes))
-        if not self.part.by_messages([values for values, _ in intervals]):
-            return self.part.backend_for(AVERAGE, tag).average(intervals, after)
-        return self._swap(tag, intervals) if self.part.world == 2 else self._in_two_stages(tag, intervals)
-
-    def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Average between two ranks that send each other everything: no more bytes, and one wait less."""
-        sets = []
-        for values, wire in intervals:
-            sent = values.to(wire, copy=True)
-            if wire != values.dtype:
-                values.copy_(sent)  # so that both ranks add the same numbers
-            sets.append(([values, sent] if self.part.rank == 0 else [sent, values], False))
-        return self.part.combine(tag, sets, AVERAGE)
-
-    def _in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Average a part of every interval on each rank, which then sends it to the others."""
-        rank, world = self.part.rank, self.part.world
-        moved = [values.to(wire) for values, wire in intervals]
-        parts = [list(each.tensor_split(world)) for each in moved]
-        own = [values.tensor_split(world)[rank] for values, _ in intervals]
-        pairs = zip(parts, own, strict=True)
-        sets = [([*each[:rank], mine, *each[rank + 1 :]], False) for each, mine in pairs]
-
-        def finish() -> None:
-            for each, mine in zip(parts, own, strict=True):
-                each[rank].copy_(mine)
-            self.part.send_to_all(tag, [(each[rank], each, False) for each in parts], AVERAGE).wait()
-            for (values, _), all_parts in zip(intervals, moved, strict=True):
-                values.copy_(all_parts)
-
-        return Pending(self.part.combine(tag, sets, AVERAGE).wait, finish)
-
-
-class Simulated(Alone, ReplicaGroup):
+class Simulated(Alone):
     """Simulate rank ``rank`` of a shard group or replica group of ``world`` ranks that do not exist.
 
     It allocates the memory and counts the traffic of a real transport, and moves nothing. With tensors

@@ -11,10 +11,7 @@ on another path wait, too, and all ranks see where the paths diverge::
 One thread per peer receives its reports, and learns from its connection that the peer has ended. A single
 thread that receives from any rank would not: gloo does not wake it when connections close. Since threads
 answer, a rank that computes answers, too, and the others wait for as long as it computes (`Wait`). A stopped
-rank does not answer. To announce every collective by a message of its own took 3 to 7 % of a ResNet-18's
-step.
-
-Ranks of one host that share memory wait for one another by `Signals`, under the same guard.
+rank does not answer. Ranks that share memory wait for one another by `Signals`, under the same guard.
 
 A rank that fails reports why, and closes its connections before it raises. Otherwise payloads under way could
 arrive in memory that the failing step has freed.
@@ -38,7 +35,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import ELSEWHERE, ENDED, MESSAGE, SILENT, Diverged, Paths, PeerLost, named
+from shardtrain.comm.guard import KEPT, MESSAGE, Diverged, Paths, PeerLost, named
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_of
 from shardtrain.comm.trace import Movement
@@ -47,13 +44,19 @@ from shardtrain.comm.transport import Pending, Tag
 CHECK_S = 0.2  # the interval at which a rank checks how long it has waited
 STALL_S = 1.0  # the wait after which it asks for reports
 GRACE_S = 2.0  # the time for the others to report, once ranks are known to differ
-KEPT = 256  # collectives in a report: more than ranks may be apart, see `Signals`
 # The reason; the rank that the sender has lost (-1: none), and in which state; the seconds since the sender,
 # or a rank that it waits for, was at work; the number of collectives that follow.
 HEAD = struct.Struct("<iiidi")
 # LEAVES: the sender has dropped the model. DIFFERS: some ranks differ, and all are asked to report.
 TELLS, ASKS, LEAVES, DIFFERS = range(4)
 REPORT_BYTES = HEAD.size + KEPT * MESSAGE.size
+# Why a rank is lost, and how the error says so of one rank and of several.
+ENDED, SILENT, ELSEWHERE = range(3)
+_STATES = (
+    ("has ended", "have ended"),
+    ("does not answer", "do not answer"),
+    ("waits elsewhere", "wait elsewhere"),
+)
 _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
@@ -191,14 +194,13 @@ def _end(known: weakref.ref[Links]) -> None:
 class Reports:
     """Track what this rank waits for and what the others have reported. The constructor is collective."""
 
-    def __init__(self, group: dist.ProcessGroup, abort: Callable[[], object]) -> None:
-        """``abort``: a function that ends all waits by `Signals`, of this rank and for it."""
+    def __init__(self, group: dist.ProcessGroup) -> None:
         number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
         dist.broadcast(number, group=group, group_src=0)
         self.number = int(number.item())  # in all tags, so that messages of two models never match
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards all attributes below
-        self.paths = Paths(group.rank(), peers, time_out_of(group))
+        self.paths, self._time_out_s = Paths(group.rank(), peers), time_out_of(group)
         self._waiting: Wait | None = None
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
@@ -208,7 +210,7 @@ class Reports:
         self._diverged_at: float | None = None  # when it became known that ranks differ
         self._failure: RuntimeError | None = None
         self._lost = -1  # the rank that caused the failure, if one did
-        self._abort = abort
+        self.abort: Callable[[], object] = lambda: None  # ends all waits by `Signals`, here and for this rank
         self._links = Links(group, report_tag(self.number), self.paths)
         self._links.start(self)
         weakref.finalize(self, self._links.leave)
@@ -216,8 +218,7 @@ class Reports:
     def post(self, kind: Movement, tag: Tag) -> int:
         """Add this rank's next collective. Return its position."""
         with self._changed:
-            position = self.paths.add(kind, tag.number, tag.name)
-            self.paths.own.pop(position - KEPT, None)
+            position = self.paths.add(kind, tag)
             self._compare()
             # A rank continues until it reaches the position at which others differ: its path is needed, too.
             if self._diverged_at is not None and position >= (self.paths.difference or 0):
@@ -228,19 +229,14 @@ class Reports:
 
     @contextmanager
     def waiting(self, position: int) -> Iterator[None]:
-        """Mark the block as a wait of this rank for others at ``position``.
-
-        Raises:
-            Diverged: a peer made another collective there, or near it.
-            PeerLost: a peer has ended, or does not answer for as long as the time-out.
-        """
+        """Mark the block as a wait of this rank for others at ``position``. Raises as `Signals.wait`."""
         with self._changed:
             self._waiting = wait = Wait(position)
         self._raise_failure()
         try:
             yield
         except RuntimeError as error:
-            self._raise_cause(position, error)
+            self.fail(position, error)
             raise
         finally:
             with self._changed:
@@ -258,22 +254,19 @@ class Reports:
 
         return Pending(finish)
 
-    def fail(self, position: int, ended: Sequence[int] = ()) -> None:
-        """Raise the cause for which ranks have ``ended``; without any, the position at which ranks differ."""
-        if ended:
-            self._raise_cause(position, PeerLost(), ended)
-        with self._changed:
-            self._differ()
-        self._raise_cause(position, Diverged(f"ranks differ before {self.paths.where(position)}"))
+    def fail(self, position: int, error: RuntimeError, ended: Sequence[int] = ()) -> None:
+        """Raise the cause of ``error``, a broken connection for example. Return if this guard knows of none.
 
-    def _raise_cause(self, position: int, error: RuntimeError, ended: Sequence[int] = ()) -> None:
-        """Raise the cause of a broken connection. Return if ``error`` has another cause."""
+        `Diverged`: some ranks differ at ``position`` or before. ``ended``: ranks whose sockets are closed.
+        """
 
         def is_known() -> bool:
             # A rank may have ended because ranks differ, which this rank will soon learn.
             return self._failure is not None or (bool(self._ended) and self._diverged_at is None)
 
         with self._changed:
+            if isinstance(error, Diverged):
+                self._differ()
             self._links.send(TELLS)
             self._changed.wait_for(is_known, GRACE_S + 1)
             if self._failure is None:
@@ -289,7 +282,7 @@ class Reports:
     def _raise_failure(self, cause: RuntimeError | None = None) -> None:
         if self._failure is not None:
             self._links.close(self._lost)
-            self._abort()
+            self.abort()
             raise type(self._failure)(str(self._failure)) from cause
 
     # Called by the threads:
@@ -298,7 +291,7 @@ class Reports:
         """Ask for reports if this rank has waited for long; fail if it has waited for too long."""
         with self._changed:
             self._compare()
-            wait, now, time_out_s = self._waiting, time.monotonic(), self.paths.time_out_s()
+            wait, now, time_out_s = self._waiting, time.monotonic(), self._time_out_s()
             if self._failure is not None or wait is None or wait.seconds < min(STALL_S, time_out_s / 8):
                 return
             _waits.add(wait)
@@ -348,16 +341,12 @@ class Reports:
 
     def _compare(self) -> None:
         """Fail if ranks differ, once all have reported or ``GRACE_S`` has passed."""
-        if self.paths.difference is not None:
-            self._differ()
-        if self._diverged_at is None or self._failure is not None:
-            return
-        self.paths.compare_others()
         position = self.paths.difference
-        if position is None:  # a rank that differs has not reported yet
+        if position is None or self._failure is not None:
             return
+        self._differ()
         is_complete = position in self.paths.own and not self._missing(position)
-        if is_complete or time.monotonic() - self._diverged_at > GRACE_S:
+        if is_complete or time.monotonic() - (self._diverged_at or 0) > GRACE_S:
             self._fail(self.paths.diverged(position))
 
     def _missing(self, position: int) -> list[int]:
@@ -365,9 +354,12 @@ class Reports:
 
     def _lose(self, ranks: Sequence[int], state: int, position: int) -> None:
         """Fail because ``ranks`` are lost."""
-        wait = self._waiting
-        waited_s = None if wait is None or wait not in _waits or state == ENDED else wait.seconds
-        self._fail(self.paths.lost(ranks, position, state, waited_s), ranks[0], state)
+        wait, was = self._waiting, "was"
+        if wait is not None and wait in _waits and state != ENDED:
+            was = f"has waited {wait.seconds:.0f} s"
+        verb, where = _STATES[state][len(ranks) > 1], self.paths.where(position)
+        failure = PeerLost(f"{named(ranks)} {verb}: rank {self.paths.rank} {was} at {where}")
+        self._fail(failure, ranks[0], state)
 
     def _fail(self, failure: RuntimeError, lost: int = -1, state: int = ENDED) -> None:
         """Store ``failure``, which all waits raise from now on, and end this rank's wait."""
@@ -376,4 +368,4 @@ class Reports:
         self._changed.notify_all()
         if self._waiting is not None:
             self._links.close(lost)
-            self._abort()
+            self.abort()

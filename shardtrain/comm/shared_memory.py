@@ -23,10 +23,9 @@ from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.messages import segment_number
-from shardtrain.comm.meter import count
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
-from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement
+from shardtrain.comm.trace import ENTER, GATHER, REDUCE, STEP, Movement, count
 from shardtrain.comm.transport import Flat, Gradient, Pending, Tag, TransportWrapper
 from shardtrain.layout import Layout
 

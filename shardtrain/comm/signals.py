@@ -33,9 +33,11 @@ from functools import partial
 import torch
 
 from shardtrain.comm.agreement import gather_texts
-from shardtrain.comm.reports import KEPT, Reports
+from shardtrain.comm.guard import KEPT, Diverged, PeerLost
+from shardtrain.comm.process_group import ProcessGroupTransport
+from shardtrain.comm.reports import Reports
 from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
-from shardtrain.comm.transport import Ranks, Tag
+from shardtrain.comm.transport import Tag
 
 _POST = struct.Struct("<?qqq")  # whether it means `done`; position, hash, value
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -73,21 +75,17 @@ class Peer:
 
 
 class Signals:
-    """Hold this rank's sockets to the other ranks of its host. ``reports``: the guard, set before a post."""
+    """Hold this rank's sockets to the other ranks of its host. ``reports``: the guard of all ranks."""
 
-    reports: Reports
-
-    def __init__(self, rank: int, peers: list[Peer]) -> None:
-        self.rank, self.peers = rank, peers
-        self._digest = 0  # of all posts
+    def __init__(self, reports: Reports, peers: list[Peer]) -> None:
+        self.rank, self.reports, self.peers = reports.paths.rank, reports, peers
         self._digests: dict[int, int] = {}  # by position, of posts that `wait` will ask for
         self._unheard = 0  # posts since the last one that was sent
         self._open = {peer.link.fileno(): peer for peer in peers}
         self._poll = select.poll()
         for number in self._open:
             self._poll.register(number, select.POLLIN)
-        # Ends all waits here and on the peers, after a failure. Any thread may call it.
-        self.abort = partial(_shut_down, [peer.link for peer in peers])
+        reports.abort = partial(_shut_down, [peer.link for peer in peers])
         self.close = weakref.finalize(self, _close, tuple(peers))
         _all.add(self)
 
@@ -97,11 +95,10 @@ class Signals:
         The caller must wait for all kinds but ``GATHER`` and ``STEP``.
         """
         position = self.reports.post(kind, Tag(number, name))
-        self._digest = hash((self._digest, kind.number, number, self.reports.paths.step))
         self._unheard = self._unheard + 1 if kind in (GATHER, STEP) else 0
         if self._unheard in (0, _UNHEARD):
-            self._digests[position] = self._digest
-            self._send(_POST.pack(False, position, self._digest, value), files)
+            self._digests[position] = digest = self.reports.paths.digest
+            self._send(_POST.pack(False, position, digest, value), files)
         if self._unheard == _UNHEARD:
             self._unheard = 0
             self.wait(position)
@@ -123,7 +120,8 @@ class Signals:
         for peer in self.peers:
             posted, values[peer.rank] = peer.posts.pop(position, (None, 0))
             if posted != digest:
-                self.reports.fail(position)
+                where = self.reports.paths.where(position)
+                self.reports.fail(position, Diverged(f"ranks differ before {where}"))
         return values
 
     def wait_done(self, position: int) -> None:
@@ -166,7 +164,7 @@ class Signals:
         with self.reports.waiting(position):
             while late := [peer for peer in self.peers if not is_there(peer)]:
                 if ended := [peer.rank for peer in late if peer.has_ended]:
-                    self.reports.fail(position, ended)
+                    self.reports.fail(position, PeerLost(), ended)
                 self._take_in(None)
 
     def _take_in(self, milliseconds: int | None) -> None:
@@ -179,6 +177,7 @@ class Signals:
 
 
 def _shut_down(links: Sequence[socket.socket]) -> None:
+    """End all waits here and on the peers, after a failure. Any thread may call it."""
     for link in links:
         with suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
@@ -196,30 +195,29 @@ _all: weakref.WeakSet[Signals] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
 
 
-def connect(plain: Ranks, own: Sequence[int]) -> Signals:
-    """Connect this rank with the others of ``own``, those of its host. Collective over ``plain``.
+def connect(all_ranks: ProcessGroupTransport, own: Sequence[int]) -> Signals:
+    """Connect this rank with the others of ``own``, those of its host. Collective over ``all_ranks``.
 
-    Names are random, and told when their owners listen already: nobody else can take them.
-
-    Raises:
-        ValueError: some ranks cannot reach one another this way; on every rank.
+    Names are random, and told when their owners listen already: nobody else can take them. Raises ValueError,
+    on every rank, if some ranks cannot reach one another this way.
     """
-    rank, peers, problem = plain.rank, list[Peer](), ""
+    assert all_ranks.reports is not None, "all ranks have gloo"
+    peers, problem = list[Peer](), ""
     name, secret = f"shardtrain-{secrets.token_hex(16)}", secrets.token_hex(16)
     with socket.socket(*_KIND) as listener:
         with suppress(OSError):  # who needs it will see
             listener.bind(f"\0{name}")
             listener.listen()
             listener.settimeout(_LINK_S)
-        texts = gather_texts(f"{name} {secret} {os.getpid()}", plain)
+        texts = gather_texts(f"{name} {secret} {os.getpid()}", all_ranks)
         try:
             _link(listener, {other: texts[other] for other in own}, peers)
         except OSError as error:
             problem = f"the ranks cannot reach one another on this host: {error}"
-    if problem := next(filter(None, gather_texts(problem, plain)), ""):
+    if problem := next(filter(None, gather_texts(problem, all_ranks)), ""):
         _close(peers)
         raise ValueError(problem)
-    return Signals(rank, sorted(peers, key=lambda peer: peer.rank))
+    return Signals(all_ranks.reports, sorted(peers, key=lambda peer: peer.rank))
 
 
 def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> None:

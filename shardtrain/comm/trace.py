@@ -1,4 +1,11 @@
-"""Name the collectives between ranks, and record a trace: spans of time with a kind and a name.
+"""Name the collectives between ranks, count what they send, and record spans of time.
+
+A collective is counted under its own name whatever carried it: a gather built from point-to-point messages is
+one ``all_gather``. N ranks gathering K bytes in all send (N-1)/N * K bytes each.
+
+Communication that computation does not hide is *exposed*: the time from asking for a collective's result
+until it is there, on the CPU with the summation. On an accelerator it is the time for which the compute
+stream waits, measured by events, so that the host does not wait.
 
 Whoever computes a unit, or starts a collective and waits for it, calls `begin` and `end`. They cost nothing
 while no trace is open. Times are those of ``time.perf_counter``. On an accelerator a moment is an event in
@@ -9,7 +16,8 @@ in its own stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -79,8 +87,40 @@ class Trace:
         return sorted(spans, key=lambda span: span.start)
 
 
-# Process-wide like open meters, since backward runs in other threads.
+class Wait(NamedTuple):
+    """Name a wait: the collective's kind as it is counted, the unit, and `Meter.during` at that time."""
+
+    kind: str
+    unit: str
+    during: str = ""
+
+
+class Meter:
+    """Hold this rank's traffic while the meter is open.
+
+    ``calls[kind]``, ``bytes[kind]``: collectives and bytes sent, for kinds such as ``"all_gather"``: see
+    `Movement.counted`. ``during``: what its owner is doing, by which waits are grouped.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.during = ""
+        self._seconds: dict[Wait, float] = {}
+        self._moments: list[tuple[Wait, Any, Any]] = []  # begins and ends not yet added to the seconds
+
+    def exposed(self) -> dict[Wait, float]:
+        """Return seconds of exposed communication. The host waits for an accelerator."""
+        for what, start, end in self._moments:
+            self._seconds[what] = self._seconds.get(what, 0.0) + devices.seconds(start, end)
+        self._moments.clear()
+        return self._seconds
+
+
+# Process-wide, since `meter()` takes no argument, and backward runs in other threads: neither an engine nor a
+# context variable can hold them.
 opened: list[Trace] = []
+_meters: list[Meter] = []
 
 
 @contextmanager
@@ -106,3 +146,45 @@ def end(kind: str, name: str, ended: Any = None) -> None:
         start = current.begun.pop((kind, name), None)
         if start is not None:
             current.noted.append((kind, name, start, ended or devices.moment(current.device)))
+
+
+@contextmanager
+def meter() -> Iterator[Meter]:
+    """Count every collective of this process inside the ``with`` block. Meters may be nested."""
+    current = Meter()
+    _meters.append(current)
+    try:
+        yield current
+    finally:
+        _meters.remove(current)
+
+
+def count(movement: Movement, sent: Iterable[int]) -> None:
+    """Count one ``movement`` in which this rank sends ``sent`` bytes. Sums them only if a meter is open."""
+    if not _meters:
+        return
+    total = sum(sent)
+    for current in _meters:
+        current.calls[movement.counted] += 1
+        current.bytes[movement.counted] += total
+
+
+@contextmanager
+def waiting(movement: Movement, unit: str, device: torch.device, ended: Any = None) -> Iterator[None]:
+    """Count the block as a wait on ``device`` for a collective of ``unit``, unless it raises.
+
+    ``ended``: the moment at which the collective ends, if that differs from the block's end: see `Pending`.
+    """
+    if not (_meters or opened):
+        yield
+        return
+    start = devices.moment(device)
+    yield
+    stop = devices.moment(device)
+    for metering in _meters:
+        metering._moments.append((Wait(movement.counted, unit, metering.during), start, stop))
+        if isinstance(start, float):  # add at once, since a meter may be open for a whole run
+            metering.exposed()
+    for current in opened:
+        current.noted.append(("wait", f"{movement.counted} of {unit}", start, stop))
+    end(movement.traced, unit, ended)

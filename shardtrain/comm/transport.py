@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardtrain.comm.arithmetic import packet_bytes
 from shardtrain.comm.trace import Movement
 from shardtrain.layout import Layout, Piece
 
@@ -27,15 +28,6 @@ class Tag(NamedTuple):
 
     number: int
     name: str
-
-
-BLOCK = 256  # elements of int8 that share a scale, which adds 1.6 % to their bytes
-_ALIGN = 16  # bytes; each packet starts at a multiple, so that its scales can be viewed as fp32
-
-
-def packet_bytes(elements: int) -> int:
-    """Return the bytes of ``elements`` elements as int8: see ``quantised.py``."""
-    return -(-(elements + 4 * -(-elements // BLOCK)) // _ALIGN) * _ALIGN
 
 
 class Flat(NamedTuple):
@@ -213,6 +205,13 @@ class Transport:
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         """Start turning each ``own`` into the mean over all ranks. The transport owns each ``full`` now."""
+        raise NotImplementedError
+
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
+        """Start turning each interval, which ``after`` completes on every rank, into its mean over ranks.
+
+        For replicas only. The interval is the same on all ranks.
+        """
         raise NotImplementedError
 
     def fence(self, what: Movement) -> None:

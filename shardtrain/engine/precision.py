@@ -8,7 +8,7 @@ With ``Precision(param=torch.bfloat16)``, fp32 shards, two ranks::
     reduce           bf16 gradients move and are summed in fp32
     update           fp32 shard, fp32 gradient
 
-``gather=torch.int8`` and ``reduce=torch.int8`` quantise only what moves: see `comm/quantised.py`.
+``gather=torch.int8`` and ``reduce=torch.int8`` quantise only what moves: see `comm/arithmetic.py`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ import torch
 from torch import nn
 
 from shardtrain.comm import trace
-from shardtrain.comm.meter import waiting
-from shardtrain.comm.trace import REDUCE
+from shardtrain.comm.trace import REDUCE, waiting
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.device import on_accelerator
 from shardtrain.engine.part import in_memory_order

@@ -35,8 +35,7 @@ from typing import Any
 import torch
 
 from shardtrain.comm import trace
-from shardtrain.comm.meter import waiting
-from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement
+from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.engine.calls import Backward, Call, calling_frame
 from shardtrain.engine.reduce import Reduction, give
 from shardtrain.engine.unit import State, Unit

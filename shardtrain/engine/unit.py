@@ -11,8 +11,7 @@ from torch import nn
 
 from shardtrain.comm import trace
 from shardtrain.comm.messages import unit_number
-from shardtrain.comm.meter import waiting
-from shardtrain.comm.trace import GATHER
+from shardtrain.comm.trace import GATHER, waiting
 from shardtrain.comm.transport import Pending, Tag, Transport
 from shardtrain.engine.shard import Segment
 
