@@ -72,7 +72,8 @@ class Paths:
         """Add this rank's next collective. Return its position."""
         position, self.end = self.end, self.end + 1
         entry = Entry(kind.number, tag.number, self.step, tag.name.encode()[-64:])
-        self.digest = hash((self.digest, *entry[:3]))  # integers hash alike on all ranks
+        # Integers hash alike on all ranks.
+        self.digest = hash((self.digest, kind.number, tag.number, self.step))
         self.own[position] = entry
         self.own.pop(position - KEPT, None)
         self._compare([position])
@@ -85,10 +86,10 @@ class Paths:
 
     def _compare(self, positions: Iterable[int]) -> None:
         """Compare all ranks at ``positions``. Others may differ where this rank has not come yet."""
-        logs = self.own, *self.theirs.values()
         for position in positions:
+            entries = [log[position] for log in (self.own, *self.theirs.values()) if position in log]
             is_first = self.difference is None or position < self.difference
-            if is_first and len({log[position][:3] for log in logs if position in log}) > 1:
+            if is_first and len({entry[:3] for entry in entries}) > 1:
                 self.difference = position
 
     def diverged(self, position: int) -> Diverged:

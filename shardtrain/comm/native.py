@@ -47,17 +47,11 @@ def set_time_out(time_out: timedelta) -> None:
             _set_timeout(time_out, group)
 
 
-def time_out_of(group: dist.ProcessGroup) -> Callable[[], float]:
-    """Return a function that returns the current time-out of ``group``, in seconds."""
-    known, device = weakref.ref(group), torch.device("cpu" if has_gloo(group) else device_types(group)[0])
-
-    def seconds() -> float:
-        alive = known()
-        options = None if alive is None else getattr(alive._get_backend(device), "options", None)
-        time_out: timedelta = getattr(options, "_timeout", default_pg_timeout)
-        return time_out.total_seconds()
-
-    return seconds
+def time_out_s(group: dist.ProcessGroup) -> float:
+    """Return the current time-out of ``group``'s gloo, in seconds."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    time_out: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return time_out.total_seconds()
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:

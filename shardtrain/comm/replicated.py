@@ -69,7 +69,7 @@ class Replicated(TransportWrapper):
         (self.inner if self.world > 1 else self.all_ranks).fence(what)
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient], after: Pending) -> Pending:
-        intervals = [Interval(each.pack_own(self.rank), each.full.dtype) for each in gradients]
+        intervals = [(each.pack_own(self.rank), each.full.dtype) for each in gradients]
         return self.across.average(tag, intervals, after)
 
 

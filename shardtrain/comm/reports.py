@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from shardtrain.comm.guard import KEPT, MESSAGE, Diverged, Paths, PeerLost, named
 from shardtrain.comm.messages import FOREVER, report_tag
-from shardtrain.comm.native import living, time_out_of
+from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
 from shardtrain.comm.transport import Pending, Tag
 
@@ -92,7 +92,7 @@ class Links:
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
         """``tag``: that of reports; the next tag is the pulse's."""
         self.peers, self._paths = [*paths.theirs], paths
-        self._group, self._tag = weakref.ref(group), tag
+        self.group, self._tag = weakref.ref(group), tag
         self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=16) for peer in self.peers}
         # Receives that never complete, through which `close` reaches gloo once the group is destroyed.
         self._pulses = [group.recv([torch.empty(1)], peer, tag + 1) for peer in self.peers]
@@ -133,7 +133,7 @@ class Links:
         try:
             while len(arriving) < 4:  # so that reports arrive while this rank handles another
                 memory = torch.empty(REPORT_BYTES, dtype=torch.uint8)
-                arriving.append((memory, living(self._group).recv([memory], peer, self._tag)))
+                arriving.append((memory, living(self.group).recv([memory], peer, self._tag)))
             memory, work = arriving.popleft()
             work.wait(FOREVER)
             return memory.numpy().tobytes()
@@ -142,7 +142,7 @@ class Links:
 
     def send(self, why: int, lost: int = -1, state: int = ENDED, to: Sequence[int] | None = None) -> None:
         """Send this rank's latest collectives to the peers ``to``; None: to all but ``lost``."""
-        group, now, own = self._group(), time.monotonic(), self._paths.own
+        group, now, own = self.group(), time.monotonic(), self._paths.own
         # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in [*_waits]), default=now)
         head = HEAD.pack(why, lost, state, now - at_work, len(own))
@@ -200,7 +200,7 @@ class Reports:
         self.number = int(number.item())  # in all tags, so that messages of two models never match
         peers = [rank for rank in range(group.size()) if rank != group.rank()]
         self._changed = threading.Condition()  # guards all attributes below
-        self.paths, self._time_out_s = Paths(group.rank(), peers), time_out_of(group)
+        self.paths = Paths(group.rank(), peers)
         self._waiting: Wait | None = None
         self._asked_s = 0.0  # when this rank last asked where the others are
         self._heard_s = dict.fromkeys(peers, 0.0)  # when each peer last reported
@@ -291,22 +291,25 @@ class Reports:
         """Ask for reports if this rank has waited for long; fail if it has waited for too long."""
         with self._changed:
             self._compare()
-            wait, now, time_out_s = self._waiting, time.monotonic(), self._time_out_s()
-            if self._failure is not None or wait is None or wait.seconds < min(STALL_S, time_out_s / 8):
+            wait, now, group = self._waiting, time.monotonic(), self._links.group()
+            if self._failure is not None or wait is None or group is None:
+                return
+            limit_s = time_out_s(group)
+            if wait.seconds < min(STALL_S, limit_s / 8):
                 return
             _waits.add(wait)
-            if self._asked_s < wait.since or now - self._asked_s > time_out_s / 8:
+            if self._asked_s < wait.since or now - self._asked_s > limit_s / 8:
                 self._asked_s = now
                 self._links.send(ASKS)
             awaited = self._missing(wait.position) or self._links.peers
             wait.at_work = max(wait.at_work, min(self._at_work[rank] for rank in awaited))
             if (left := self._left.intersection(awaited)) and self._diverged_at is None:
                 self._lose(sorted(left), ENDED, wait.position)
-            elif now - wait.at_work > time_out_s:
-                limit = now - time_out_s / 2
-                silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < limit]
+            elif now - wait.at_work > limit_s:
+                recent = now - limit_s / 2
+                silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < recent]
                 self._lose(silent or awaited, SILENT if silent else ELSEWHERE, wait.position)
-            elif wait.seconds > time_out_s and not wait.is_told:
+            elif wait.seconds > limit_s and not wait.is_told:
                 wait.is_told = True
                 where, text = self.paths.where(wait.position), "rank %d has waited %.0f s at %s for %s"
                 facts = self.paths.rank, wait.seconds, where, named(awaited)

@@ -117,12 +117,8 @@ class Gradient(NamedTuple):
 # What is sent to each rank, and what is received from it: 1-D tensors, one per rank.
 Move = tuple[Sequence[Tensor], Sequence[Tensor]]
 
-
-class Interval(NamedTuple):
-    """Hold values that are averaged in place; ``wire``: the dtype in which they are sent."""
-
-    values: Tensor
-    wire: torch.dtype
+# Values that are averaged in place, and the dtype in which they are sent.
+Interval = tuple[Tensor, torch.dtype]
 
 
 class Pending:
