@@ -6,10 +6,11 @@ Read the files in this order. Each imports only from those before it:
 - ``arithmetic``: sums and int8; ``transport``: what the engine needs of a transport
 - ``messages``, ``native``: collectives by messages, and the backend's own
 - ``guard``, ``reports``: ranks that diverge, and ranks that are lost
-- ``process_group``; ``signals``, ``shared_memory``: the two transports, and messages between hosts
+- ``process_group``: the transport between any ranks; ``agreement``: texts between ranks
+- ``signals``, ``shared_memory``: ranks that share memory, and messages between hosts
 - ``replicated``, ``offload``: wrappers of these; simulated ranks
 - ``opening``: the choice among them
-- ``agreement``, ``public``: texts between ranks; public collectives, under torch's names
+- ``public``: public collectives, under torch's names
 
 The functions below serve code outside the engine, over the default process group. Without one they act as
 a single rank. ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``. The
