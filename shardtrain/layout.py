@@ -116,14 +116,15 @@ class Layout:
             pieces.append(Piece(start, stop, offset + start - low if stop > start else 0))
         return tuple(pieces)
 
-    def elsewhere(self, rank: int) -> tuple[list[list[tuple[slice, int]]], list[int]]:
-        """Return ``spans`` and ``cuts``, which locate the elements that ranks other than ``rank`` own.
+    def elsewhere(self, rank: int | None) -> tuple[list[list[tuple[slice, int]]], list[int]]:
+        """Return ``spans`` and ``cuts``, which locate what ranks other than ``rank`` own; for None, all.
 
         ``cuts``: the sizes of consecutive parts of the flat vector; empty if no other rank owns anything.
         ``spans``: for each parameter, the slices of it that others own, each with the index of its part.
         Parts without a span are padding or ``rank``'s own.
         """
-        pieces, end = self.pieces(rank), 0
+        pieces = [Piece(0, 0, 0)] * len(self.sizes) if rank is None else self.pieces(rank)
+        end = 0
         cuts: list[int] = []
         spans: list[list[tuple[slice, int]]] = [[] for _ in pieces]
         for offset, index in sorted(zip(self.offsets, range(len(pieces)), strict=True)):

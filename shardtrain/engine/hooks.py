@@ -7,7 +7,7 @@
 - before and after a parameter's gradient is accumulated. A hook on a module's inputs would not do: images
   need no gradient, so it would never fire for the first unit.
 
-A fourth kind checks each optimizer before it steps: see ``optimizer_check.py``.
+A fourth kind checks each optimizer before it steps: see ``user_code.py``.
 """
 
 from __future__ import annotations
@@ -24,38 +24,35 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardtrain.engine import pieces
-from shardtrain.engine.optimizer_check import refuse_unless_right_on_pieces
+from shardtrain.engine import pieces, user_code
 from shardtrain.engine.precision import Precision, cast, tensors_in
 from shardtrain.engine.schedule import Schedule
-from shardtrain.engine.unit import Account, Unit
+from shardtrain.engine.shard import ShardedParam
+from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import note_pieces
-from shardtrain.engine.user_hooks import OwnHook, refuse_transforms, uncompiled
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-class GradientHook(OwnHook):
+class GradientHook(user_code.OwnHook):
     """Notify the schedule before and after a gradient is accumulated in one parameter of a unit.
 
     The parameter holds the hook where Python's garbage collector cannot see it. A hook that held the
     parameter in turn would keep the whole model alive for ever.
     """
 
-    def __init__(self, schedule: Schedule, unit: int, segment: int, index: int) -> None:
-        self._schedule, self._place = weakref.ref(schedule), (unit, segment, index)
+    def __init__(self, schedule: Schedule, member: ShardedParam) -> None:
+        self._schedule, self._member = weakref.ref(schedule), weakref.ref(member)
 
     def before(self, grad: torch.Tensor) -> None:
-        schedule = self._schedule()
-        if schedule is not None:
-            schedule.gradient_arrives(*self._place, grad)
+        if (schedule := self._schedule()) and (member := self._member()):
+            schedule.gradient_arrives(member, grad)
 
     def __call__(self, param: torch.Tensor) -> None:
-        schedule = self._schedule()
-        if schedule is not None:
-            schedule.gradient_arrived(*self._place)
+        if (schedule := self._schedule()) and (member := self._member()):
+            schedule.gradient_arrived(member)
 
 
 class Engine:
@@ -77,9 +74,8 @@ class Engine:
         self.transport = units[0].transport
         self.precision = precision
         self.schedule = Schedule(units, reshard_after_forward)
-        self.account = Account()
         for unit in units:
-            unit.account = self.account
+            unit.account = units[0].account
         self._ignored = ignored
         self._layout = layout
         self._hooked: set[nn.Parameter] = set()
@@ -109,13 +105,16 @@ class Engine:
         """Register all hooks, and set the attributes that mark the module as sharded."""
         self._hook_parameters()
         for unit in self.units:
-            entrances = self.entrances(unit)
+            # A call of one of these gathers the unit.
+            entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
             for module in entrances:
                 self._hook_entrance(unit, module)
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
+            for member in unit.members:
+                for module, attribute in member.info.holders:
+                    self._handles += pieces.attach(module, attribute, unit, member)
         self._hook_casts()
-        self._handles += pieces.attach(self.units)
         self.module.__dict__.update(self._attributes)
 
     def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
@@ -139,10 +138,6 @@ class Engine:
 
     # forward
 
-    def entrances(self, unit: Unit) -> list[nn.Module]:
-        """Return the modules whose call gathers ``unit``: its own, for the root all with root parameters."""
-        return list(dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())]))
-
     def _hook_entrance(self, unit: Unit, module: nn.Module) -> None:
         def before(called: nn.Module, args: Any) -> None:
             if called is not module:
@@ -150,7 +145,7 @@ class Engine:
                     f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
                     "parameters only; copy the model that shardtrain.shard() returned"
                 )
-            refuse_transforms()
+            user_code.refuse_transforms()
             self.settle()
             if called is self.module:
                 self.schedule.begin_forward()
@@ -166,8 +161,8 @@ class Engine:
             if called is self.module:
                 self.schedule.end_forward(error is not None)
 
-        self._handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True))
-        self._handles.append(module.register_forward_hook(uncompiled(after), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(user_code.uncompiled(before), prepend=True))
+        self._handles.append(module.register_forward_hook(user_code.uncompiled(after), always_call=True))
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
@@ -181,43 +176,41 @@ class Engine:
         """Cast inputs and outputs of modules. Inside `unsharded` a unit computes in its own dtype."""
         precision = self.precision
         for unit in self.units if precision.param is not None else ():
-            assert precision.param is not None
             if precision.cast_inputs:
-                self._cast_inputs(unit, unit.module, precision.param)
+                self._cast(unit, unit.module, precision.param, None)
             for module, segment in unit.holders.items():
                 if precision.wants_wide_inputs(module):
-                    self._cast_inputs(unit, module, segment.local.dtype)
-                    self._cast_output(unit, module, precision.param)
-        if precision.output is not None:
-            self._cast_output(self.units[0], self.module, precision.output)
+                    self._cast(unit, module, segment.local.dtype, precision.param)
+        self._cast(self.units[0], self.module, None, precision.output)
 
-    def _cast_inputs(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return (args, kwargs) if unit.pinned else (cast(args, dtype), cast(kwargs, dtype))
+    def _cast(
+        self, unit: Unit, module: nn.Module, inputs: torch.dtype | None, output: torch.dtype | None
+    ) -> None:
+        if inputs is not None:
 
-        self._handles.append(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+            def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+                return (args, kwargs) if unit.pinned else cast((args, kwargs), inputs)
 
-    def _cast_output(self, unit: Unit, module: nn.Module, dtype: torch.dtype) -> None:
-        def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
-            return output if unit.pinned else cast(output, dtype)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if output is not None:
 
-        self._handles.append(module.register_forward_hook(cast_output))
+            def after(_: nn.Module, args: Any, result: Any) -> Any:
+                return result if unit.pinned else cast(result, output)
+
+            self._handles.append(module.register_forward_hook(after))
 
     # gradients and optimizers
 
     def _hook_parameters(self) -> None:
         """Hook the trainable parameters that have no hook yet."""
-        self._unhooked = []
-        for unit in self.units:
-            for number, segment in enumerate(unit.segments):
-                for index, param in enumerate([member.param for member in segment.members]):
-                    if not param.requires_grad:
-                        self._unhooked.append(param)
-                    elif param not in self._hooked:
-                        self._hooked.add(param)
-                        hook = GradientHook(self.schedule, unit.index, number, index)
-                        self._handles.append(param.register_hook(hook.before))
-                        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._unhooked = [member.param for member in self.members if not member.param.requires_grad]
+        for member in self.members:
+            param = member.param
+            if param.requires_grad and param not in self._hooked:
+                self._hooked.add(param)
+                hook = GradientHook(self.schedule, member)
+                self._handles.append(param.register_hook(hook.before))
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
@@ -225,7 +218,7 @@ class Engine:
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._hooked for group in groups for param in group["params"]):
                 return
-            refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
+            user_code.refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
             self.watch(optimizer)
             self._optimizers[optimizer] = len(groups)
             for member in self.members:
@@ -252,7 +245,6 @@ class Engine:
 
     def require_rest(self, refusal: str) -> None:
         """Call `settle`. Raises ValueError, beginning with ``refusal``, in a step or inside `unsharded`."""
-        self.schedule.recover()
         self.schedule.recover_forward()
         if not self.schedule.at_rest:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")

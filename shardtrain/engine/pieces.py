@@ -110,18 +110,8 @@ class LocalPiece(Tensor):
         return self.boxes[tuple(index.offset or ())]
 
 
-def attach(units: Iterable[Unit]) -> list[RemovableHandle]:
-    """Have every module with sharded parameters return pieces in ``state_dict()``, and load them."""
-    return [
-        handle
-        for unit in units
-        for member in unit.members
-        for module, attribute in member.info.holders
-        for handle in _attach(module, attribute, unit, member)
-    ]
-
-
-def _attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
+def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:
+    """Have ``module`` return a piece of its parameter ``attribute`` in ``state_dict()``, and load it."""
     own = member.part
 
     def give(called: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

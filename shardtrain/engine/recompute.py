@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import tensors_in
 from shardtrain.engine.unit import Unit
 
@@ -53,10 +53,9 @@ def compile_units(
     """
     engine = engine_of(module)
     units = _innermost_units(engine, "compile", _compiled, _checkpointed)
-    entrances = {inner for unit in engine.units for inner in engine.entrances(unit)}
     for unit in units:
         for name, child in unit.module.named_modules():
-            if name and child in entrances:
+            if name and is_entrance(child):
                 raise ValueError(
                     f"unit {unit.title} cannot be compiled: parameters of its module {name} are shared with "
                     "another unit, and so belong to the root"

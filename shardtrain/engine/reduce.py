@@ -21,7 +21,7 @@ An existing gradient never begins with ``-0.0``: 0.0 is added to the first eleme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -31,90 +31,160 @@ from shardtrain.comm.trace import REDUCE, waiting
 from shardtrain.comm.transport import Gradient, Pending
 from shardtrain.device import on_accelerator
 from shardtrain.engine.part import in_memory_order
-from shardtrain.engine.shard import Segment
+from shardtrain.engine.shard import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
 
 
 class FlatGradient:
-    """Collect the gradients of one segment.
+    """Lay out the gradients of one segment in a full vector, from which other ranks' intervals are sent.
 
-    Parameters are given by their index in the segment. ``arrived``: those whose gradient of this backward has
-    arrived, ``expected`` in number. ``filled``: those with a gradient of any backward since the last
-    reduction (`no_sync`). ``_sent``: for each reduction of this backward, the indices with a gradient on this
-    rank, those that may have one on another, and each parameter's own part, which becomes the mean.
+    ``own``: this rank's part of each gradient that has come in any backward since the last reduction
+    (`no_sync`). ``expected``: how many gradients a backward brings. ``sent``: for each reduction of this
+    backward, each parameter's own part, which becomes the mean, and whether there is a gradient: None if
+    another rank may have one.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment, self.members = segment, segment.members
-        self.arrived: set[int] = set()
         self.expected = 0
-        self.filled: set[int] = set()
-        self._elsewhere, self._cuts = segment.layout.elsewhere(segment.transport.rank)
-        # Where any rank's piece of a parameter starts: `send` adds 0.0 there, so that none begins with -0.0.
         layout = segment.layout
+        # Which part of the vector takes which slice of a gradient: all others' elements, or all if `_whole`.
+        self._places = [layout.elsewhere(rank) for rank in (segment.transport.rank, None)]
+        # Where any rank's piece of a parameter starts: `send` adds 0.0 there, so that none begins with -0.0.
         starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
         self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
-        self._sent: list[tuple[list[int], list[int], list[torch.Tensor]]] = []
+        self.sent: list[tuple[list[torch.Tensor], list[bool | None]]] = []
         self._clear()
 
     def _clear(self) -> None:
-        self.filled.clear()
-        # What `.grad` shows under `no_sync`: the tensor, its version, whether `show_waiting` put it there.
-        self._shown: dict[int, tuple[torch.Tensor, int, bool]] = {}
+        self.own: dict[ShardedParam, torch.Tensor] = {}
         self._full: torch.Tensor | None = None
-        self._parts: Sequence[torch.Tensor] = ()  # views of `_full`: by `_cuts`, or by parameter if `_whole`
-        self._own: dict[int, torch.Tensor] = {}  # by index, this rank's part
+        self._spans: dict[ShardedParam, list[tuple[slice, int]]] = {}
+        self._parts: Sequence[torch.Tensor] = ()  # views of `_full`
         self._whole = False  # whether `_full` takes this rank's own part, too
-        self._late: dict[int, torch.Tensor] = {}  # by index, gradients not yet copied into `_full`
+        self._late: dict[int, tuple[torch.Tensor, bool]] = {}  # gradients to copy into parts, or to add
+
+    def _open(self) -> torch.Tensor:
+        if self._full is None:
+            transport = self.segment.transport
+            self._full = transport.gradient(self.segment.layout, self.segment.like_gradient)
+            self._whole = on_accelerator(self._full) and transport.world > 1
+            spans, cuts = self._places[self._whole]
+            self._spans = dict(zip(self.members, spans, strict=True))
+            self._parts = self._full.split_with_sizes(cuts) if cuts else ()
+        return self._full
+
+    def keep(self, member: ShardedParam, grad: torch.Tensor) -> None:
+        """Add or copy ``grad`` (1-D): other ranks' parts into the vector, this rank's into ``own``."""
+        self._open()
+        again = member in self.own
+        start, stop = member.part.start, member.part.stop
+        for span, part in self._spans[member]:
+            if self._whole:
+                if part in self._late:  # a second gradient in one backward, by reentrant checkpointing
+                    self.lay_out()
+                self._late[part] = grad, again
+            else:
+                given = grad[span] if start < stop else grad
+                self._parts[part].add_(given) if again else self._parts[part].copy_(given)
+        if self._whole or start == stop:
+            self.own[member] = member.no_grad
+        elif again:
+            self.own[member].add_(grad[start:stop])
+        else:
+            own, wide = grad[start:stop], self.segment.local.dtype
+            # A view of a part would keep the memory of the whole gradient.
+            if own.dtype != wide or stop - start < grad.numel():
+                own = own.to(wide, copy=True)
+            self.own[member] = own
+
+    def lay_out(self) -> None:
+        """Add or copy the late gradients into the vector, in one launch each."""
+        for lay_out, again in ((torch._foreach_copy_, False), (torch._foreach_add_, True)):
+            late = [(self._parts[part], grad) for part, (grad, added) in self._late.items() if added is again]
+            if late:
+                lay_out([part for part, _ in late], [grad for _, grad in late])
+        self._late.clear()
+
+    def own_part(self, member: ShardedParam) -> torch.Tensor:
+        """Return this rank's part (1-D) of a gradient that waits."""
+        if not self._whole or not member.part.numel:
+            return self.own[member]
+        [(_, part)] = self._spans[member]
+        return self._parts[part][member.part.start : member.part.stop].to(self.segment.local.dtype)
+
+    def send(self) -> Gradient:
+        """Return the collected gradient, with -0.0 where this rank has none, and begin a new one."""
+        segment, transport, full = self.segment, self.segment.transport, self._open()
+        self.lay_out()
+        if transport.world > 1:
+            if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
+                self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
+            full.index_add_(0, self._starts, self._zeros)
+        # Averages over replicas send this rank's own parts, too.
+        if self.own and not self._whole and transport.all_ranks.world > transport.world:
+            torch._foreach_add_([own[:1] for own in self.own.values()], 0.0)
+        there: list[bool | None] = []
+        for member in self.members:
+            if member in self.own:
+                there.append(True)
+                continue
+            there.append(None if member.param.requires_grad and not transport.silent else False)
+            size = 0 if self._whole else member.part.numel
+            self.own[member] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
+            for _, part in self._spans[member]:
+                self._parts[part].fill_(-0.0)
+        own = [self.own[member] for member in self.members]
+        self.sent.append((own, there))
+        mean = segment.local.dtype if self._whole else None
+        self._clear()
+        return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
+
+    def drop(self) -> None:
+        """Forget everything, after a backward that failed."""
+        self.sent.clear()
+        if self._full is not None:
+            self.segment.transport.discard(self._full)
+        self._clear()
+
+
+class Reduction:
+    """Reduce one unit: collect its gradients, then run one reduce-scatter at a time.
+
+    ``_arrived``: parameters whose gradient of this backward has arrived. ``_shown``: what ``.grad`` shows
+    under `no_sync`, with its version, and whether `show_waiting` put it there.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.flats = [FlatGradient(segment) for segment in unit.segments]
+        self._flat_of = {member: flat for flat in self.flats for member in flat.members}
+        self.full_bytes = sum(s.layout.padded * s.like_gradient.itemsize for s in unit.segments)
+        self._arrived: set[ShardedParam] = set()
+        self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
+        self._moving = Pending()
+        # Keeps gradients alive until the reduction has ended: a stream may still read them.
+        self._under_way: list[Gradient] = []
 
     def begin_backward(self) -> None:
         """Expect a gradient of every trainable parameter; check what users did to waiting ones."""
-        self.arrived.clear()
-        self.expected = sum([member.param.requires_grad for member in self.members])
+        self.begin_again()
+        for flat in self.flats:
+            flat.expected = sum([member.param.requires_grad for member in flat.members])
+        self.expected = sum([flat.expected for flat in self.flats])
         while self._shown:
             self._check_waiting(*self._shown.popitem())
 
-    def show_waiting(self) -> None:
-        """Let parameters show this rank's part of the gradient that waits under `no_sync`.
+    def begin_again(self) -> None:
+        """Expect every gradient again in this backward: reentrant checkpointing uses a unit in parts."""
+        self._arrived.clear()
 
-        Otherwise a user's `zero_grad` or change before the next backward would go unnoticed.
-        """
-        self._lay_out()
-        for index in self.filled:
-            member = self.members[index]
-            own = member.held_grad is None
-            if own and self._whole:
-                part = self._parts[index][member.part.start : member.part.stop]
-                self._own[index] = part.to(self.segment.local.dtype)
-            if own:
-                member.give_grad(self._own[index])
-            grad = member.held_grad
-            assert grad is not None
-            self._shown[index] = grad, grad._version, own
-
-    def _check_waiting(self, index: int, shown: tuple[torch.Tensor, int, bool]) -> None:
-        """Drop a waiting gradient if a user cleared ``.grad``. Raises ValueError for any other change."""
-        member, (grad, version, own) = self.members[index], shown
-        now = member.held_grad
-        if now is grad and now._version == version:
-            if own:
-                member.set_grad(None)
-        elif now is None or not now.any():
-            self.filled.discard(index)
-        else:
-            self._shown[index] = shown
-            raise ValueError(
-                f"the gradient of parameter {member.name} was changed while it waits "
-                "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
-            )
-
-    def collect(self, index: int) -> bool:
-        """Take the gradient just accumulated in parameter ``index``; return whether all have arrived.
+    def collect(self, member: ShardedParam) -> bool:
+        """Take the gradient just accumulated in a parameter; return whether it is the unit's last one.
 
         Raises ValueError if the gradient is sparse.
         """
-        member = self.members[index]
         grad, member.param.grad = member.param.grad, None
         member.show_grad()
         assert grad is not None
@@ -123,153 +193,54 @@ class FlatGradient:
                 f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
                 "use nn.Embedding(..., sparse=False)"
             )
-        self.arrived.add(index)
-        self._keep(index, in_memory_order(grad, member.part.stride))
-        if self._late and len(self.arrived) == self.expected:
-            self._lay_out()
-        return len(self.arrived) == self.expected
-
-    def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Add or copy ``grad`` (1-D): other ranks' parts into ``_full``, this rank's into ``_own``."""
-        member = self.members[index]
-        start, stop = member.part.start, member.part.stop
-        again, wide = index in self.filled, self.segment.local.dtype
-        if self._full is None:
-            self._open()
-        if self._whole:
-            if index in self._late:  # a second gradient in one backward, by reentrant checkpointing
-                self._lay_out()
-            self._late[index] = grad
-            return
-        self.filled.add(index)
-        for span, part in self._elsewhere[index]:
-            given = grad[span] if start < stop else grad
-            self._parts[part].add_(given) if again else self._parts[part].copy_(given)
-        if again:
-            self._own[index].add_(grad[start:stop])
-        elif start == stop:
-            self._own[index] = member.no_grad
-        else:
-            own = grad[start:stop]
-            # A view of a part would keep the memory of the whole gradient.
-            if own.dtype != wide or stop - start < grad.numel():
-                own = own.to(wide, copy=True)
-            self._own[index] = own
-
-    def _lay_out(self) -> torch.Tensor:
-        """Add or copy the gradients of ``_late`` into ``_full``, in one launch each; return ``_full``."""
-        new = {index for index in self._late if index not in self.filled}
-        for lay_out, indices in ((torch._foreach_copy_, new), (torch._foreach_add_, self._late.keys() - new)):
-            if indices:
-                lay_out([self._parts[i] for i in indices], [self._late[i] for i in indices])
-        self.filled |= new
-        self._late.clear()
-        return self._open()
-
-    def _open(self) -> torch.Tensor:
-        if self._full is None:
-            layout, transport = self.segment.layout, self.segment.transport
-            self._full = full = transport.gradient(layout, self.segment.like_gradient)
-            self._whole = on_accelerator(full) and transport.world > 1
-            if self._whole:
-                rows = zip(layout.offsets, layout.sizes, strict=True)
-                self._parts = [full[at : at + size] for at, size in rows]
-            elif self._cuts:
-                self._parts = full.split_with_sizes(self._cuts)
-        return self._full
-
-    def send(self) -> Gradient:
-        """Return the collected gradient, with -0.0 where this rank has none, and begin a new one."""
-        segment, transport = self.segment, self.segment.transport
-        full = self._lay_out()
-        missing = [index for index in range(len(self.members)) if index not in self.filled]
-        if transport.world > 1:
-            if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
-                self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
-            full.index_add_(0, self._starts, self._zeros)
-        # Averages over replicas send this rank's own parts, too.
-        if self._own and not self._whole and transport.all_ranks.world > transport.world:
-            torch._foreach_add_([own[:1] for own in self._own.values()], 0.0)
-        for index in missing:
-            size = 0 if self._whole else self.members[index].part.numel
-            self._own[index] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
-            for part in [index] if self._whole else [part for _, part in self._elsewhere[index]]:
-                self._parts[part].fill_(-0.0)
-        own = [m.no_grad if self._whole else self._own[i] for i, m in enumerate(self.members)]
-        unsure = [i for i in missing if self.members[i].param.requires_grad and not transport.silent]
-        self._sent.append((sorted(self.filled), unsure, own))
-        mean = segment.local.dtype if self._whole else None
-        self._clear()
-        return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
-
-    def give(self, absent: Iterator[bool]) -> list[nn.Parameter]:
-        """Give each parameter its piece of the mean if any rank has a gradient; return those that got one.
-
-        ``absent``: for each unsure parameter, whether no rank has a gradient. An empty piece cannot tell, and
-        gets an empty gradient; but None if the parameter is whole on another rank, for some optimizers.
-        """
-        given = []
-        for filled, unsure, own in self._sent:
-            for index in [*filled, *(i for i in unsure if not next(absent))]:
-                member = self.members[index]
-                if member.part.numel or not member.part.whole:
-                    member.give_grad(own[index])
-                    given.append(member.param)
-        self._sent.clear()
-        return given
-
-    def drop(self) -> None:
-        """Forget everything, after a backward that failed."""
-        self.arrived.clear()
-        self._sent.clear()
-        for index, (grad, _, own) in self._shown.items():
-            if own and self.members[index].held_grad is grad:
-                self.members[index].set_grad(None)
-        if self._full is not None:
-            self.segment.transport.discard(self._full)
-        self._clear()
-
-
-class Reduction:
-    """Reduce one unit: collect its gradients, then run one reduce-scatter at a time."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.gradients = [FlatGradient(segment) for segment in unit.segments]
-        self.full_bytes = sum(s.layout.padded * s.like_gradient.itemsize for s in unit.segments)
-        self._moving = Pending()
-        # Keeps gradients alive until the reduction has ended: a stream may still read them.
-        self._under_way: list[Gradient] = []
-
-    def begin_backward(self) -> None:
-        """Expect gradients, and note whether any parameter is ``trainable``."""
-        for gradient in self.gradients:
-            gradient.begin_backward()
-        self.trainable = any(gradient.expected for gradient in self.gradients)
-
-    def begin_again(self) -> None:
-        """Expect every gradient again in this backward: reentrant checkpointing uses a unit in parts."""
-        for gradient in self.gradients:
-            gradient.arrived.clear()
-
-    def collect(self, segment: int, index: int) -> bool:
-        """Take the gradient of one parameter; return whether it is the unit's last one."""
-        last = self.gradients[segment].collect(index)
-        return last and all(len(gradient.arrived) == gradient.expected for gradient in self.gradients)
+        self._arrived.add(member)
+        self._flat_of[member].keep(member, in_memory_order(grad, member.part.stride))
+        if len(self._arrived) < self.expected:
+            return False
+        for flat in self.flats:
+            flat.lay_out()
+        return True
 
     @property
     def waiting(self) -> bool:
         """Whether anything has been collected and not yet sent."""
-        return any(gradient.filled or gradient._late for gradient in self.gradients)
+        return any(flat.own for flat in self.flats)
 
     def show_waiting(self) -> None:
-        for gradient in self.gradients:
-            gradient.show_waiting()
+        """Let parameters show this rank's part of the gradient that waits under `no_sync`.
+
+        Otherwise a user's `zero_grad` or change before the next backward would go unnoticed.
+        """
+        for flat in self.flats:
+            flat.lay_out()
+            for member in flat.own:
+                own = member.held_grad is None
+                if own:
+                    member.give_grad(flat.own_part(member))
+                grad = member.held_grad
+                assert grad is not None
+                self._shown[member] = grad, grad._version, own
+
+    def _check_waiting(self, member: ShardedParam, shown: tuple[torch.Tensor, int, bool]) -> None:
+        """Drop a waiting gradient if a user cleared ``.grad``. Raises ValueError for any other change."""
+        grad, version, own = shown
+        now = member.held_grad
+        if now is grad and now._version == version:
+            if own:
+                member.set_grad(None)
+        elif now is None or not now.any():
+            del self._flat_of[member].own[member]
+        else:
+            self._shown[member] = shown
+            raise ValueError(
+                f"the gradient of parameter {member.name} was changed while it waits "
+                "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
+            )
 
     def launch(self) -> None:
         """Start reducing what has been collected."""
         trace.begin(REDUCE.traced, self.unit.title)
-        self._under_way = [flat.send() for flat in self.gradients if flat.expected]
+        self._under_way = [flat.send() for flat in self.flats if flat.expected]
         self._moving = self.unit.transport.reduce(self.unit.reduce_tag, self._under_way)
 
     def finish(self) -> None:
@@ -282,16 +253,34 @@ class Reduction:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
         self._under_way = []
-        for gradient in self.gradients:
-            gradient.drop()
+        self._arrived.clear()
+        for member, (grad, _, own) in self._shown.items():
+            if own and member.held_grad is grad:
+                member.set_grad(None)
+        self._shown.clear()
+        for flat in self.flats:
+            flat.drop()
 
 
 def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
-    """Give parameters their means, after backward's last barrier; return those given one, perhaps twice."""
-    gradients = [gradient for reduction in reductions for gradient in reduction.gradients]
-    means = [own[index] for each in gradients for _, unsure, own in each._sent for index in unsure]
+    """Give parameters their means, after backward's last barrier; return those given one, perhaps twice.
+
+    A parameter without a gradient on any rank gets none. An empty piece cannot tell, and gets an empty
+    gradient; but None if the parameter is whole on another rank, for some optimizers.
+    """
+    rows: list[tuple[ShardedParam, torch.Tensor, bool | None]] = []
+    for flat in [flat for reduction in reductions for flat in reduction.flats]:
+        for own, there in flat.sent:
+            rows += zip(flat.members, own, there, strict=True)
+        flat.sent.clear()
     # A mean of -0.0 throughout is absent. The host waits for the device once, for the means of all units.
-    answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in means if mean.numel()]
-    known = iter(torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else [])
-    absent = (bool(mean.numel()) and next(known) for mean in means)
-    return [param for gradient in gradients for param in gradient.give(absent)]
+    unsure = [mean for _, mean, known in rows if known is None and mean.numel()]
+    answers = [((mean == 0) & torch.signbit(mean.real)).all() for mean in unsure]
+    absent = iter(torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else [])
+    given = []
+    for member, mean, known in rows:
+        exists = known if known is not None else not (mean.numel() and next(absent))
+        if exists and (member.part.numel or not member.part.whole):
+            member.give_grad(mean)
+            given.append(member.param)
+    return given

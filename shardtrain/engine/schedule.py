@@ -38,8 +38,9 @@ from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.engine.calls import Backward, Call, calling_frame
 from shardtrain.engine.reduce import Reduction, give
+from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import State, Unit
-from shardtrain.engine.user_hooks import call_postponed, postpone
+from shardtrain.engine.user_code import call_postponed, postpone
 
 
 class Schedule:
@@ -54,6 +55,7 @@ class Schedule:
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self._reductions = {unit: Reduction(unit) for unit in units}
+        self._reduction_of = {m: each for each in self._reductions.values() for m in each.unit.members}
         # Bytes of full gradients whose reductions may be under way.
         sizes = [reduction.full_bytes for reduction in self._reductions.values()]
         waits = self.root.transport.sends and all(unit.device.type == "cpu" for unit in units)
@@ -266,22 +268,20 @@ class Schedule:
         for reduction in self._reductions.values():
             reduction.begin_backward()
         first = {call.unit: call.began for call in sorted(record, key=lambda call: -call.began)}
-        order = [unit for unit in reversed(self.units) if self._reductions[unit].trainable]
+        order = [unit for unit in reversed(self.units) if self._reductions[unit].expected]
         order.sort(key=lambda unit: -first.get(unit, 0))
         self._backward = backward = Backward(record, list(record), first, order)
         end = partial(self._end_backward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         return backward
 
-    def gradient_arrives(self, number: int, segment: int, index: int, grad: torch.Tensor) -> None:
+    def gradient_arrives(self, member: ShardedParam, grad: torch.Tensor) -> None:
         """Prepare a parameter for its next gradient. Raises ValueError if that comes from its piece."""
-        unit = self.units[number]
-        member = unit.segments[segment].members[index]
+        unit = self._reduction_of[member].unit
         if grad.shape != member.part.shape or not (member.shows_full or unit in self._unannounced):
-            name = member.name
             raise ValueError(
-                f"the gradient of {name} comes from its piece, which code outside of the forward of "
-                f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
+                f"the gradient of {member.name} comes from its piece, which code outside of the forward of "
+                f"{unit.title} has used: compute that there, or add its gradient to {member.name}.grad after "
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
         if not member.shows_full:
@@ -291,14 +291,13 @@ class Schedule:
         backward.arriving[member] = True
         member.put_grad_away()
 
-    def gradient_arrived(self, number: int, segment: int, index: int) -> None:
+    def gradient_arrived(self, member: ShardedParam) -> None:
         """Take the gradient that autograd has accumulated in one parameter."""
-        backward, unit = self._backward, self.units[number]
-        member = unit.segments[segment].members[index]
+        backward, reduction = self._backward, self._reduction_of[member]
         if backward is None or not backward.arriving.pop(member, False) or member.param.grad is None:
             return  # a loss on the local piece, or a parameter frozen since forward
-        if self._reductions[unit].collect(segment, index):
-            self._complete(backward, unit, backward.first[unit] - 1)
+        if reduction.collect(member):
+            self._complete(backward, reduction.unit, backward.first[reduction.unit] - 1)
             self._launch_completed(backward)
 
     def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
@@ -369,7 +368,8 @@ class Schedule:
             self._forget(self._backward)
 
     def recover_forward(self) -> None:
-        """Return to rest after a forward that Ctrl-C interrupted, after which torch runs no hooks."""
+        """Call `recover`, and end a forward that Ctrl-C interrupted, after which torch runs no hooks."""
+        self.recover()
         if self._forward and all(frame is not self._forward for frame, _ in traceback.walk_stack(None)):
             self._forward = None
             self._calls.clear()

@@ -218,10 +218,9 @@ class Segment:
             self.members.append(ShardedParam(info, part, offset))
         self.transport = transport
         like = torch.empty(0, dtype=params[0].dtype, device=initial.device(params[0]))
+        for param in params:
+            param.grad = None
         self._adopt(self.from_rank_0(params, like))
-        for member in self.members:
-            member.param.grad = None
-            become(member.param, member.local_view)
 
     @property
     def shows_full(self) -> bool:
@@ -244,7 +243,7 @@ class Segment:
         return own if own.numel() == full.numel() else own.clone()
 
     def _adopt(self, local: torch.Tensor) -> None:
-        """Allocate the segment's storages, and copy ``local`` into this rank's interval."""
+        """Allocate the segment's storages, and show ``local``, copied into this rank's interval."""
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
         reduced = self._precision.of_gradient(compute)
@@ -267,7 +266,8 @@ class Segment:
         owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
         for member, view in zip(self.members, self.views_of(self.full), strict=True):
             member.see(self.local, view, None if alone else owners)
-        self.empty_full()
+            become(member.param, member.local_view)
+        self.hold_full(False)
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's view of the flat vector ``full``, in its own shape."""
@@ -281,15 +281,10 @@ class Segment:
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
-    def hold_full(self) -> None:
-        """Allocate the memory of ``full``."""
+    def hold_full(self, held: bool) -> None:
+        """Allocate the memory of ``full``, or free it."""
         if self._releases:
-            self._storage.resize_(self.full.nbytes)
-
-    def empty_full(self) -> None:
-        """Free the memory of ``full``."""
-        if self._releases:
-            self._storage.resize_(0)
+            self._storage.resize_(self.full.nbytes if held else 0)
 
     def forget_nodes(self) -> None:
         """Make autograd create new accumulation nodes from now on, unless parameters show full values.
@@ -321,10 +316,10 @@ class Segment:
 
     def take_over(self, held: torch.Tensor) -> None:
         """Use ``held``, which `held` returned, as this rank's interval."""
-        if (held.dtype, held.device) == (self.local.dtype, self.local.device):
-            self.local.copy_(held)
-        else:
+        if (held.dtype, held.device) != (self.local.dtype, self.local.device):
             self._adopt(held)
+            return
+        self.local.copy_(held)
         for member in self.members:
             member.show_local()
 
@@ -336,7 +331,6 @@ class Segment:
         twin = copy.copy(self)
         twin.members = [member.copied(memo) for member in self.members]
         twin._adopt(twin.held())  # allocates its own storages
-        twin.take_over(twin.local)
         return twin
 
 

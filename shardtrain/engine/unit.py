@@ -33,20 +33,15 @@ class Gathered(NamedTuple):
 
 
 class Account:
-    """Track what is gathered ``now``, and the peak since the last `take_peak`."""
+    """Track what is gathered ``now``, and its ``peak``."""
 
     def __init__(self) -> None:
-        self.now = self._peak = Gathered(0, 0)
+        self.now = self.peak = Gathered(0, 0)
 
     def add(self, units: int, size: int) -> None:
         self.now = Gathered(self.now.units + units, self.now.bytes + size)
         if units > 0:
-            self._peak = Gathered(*map(max, self._peak, self.now))
-
-    def take_peak(self) -> Gathered:
-        """Return the peak, and start the next one from what is gathered now."""
-        peak, self._peak = self._peak, self.now
-        return peak
+            self.peak = Gathered(*map(max, self.peak, self.now))
 
 
 class Unit:
@@ -139,7 +134,7 @@ class Unit:
         trace.begin(GATHER.traced, self.title)
         self.account.add(int(bool(self.segments)), self.full_bytes)
         for segment in self.segments:
-            segment.hold_full()
+            segment.hold_full(True)
         flats = [segment.flat for segment in self.segments]
         self.moving = self.transport.gather(self.gather_tag, flats) if flats else Pending()
         self.state = State.GATHERING
@@ -178,5 +173,5 @@ class Unit:
             self.finish()
         self.account.add(-int(bool(self.segments)), -self.full_bytes)
         for segment in self.segments:
-            segment.empty_full()
+            segment.hold_full(False)
         self.state = State.SHARDED

@@ -1,27 +1,96 @@
-"""Check that an optimizer gives each piece of a parameter the values that it gives the whole parameter.
+"""Keep the engine right under what users bring: their hooks, compilers, transforms and optimizers.
 
-SGD and Adam treat every element by itself. An optimizer that looks at a parameter's shape (Adafactor, Muon,
-Shampoo) or norm (LARS, LAMB) would silently compute something else, unless parameters are whole. One that
-looks at all parameters together (LBFGS) always would. An optimizer's name does not tell, so it is tried
-before its first step. A new instance with the same options makes three steps on two matrices, and another
-one on what one rank of two would hold of them. The elements that both have must be equal.
+Autograd would call a user's post-accumulate hook with this rank's full gradient, before the reduction. So
+such hooks are replaced when a backward begins, and each is called once when a backward that reduces ends.
+Then the parameter shows its piece with the reduced gradient, and the hook may step an optimizer.
+
+An optimizer must give each piece of a parameter the values that it gives the whole parameter. SGD and Adam
+treat every element by itself. One that looks at a parameter's shape (Adafactor, Muon, Shampoo) or norm (LARS,
+LAMB) would silently compute something else, unless parameters are whole. One that looks at all parameters
+together (LBFGS) always would. An optimizer's name does not tell, so it is tried before its first step. A new
+instance with the same options makes three steps on two matrices, and another one on what one rank of two
+would hold of them. The elements that both have must be equal.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable, Iterable
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardtrain.layout import Policy, cut_of
 
+Hook = Callable[..., None]
+
 # Cut inside a row and inside a block of 8-bit states; large enough for optimizers that factor their state.
 _SHAPES = ((256, 257), (257, 300))
 _LR = 1.0  # since a warm-up begins at 0, where nothing could be compared
+
+
+class OwnHook:
+    """Mark the engine's own hooks on parameters, which `postpone` leaves alone."""
+
+
+class Postponed:
+    """Stand in for a user's hook while autograd runs, and do nothing."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+    def __call__(self, param: torch.Tensor) -> None:
+        pass
+
+
+def postpone(params: Iterable[nn.Parameter]) -> None:
+    """Replace users' hooks by `Postponed` ones. Their handles stay valid."""
+    for param in params:
+        hooks = param._post_accumulate_grad_hooks or {}
+        for number, hook in hooks.items() if len(hooks) > 1 else ():
+            if not isinstance(hook, OwnHook | Postponed):
+                hooks[number] = Postponed(hook)
+
+
+def call_postponed(params: Iterable[nn.Parameter]) -> None:
+    """Call the postponed hooks of ``params``, each once."""
+    for param in dict.fromkeys(params):
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            if isinstance(hook, Postponed):
+                hook.hook(param)
+
+
+def uncompiled(hook: Hook) -> Hook:
+    """Return ``hook`` such that ``torch.compile`` breaks the graph there and runs it uncompiled.
+
+    Uses Dynamo only while it compiles or runs compiled code: importing Dynamo takes seconds.
+    """
+    broken = _disable_dynamo(hook)
+
+    @functools.wraps(hook)
+    def either(*args: Any) -> None:
+        if torch.compiler.is_compiling() or get_eval_frame_callback():
+            broken(*args)
+        else:
+            hook(*args)
+
+    return either
+
+
+def refuse_transforms() -> None:
+    """Raise ValueError inside ``torch.func``'s transforms, which would see pieces instead of parameters."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise ValueError(
+            "a sharded model cannot run inside jvp, vmap or another transform of torch.func: transform an "
+            "unsharded copy of it, with the weights of full_state_dict(model)"
+        )
 
 
 def refuse_unless_right_on_pieces(
