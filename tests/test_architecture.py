@@ -16,7 +16,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 199, "device": 188, "comm": 3_736, "engine": 3_288, "optim": 321, "checkpoint": 1_355}
+ENGINE = {"layout": 199, "device": 188, "comm": 3_736, "engine": 3_274, "optim": 321, "checkpoint": 1_355}
 PROGRAM = {
     "job": 3_178,
     "plan": 786,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_938, "files": 103, "rooms": 16, "engine and layout": 3_487, "tests": 14_411}
+LARGEST = {"lines": 16_924, "files": 103, "rooms": 16, "engine and layout": 3_473, "tests": 14_411}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -105,7 +105,7 @@ def shard(
     segments = {unit: _segments_of(infos[unit], link, precision, cut, initial) for unit in largest_first}
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, built, reshard_after_forward, precision, left_alone, layout)
+    Engine(module, built, reshard_after_forward, precision)
     return module
 
 

@@ -30,7 +30,6 @@ from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import note_pieces
-from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -59,13 +58,7 @@ class Engine:
     """Connect a sharded root's modules with its units and their schedule, by hooks."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        units: list[Unit],
-        reshard_after_forward: bool,
-        precision: Precision,
-        ignored: set[nn.Parameter],
-        layout: Policy,
+        self, module: nn.Module, units: list[Unit], reshard_after_forward: bool, precision: Precision
     ) -> None:
         self.module = module
         self.units = units
@@ -76,8 +69,7 @@ class Engine:
         self.schedule = Schedule(units, reshard_after_forward)
         for unit in units:
             unit.account = units[0].account
-        self._ignored = ignored
-        self._layout = layout
+        self._ignored = set(module.parameters()).difference(member.param for member in self.members)
         self._hooked: set[nn.Parameter] = set()
         self._unhooked: list[nn.Parameter] = []  # frozen parameters
         self._modules = _modules_below(module)
@@ -131,9 +123,7 @@ class Engine:
         finally:
             self._attach()
         units = [unit.copied(memo) for unit in self.units]
-        ignored = {memo[id(param)] for param in self._ignored if id(param) in memo}
-        reshard = self.schedule.reshard_after_forward
-        Engine(module, units, reshard, self.precision, ignored, self._layout)
+        Engine(module, units, self.schedule.reshard_after_forward, self.precision)
         return module
 
     # forward
@@ -218,7 +208,7 @@ class Engine:
         if self._optimizers.get(optimizer) != len(groups):
             if not any(param in self._hooked for group in groups for param in group["params"]):
                 return
-            user_code.refuse_unless_right_on_pieces(optimizer, self.segments[0].local.device, self._layout)
+            user_code.refuse_unless_right_on_pieces(optimizer, self.segments[0])
             self.watch(optimizer)
             self._optimizers[optimizer] = len(groups)
             for member in self.members:

@@ -159,7 +159,8 @@ def _buffers(module: nn.Module, of_norms: bool) -> list[tuple[str, torch.Tensor]
 
 def _innermost_units(engine: Engine, what: str, *before: Forward) -> list[Unit]:
     """Return the units that contain no other. Raises ValueError if a forward runs one of ``before``."""
-    units = [u for u in engine.units[1:] if not any(u.holds(other) for other in engine.units)]
+    names = [unit.name for unit in engine.units]
+    units = [u for u in engine.units[1:] if not any(name.startswith(f"{u.name}.") for name in names)]
     if not units:
         raise ValueError(f"there is nothing to {what}: the model has no unit besides the root; choose units")
     for unit in units:

@@ -78,10 +78,6 @@ class Unit:
         """The device on which the unit computes; the CPU for a unit without parameters."""
         return self.segments[0].full.device if self.segments else torch.device("cpu")
 
-    def holds(self, other: Unit) -> bool:
-        """Return whether ``other``'s module lies inside this unit's."""
-        return not self.name or other.name.startswith(f"{self.name}.")
-
     @property
     def full_bytes(self) -> int:
         return sum([segment.full.nbytes for segment in self.segments])

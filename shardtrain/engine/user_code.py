@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardtrain.engine.shard import Segment
 from shardtrain.layout import Policy, cut_of
 
 Hook = Callable[..., None]
@@ -93,10 +94,8 @@ def refuse_transforms() -> None:
         )
 
 
-def refuse_unless_right_on_pieces(
-    optimizer: torch.optim.Optimizer, device: torch.device, layout: Policy
-) -> None:
-    """Raise ValueError unless ``optimizer`` treats pieces of parameters like whole parameters.
+def refuse_unless_right_on_pieces(optimizer: torch.optim.Optimizer, segment: Segment) -> None:
+    """Raise ValueError unless ``optimizer`` treats pieces, such as ``segment``'s, like whole parameters.
 
     Warns (UserWarning) of an optimizer that cannot be tried.
     """
@@ -104,7 +103,7 @@ def refuse_unless_right_on_pieces(
     # The trial needs values, even where the model has none (FakeTensorMode).
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        wholes = [torch.randn(shape, device="cpu").to(device) for shape in _SHAPES]
+        wholes = [torch.randn(shape, device="cpu").to(segment.local.device) for shape in _SHAPES]
         try:
             expected = _three_steps(optimizer, wholes)
         except Exception as error:
@@ -115,7 +114,7 @@ def refuse_unless_right_on_pieces(
                 stacklevel=2,
             )
             return
-        reason = _why_not(optimizer, wholes, expected, layout)
+        reason = _why_not(optimizer, wholes, expected, "whole" if segment.layout.whole else "even")
         together = reason and _why_not(optimizer, wholes, expected, "whole")
     if reason:
         advice = (
