@@ -142,7 +142,7 @@ class HostCopy:
         return self._values
 
 
-# Memory, and random numbers.
+# Memory.
 
 
 def total_memory(device: torch.device) -> int:
@@ -174,15 +174,3 @@ def peak_memory(device: torch.device) -> int:
         return int(found[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the accelerator's random number state under the name of its type; ``{}`` for the CPU."""
-    module = torch.get_device_module(device)
-    return {device.type: module.get_rng_state(device)} if is_accelerator(device) else {}
-
-
-def restore_random_state(device: torch.device, state: dict[str, Any]) -> None:
-    """Restore what `random_state` returned, if it has a state for this type of device."""
-    if is_accelerator(device) and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], device)

@@ -173,7 +173,7 @@ class SimulatedDevice:
             patch.setattr(torch, "Stream", self.Stream)
             patch.setattr(torch, "Event", self.Event)
             there = {"current_device": 0, "is_initialized": True, "is_bf16_supported": True}
-            there |= {"get_device_name": "a simulated device", "get_rng_state": torch.get_rng_state()}
+            there |= {"get_device_name": "a simulated device", "manual_seed": None}
             for name, answer in there.items():
                 patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
             for name in ("Stream", "Event", "current_stream"):  # FSDP2 asks there

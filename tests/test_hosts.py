@@ -162,7 +162,7 @@ def test_a_run_resumes_on_another_number_of_hosts(run: Run) -> None:
             run.start(side, 1, *sizes, *PROGRAM, *job, f"train.max_steps={steps}")
         assert run.codes() == [0, 0], run.said()
     assert run.losses() == undisturbed(run.folder, 10, *job)
-    for rank in (0, 1):  # bit for bit, but for the state of the random number generators
+    for rank in (0, 1):  # bit for bit
         path = f"checkpoints/step-00000010/rank-{rank:05}.safetensors"
         ours, theirs = (load_file(run.folder / name / path) for name in ("run", "undisturbed"))
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

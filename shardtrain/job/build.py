@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardtrain
+from shardtrain.device import is_accelerator
 from shardtrain.job import data
 from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.mixing import Mix
@@ -93,8 +94,7 @@ def build(
         shown, _ = images.train[list(range(min(SHOWN, len(images.train))))]
         with shardtrain.unsharded(model):
             init_from_images(data.Prepare(images, config.data.image_size, device)(shown))
-    seed_process("rank", config.seed, rank)  # dropout differs between ranks
-
+    seed_process(device, config.seed, rank, first_step)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     factor = lr_factor(config.sched, steps, steps_per_epoch)
@@ -122,10 +122,15 @@ def build(
     return job, config
 
 
-def seed_process(*key: int | str) -> None:
-    """Seed all random number generators of this process from ``key``."""
-    seed = generator(*key).initial_seed()
-    torch.manual_seed(seed)
+def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
+    """Seed what draws random numbers on ``rank`` in ``step``: torch, Python, NumPy and the device.
+
+    So a model's random numbers, as of dropout, depend neither on evaluations nor on where the run resumed.
+    """
+    seed = generator("step", seed, rank, step).initial_seed()
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes ten times as long
+    if is_accelerator(device):
+        torch.get_device_module(device).manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.device import HostCopy, on_accelerator
-from shardtrain.job.build import build
+from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
 from shardtrain.job.evaluate import Views, evaluate
@@ -41,6 +41,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     batches = monitor.showing(job.train)
     metrics.start()
     for step in range(job.first_step + 1, job.steps + 1):
+        seed_process(job.device, config.seed, comm.rank(), step)
         with metrics.step():
             norm = one_step.gradients(batches, train.accumulate, metrics.phase, metrics.add)
             if not gradients.are_finite(step, norm):

@@ -20,14 +20,14 @@ from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Newest, Store, newest, steps_in
-from shardtrain.job.build import Job, seed_process
+from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.format import MIB, first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, path_of, reading, writing
 from shardtrain.monitor import StepMetrics
-from shardtrain.train.saving import Best, RunState, facts_of, restore_random_state
+from shardtrain.train.saving import Best, RunState, facts_of
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
 
@@ -229,10 +229,6 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
     metrics.restore(extra["window"], ranks)
     if extra.get("scaler"):  # empty if the run did not scale its loss
         job.scaler.load_state_dict(extra["scaler"])
-    if ranks == job.share.world_size:
-        restore_random_state(extra["random"], job.device)
-    else:
-        seed_process("resumed", config.seed, comm.rank(), start.step)
     return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
 
 

@@ -1,23 +1,20 @@
 """Save and evaluate a run when it is time to, and end it on a signal.
 
 Most of a run is a pure function of the configuration and the step: the order of the images, their random
-crops and augmentation, the learning rate. All else is saved: parameters, their moving averages, optimizer
-state, every rank's buffers and random numbers, the sums of the next report, and the best score.
+crops and augmentation, all random numbers of a model, the learning rate. All else is saved: parameters, their
+moving averages, optimizer state, every rank's buffers, the sums of the next report, and the best score.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from threading import Thread
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 
 from shardtrain import comm
-from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store
 from shardtrain.device import HostCopy
@@ -66,28 +63,6 @@ def facts_of(config: Config, job: Job) -> dict[str, Any]:
         "channels": job.channels,
         "config": asdict(config),
     }
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return this rank's random number states: torch's, Python's, NumPy's and the device's."""
-    numpy: Any = np.random.get_state(legacy=False)
-    key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
-    return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": [key, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]],
-        **devices.random_state(device),
-    }
-
-
-def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what `random_state` returned."""
-    torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    key, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", key.numpy().astype(np.uint32), position, has_gauss, cached))
-    devices.restore_random_state(device, dict(state))
 
 
 class Saver:
@@ -207,7 +182,6 @@ class Saver:
         self.before_save()
         job = self._job
         extra = {  # part of the checkpoint format: these keys must not change
-            "random": random_state(job.device),
             "window": self._metrics.state(),
             "best": self.best,
             "owed": self.pending_evaluation,
