@@ -286,7 +286,7 @@ def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None
         config = write_folders(tmp_path)
     config = replace(config, image_size=8, grow=grow, eval_size=9)
     found = data.load(config)
-    feed = train_feed(found, 8, steps=range(1, 6), side=config.side_in)
+    feed = train_feed(found, 8, steps=range(1, 6), grow=grow)
     assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
     if kind == "folders":  # cut to size by the workers, so that no more travels than is needed
         assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]

@@ -33,7 +33,7 @@ from shardtrain.bench.report import Report
 from shardtrain.bench.settings import read
 from shardtrain.job import data, dist_env, launch
 from shardtrain.job.config import Config, WebDataset
-from shardtrain.job.data import tars
+from shardtrain.job.data import photos
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -408,13 +408,13 @@ def test_hosts_that_are_started_with_different_settings_are_named() -> None:
 
 def indexed(config: WebDataset, bad: WebDataset) -> tuple[list[str], str]:
     """Which tar files this rank has scanned."""
-    scan, scanned = tars._scan, []
+    scan, scanned = photos._scan, []
 
     def noted(shard: Path) -> Any:
         scanned.append(shard.name)
         return scan(shard)
 
-    with patch.object(tars, "_scan", noted):
+    with patch.object(photos, "_scan", noted):
         assert len(data.load(config).train) == 3
     return scanned, refused(data.load, bad)
 

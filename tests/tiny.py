@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardtrain import comm
-from shardtrain.job.config import Config
-from shardtrain.job.data import DataSet, Prepare, Share, TrainFeed
+from shardtrain.job.config import Config, Images
+from shardtrain.job.data import DataSet, Share, TrainFeed
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose, from_hydra
 from shardtrain.job.launch import Context
@@ -60,8 +60,10 @@ def run(folder: str, *arguments: str) -> dict[str, Any]:
 
 def train_feed(found: DataSet, size: int, share: Share = ALONE, **options: Any) -> TrainFeed:
     """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
-    keywords = {"seed": 0, "workers": 0, "steps": range(2), **options}
-    return TrainFeed(found, share, Prepare(found, size, CPU), **keywords)
+    keys = {"grow": (), "repeats": 1, "workers": 0}
+    keys |= {key: options.pop(key) for key in keys if key in options}
+    images = Images(name="", image_size=size, eval_size=None, validation=0.0, limit=None, **keys)  # type: ignore[arg-type]
+    return TrainFeed(found, share, images, CPU, **{"seed": 0, "steps": range(2), **options})
 
 
 def global_batches(

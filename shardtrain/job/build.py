@@ -187,16 +187,7 @@ def feeds(
         classes = config.model.get("num_classes", images.classes)
         mix = Mix(mixup, cutmix, classes, share, config.seed)
     train = data.TrainFeed(
-        images,
-        share,
-        data.Prepare(images, keys.image_size, device),
-        augment=augment,
-        mix=mix,
-        seed=config.seed,
-        workers=keys.workers,
-        steps=steps,
-        repeats=keys.repeats,
-        side=keys.side_in,
+        images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix
     )
     prepare = data.Prepare(images, keys.side_in_eval, device)
     val = data.EvalFeed(images.val, share, prepare, workers=keys.workers)

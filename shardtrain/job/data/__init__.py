@@ -2,7 +2,7 @@
 
 Read in this order: ``sampler`` (which images a rank has in a step), ``batches`` (what a data set is),
 ``mixing`` (pairs of images), ``feed`` (loading, and batches on the device); then the sets: ``sets`` (by
-name), ``photos`` and ``tars``.
+name), and ``photos``.
 """
 
 from shardtrain.job.data.batches import DataSet

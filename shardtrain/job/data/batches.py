@@ -24,10 +24,6 @@ class Batches(Protocol):
         """Return the same images cropped to ``side`` pixels, if they are cropped on loading."""
         return self
 
-    def cut_as(self, other: Batches) -> Batches:
-        """Return the same images, cut as those of ``other`` are."""
-        return self
-
 
 class DataSet(NamedTuple):
     train: Batches
@@ -38,6 +34,7 @@ class DataSet(NamedTuple):
     mean: tuple[float, ...]  # per channel, in stored pixel values
     std: tuple[float, ...]
     test: Batches | None = None
+    train_as_val: Batches | None = None  # the images of `train` cut as those of `val`, where that differs
 
 
 class Arrays(Batches):
@@ -68,9 +65,6 @@ class Chosen(Batches):
 
     def at(self, side: int) -> Chosen:
         return Chosen(self.source.at(side), self.indices)
-
-    def cut_as(self, other: Batches) -> Chosen:
-        return Chosen(self.source.cut_as(other), self.indices)
 
 
 def of_length(source: Batches, count: int) -> Chosen:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardtrain.device import is_accelerator
+from shardtrain.job.config import Images
 from shardtrain.job.data.batches import Batches, DataSet
 from shardtrain.job.data.mixing import Draws, Mix
 from shardtrain.job.data.sampler import (
@@ -89,29 +90,26 @@ class TrainFeed:
 
     `augment`: called with a batch and uniform random numbers [batch, `augment.draws`]. It may have a method
     `image`, which changes one image in the loader's workers, and a list `alternates` of columns whose numbers
-    belong to each image and move by 1/2 from epoch to epoch. `side`: a function from an epoch to its images'
-    pixels per side; None: those of `prepare`. `repeats`: see `epoch_order`.
+    belong to each image and move by 1/2 from epoch to epoch.
     """
 
     def __init__(
         self,
         data: DataSet,
         share: Share,
-        prepare: Prepare,
+        keys: Images,
+        device: torch.device,
         *,
+        seed: int,
+        steps: range,
         augment: Augment | None = None,
         mix: Mix | None = None,
-        seed: int,
-        workers: int,
-        steps: range,
-        repeats: int = 1,
-        side: Callable[[int], int] | None = None,
     ) -> None:
-        self.share, self.prepare, self.augment, self.mix, self.seed = share, prepare, augment, mix, seed
-        side = side or (lambda epoch: prepare.side)
-        self.sampler = TrainSampler(len(data.train), share, seed, steps, repeats, side)
+        self.share, self.augment, self.mix, self.seed = share, augment, mix, seed
+        self.prepare = Prepare(data, keys.image_size, device)
+        self.sampler = TrainSampler(len(data.train), share, seed, steps, keys.repeats, keys.side_in)
         images = Seeded(data.train, seed, getattr(augment, "image", None))
-        self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed)
+        self.loader = _loader(images, self.sampler, share.rank, keys.workers, device, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         share, sampler, device = self.share, self.sampler, self.prepare.device

@@ -1,14 +1,16 @@
 """Decode photographs of any size and crop them to squares when they are needed; open sets of them.
 
 Sets are files in folders like ImageNet's, `root/train/<class>/<image>` and `root/val/<class>/<image>`, those
-of Hugging Face's `datasets` (an extra), and tar files (`tars`). This file is imported only when needed, since
-torchvision's transforms take a second to import.
+of Hugging Face's `datasets` (an extra), and WebDataset's tar files. This file is imported only when needed,
+since torchvision's transforms take a second to import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,13 +20,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torchvision import datasets
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from shardtrain.job.config import HuggingFace, ImageFolder, Photos
+from shardtrain import comm
+from shardtrain.job.config import HuggingFace, ImageFolder, Photos, WebDataset
 from shardtrain.job.data.batches import Batches, DataSet
+from shardtrain.job.dist_env import together
 from shardtrain.job.schema import UserError, not_valid, path_of, plain_file, reading
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
+MOST_DIGITS = 8  # of a class's number in a tar file
+Index = np.ndarray[Any, np.dtype[np.int64]]  # [images, 3]: first byte, bytes, label
 
 
 class Source(Protocol):
@@ -66,10 +73,6 @@ class Pictures(Batches):
     def at(self, side: int) -> Pictures:
         return self if side == self.side else Pictures(self.source, self.crop, side)
 
-    def cut_as(self, other: Batches) -> Pictures:
-        assert isinstance(other, Pictures)
-        return Pictures(self.source, other.crop, other.side)
-
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
             image: Image.Image = Image.open(io.BytesIO(self.source[index]))
@@ -86,9 +89,16 @@ def pictures(config: Photos, train: Source, val: Source, classes: int | None = N
     """Return the data set of two sources: random crops to train on, centre crops to evaluate."""
     random = partial(v2.RandomResizedCrop, scale=(config.crop_area, 1.0), antialias=True)
     centre = partial(_centre_crop, config.resize)
-    parts = Pictures(train, random, config.image_size), Pictures(val, centre, config.side_in_eval)
-    classes = classes or 1 + max(*train.labels, *val.labels)
-    return DataSet(*parts, f"{config.name} {config.root}", classes, 3, IMAGENET_MEAN, IMAGENET_STD)
+    return DataSet(
+        train=Pictures(train, random, config.image_size),
+        val=Pictures(val, centre, config.side_in_eval),
+        train_as_val=Pictures(train, centre, config.side_in_eval),
+        name=f"{config.name} {config.root}",
+        classes=classes or 1 + max(*train.labels, *val.labels),
+        channels=3,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+    )
 
 
 def _centre_crop(resize: int | None, side: int) -> v2.Transform:
@@ -159,3 +169,92 @@ def hugging_face(config: HuggingFace) -> DataSet:
     train, val = (Rows(found, config, key, datasets.Image(decode=False)) for key in ("train", "val"))
     kind = found[config.train].features[config.label]
     return pictures(config, train, val, getattr(kind, "num_classes", None))
+
+
+class Shards:
+    """Read the images of several tar files ("shards") with `<key>.jpg` and `<key>.cls` side by side.
+
+    An index has the byte at which each image begins. So images are read from the tar file in any order, and a
+    rank's images are a function of the seed and the step, as with every other data set. The `webdataset`
+    package streams shards through a shuffle buffer instead. That is faster on disks and remote storage, but
+    can neither continue exactly nor give the same batches to another number of ranks.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        together(lambda: [_index(path) for path in paths[comm.rank() :: comm.world_size()]])
+        indexes = [_index(path) for path in paths]  # most of them just made by other ranks
+        whole = np.concatenate(indexes)
+        self.ends = np.cumsum([len(index) for index in indexes])
+        self.first, self.size = whole[:, 0], whole[:, 1]
+        self.labels: list[int] = whole[:, 2].tolist()
+
+    def __getitem__(self, index: int) -> bytes:
+        with self._path(index).open("rb") as file:
+            file.seek(self.first[index])
+            return file.read(self.size[index])
+
+    def name(self, index: int) -> str:
+        return f"of {self.size[index]} bytes from byte {self.first[index]} of {self._path(index)}"
+
+    def _path(self, index: int) -> Path:
+        return self.paths[int(np.searchsorted(self.ends, index, side="right"))]
+
+
+def web_dataset(config: WebDataset) -> DataSet:
+    train, val = map(Shards, together(lambda: [_find(config, key) for key in ("train", "val")]))
+    return pictures(config, train, val)
+
+
+def _find(config: WebDataset, key: str) -> list[Path]:
+    pattern = getattr(config, key)
+    with reading(f"data.{key}={pattern}", f"expected a pattern of tar files in data.root={config.root}"):
+        found = sorted(map(plain_file, path_of("data.root", config.root).glob(pattern)))
+    if not found:
+        raise UserError(f"data.{key}={pattern}: no such file in data.root={config.root}; expected tar files")
+    return found
+
+
+def _index(shard: Path) -> Index:
+    """Return the index kept beside the shard as `NAME.tar.index`, or make it from the headers.
+
+    A kept index counts if it is complete, and has the shard's size and time. So several ranks may write it at
+    once. None is kept where the folder is not writable.
+    """
+    kept = shard.with_name(f"{shard.name}.index")
+    state = shard.stat()
+    stamp = np.array([[state.st_size, state.st_mtime_ns, 0]], dtype=np.int64)
+    with contextlib.suppress(UserError), reading(str(kept), "made again"):
+        found: Index = np.load(plain_file(kept), allow_pickle=False)
+        if np.array_equal(found[:1], stamp) and len(found) > 1:
+            return found[1:]
+    index = np.array(list(_scan(shard)), dtype=np.int64)
+    with contextlib.suppress(OSError), kept.open("wb") as file:
+        np.save(file, np.concatenate([stamp, index]), allow_pickle=False)
+    return index
+
+
+def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield first byte, bytes and label of each image, in the order of the keys' first appearance."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
+    with reading(str(shard), "expected an uncompressed tar file"), tarfile.open(shard, "r:") as tar:
+        for member in tar:
+            folder, _, name = member.name.rpartition("/")
+            stem, _, kind = name.partition(".")
+            key = f"{folder}/{stem}"
+            if f".{kind.lower()}" in IMG_EXTENSIONS:
+                images[key] = member.offset_data, member.size
+            elif kind == "cls":
+                file = tar.extractfile(member)
+                text = file.read(MOST_DIGITS + 2).decode(errors="replace").strip() if file else ""
+                if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+                    found = f"{member.name} holds {text[:20]!r}"
+                    raise UserError(f"{shard}: {found}, expected the number of a class")
+                labels[key] = int(text)
+    for key in images.keys() ^ labels.keys():
+        lacks = "label (.cls)" if key in images else "image (.jpg, .png, …)"
+        raise UserError(f"{shard}: {key.lstrip('/')} has no {lacks}")
+    if not images:
+        raise UserError(f"{shard}: no images in it; expected <key>.jpg and <key>.cls side by side")
+    yield from ((*extent, labels[key]) for key, extent in images.items())

@@ -1,4 +1,4 @@
-"""Open data sets by name: arrays, digits, CIFAR and fake ones here, photographs by `photos` and `tars`."""
+"""Open data sets by name: arrays, digits, CIFAR and fake ones here, photographs by `photos`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
     order = torch.randperm(images, generator=generator("validation"))
     return data._replace(
         train=Chosen(data.train, order[count:].sort().values),
-        val=Chosen(data.train.cut_as(data.val), order[:count].sort().values),
+        val=Chosen(data.train_as_val or data.train, order[:count].sort().values),
         test=data.val,
     )
 
@@ -60,13 +60,14 @@ def _read(config: Data) -> DataSet:
             return _cifar(config)
         case Fake():
             return _fake(config)
+    from shardtrain.job.data import photos  # here, since transforms take a second
+
+    match config:
+        case ImageFolder():
+            return photos.image_folder(config)
         case WebDataset():
-            from shardtrain.job.data.tars import web_dataset  # here, since transforms take a second
-
-            return web_dataset(config)
-    from shardtrain.job.data import photos
-
-    return photos.image_folder(config) if isinstance(config, ImageFolder) else photos.hugging_face(config)
+            return photos.web_dataset(config)
+    return photos.hugging_face(config)
 
 
 def _npz(config: Npz) -> DataSet:
