@@ -29,7 +29,7 @@ from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, one_of, typed
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
-from shardtrain.train.sweep import Outcome, Sweep, combinations
+from shardtrain.train.sweep import Outcome, Sweep
 
 from tiny import CPU, VIT, composed, context, result_of
 
@@ -232,7 +232,7 @@ def read(*arguments: str) -> Sweep:
 
 def jobs(*arguments: str) -> list[str]:
     _, swept = sweep.split_sweep(arguments)
-    return [" ".join(job) for job in combinations(swept)]
+    return [" ".join(job) for job in swept]
 
 
 def run(folder: str, job: Callable[[Config, Context], float | None], *arguments: str) -> tuple[Any, str]:

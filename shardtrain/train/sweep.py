@@ -25,12 +25,13 @@ import hydra
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.utils.store import synchronize
 
 from shardtrain.job import launch
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import RankInfo, meet
+from shardtrain.job.dist_env import START_UP, RankInfo, meet
 from shardtrain.job.hydra_app import compose, from_hydra, program_configs, split, unreadable
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
@@ -70,15 +71,11 @@ def run(program: Program) -> float | None:
 
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     """Return the sweep of ``arguments``; None if a flag asks for output."""
-    fixed, swept = split_sweep([text for text in arguments if text not in FLAGS])
-    jobs = combinations(swept)
+    fixed, jobs = split_sweep([text for text in arguments if text not in FLAGS])
     raw = compose([*fixed, *jobs[0]], speak=speak)
     if raw is None:
         return None
     first = from_hydra(raw)
-    for override in swept:
-        if override.key_or_group in SHARED:
-            raise UserError(f"{override.input_line}: all jobs of a sweep have one {override.key_or_group}")
     return Sweep(fixed, jobs, first, first.device, first.threads)
 
 
@@ -89,29 +86,33 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
         UserError: all jobs failed.
         RuntimeError: ranks left a job for different reasons.
     """
-    gather_problems, directory = _text_exchange(rank_info), launch.run_dir(sweep.first, rank_info)
+    rank, world_size = rank_info.rank, rank_info.world_size
+    store = meet(rank_info.store, rank, world_size) if world_size > 1 else HashStore()
+    directory = launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
     for overrides in sweep.jobs:
         context = Context(rank_info, device, directory / str(len(done)), first=not done)
-        if rank_info.rank == 0:
+        if rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
         outcome = _run_job(program, sweep, overrides, context)
         gc.collect()  # a sharded model is a reference cycle, and holds its transport
-        problems = gather_problems(outcome.problem)
-        if len(set(problems)) > 1:  # a rank that failed alone may have left the others in a collective
-            why = "; ".join(f"rank {rank}: {problem or 'done'}" for rank, problem in enumerate(problems))
+        # By the store, since a rank that failed alone may have left the others in a collective.
+        text, seconds = outcome.problem.encode(errors="backslashreplace"), START_UP.total_seconds()
+        problems = synchronize(store, text, rank, world_size, f"job {len(done)}/", seconds)
+        if len(set(problems)) > 1:
+            why = "; ".join(f"rank {rank}: {each.decode() or 'done'}" for rank, each in enumerate(problems))
             raise RuntimeError(
                 f"the ranks left job {len(done)} for different reasons, so none can follow: {why}"
             )
         done.append(outcome)
-        if rank_info.rank == 0:
+        if rank == 0:
             if outcome.problem:
                 print(f"job {len(done) - 1} has failed: {outcome.problem}", flush=True)
             facts = [each._asdict() for each in done]
             with contextlib.suppress(OSError):  # written after each job, so there may be room next time
                 directory.mkdir(parents=True, exist_ok=True)
                 (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if rank_info.rank == 0:
+    if rank == 0:
         print(table(done), flush=True)
     if all(outcome.problem for outcome in done):
         raise UserError(f"every job of the sweep has failed, the first with: {done[0].problem}")
@@ -130,10 +131,11 @@ def table(done: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Return the arguments that all jobs share, as written, and the keys with several values."""
+def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the arguments that all jobs share, as written, and each job's own; the last key changes fastest."""
     fixed, overrides = split(arguments)
-    swept: list[Override] = []
+    values: list[list[str]] = []
+    random.seed(0)  # for shuffle(…), which must be the same on all ranks
     with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # for glob(…) over groups
         for text in overrides:
@@ -141,24 +143,16 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[Override]]:
                 (override,) = parser.parse_overrides([text])
             except (HydraException, OverrideParseException):
                 raise unreadable(text) from None
-            if override.is_sweep_override():
-                swept.append(override)
-            else:
+            if not override.is_sweep_override():
                 fixed.append(text)
-    return fixed, swept
-
-
-def combinations(swept: Sequence[Override]) -> list[list[str]]:
-    """Return all combinations of values, as on the command line; the last key changes fastest."""
-    random.seed(0)  # for shuffle(…), which must be the same on all ranks
-    for override in swept:
-        if override.is_interval_sweep():
-            raise UserError(f"{override.input_line}: an interval has infinitely many values; list some")
-    values = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        for override in swept
-    ]
-    return [list(job) for job in itertools.product(*values)]
+                continue
+            if override.key_or_group in SHARED:
+                raise UserError(f"{text}: all jobs of a sweep have one {override.key_or_group}")
+            if override.is_interval_sweep():
+                raise UserError(f"{text}: an interval has infinitely many values; list some")
+            key = override.get_key_element()
+            values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    return fixed, [list(job) for job in itertools.product(*values)]
 
 
 def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
@@ -176,18 +170,3 @@ def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Cont
             context.run_dir.mkdir(parents=True, exist_ok=True)
             (context.run_dir / f"traceback-{rank:05}.txt").write_text(traceback.format_exc())
         return Outcome(overrides, None, f"{type(error).__name__}: {error}")
-
-
-def _text_exchange(rank_info: RankInfo) -> Callable[[str], list[str]]:
-    """Return a function that gathers every rank's text by the store: the process group may be broken."""
-    if rank_info.world_size == 1:
-        return lambda text: [text]
-    store = meet(rank_info.store, rank_info.rank, rank_info.world_size)
-    rounds = itertools.count()
-
-    def gather(text: str) -> list[str]:
-        key = f"told/{next(rounds)}/{{}}".format
-        store.set(key(rank_info.rank), text)
-        return [store.get(key(rank)).decode() for rank in range(rank_info.world_size)]
-
-    return gather
