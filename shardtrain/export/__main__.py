@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardtrain
 from shardtrain.checkpoint import Damaged
@@ -62,17 +61,27 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
     if rank_info.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
     opened = _find_checkpoint(path_of("run", settings.run))
-    keys = opened.manifest.facts["config"]["model"]
+    facts, averaged, out = opened.manifest.facts, settings.weights == "ema", path_of("out", settings.out)
+    if averaged and not opened.manifest.ema:
+        raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
+    keys, side = facts["config"]["model"], facts["config"]["data"]["image_size"]
     model, plain = (plain_model(keys, settings.allow) for _ in range(2))
     shardtrain.shard(model.to(device))
-    out = path_of("out", settings.out)
-    with _loaded(opened, model, settings):
+    ema = Ema(model, 0.0) if averaged else None
+    try:
+        extra = load_into(opened, model, averages=ema.averages if ema else None)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if ema is not None:
+        ema.restore(extra["ema"], opened.manifest.world_size)
+    with ema.swapped() if ema is not None else contextlib.nullcontext(), torch.no_grad():
         state = shardtrain.full_state_dict(model)
         write_weights(out, state)
         load_weights(plain, out)
-        images = _images(opened.manifest.facts).to(device)
-        with torch.no_grad():
-            largest = float((model.eval()(images) - plain.to(device).eval()(images)).abs().max())
+        channels = facts.get("channels", keys.get("in_channels", 3))  # older checkpoints do not have it
+        images = torch.randn(IMAGES, channels, side, side, generator=torch.Generator().manual_seed(0))
+        images = images.to(device)
+        largest = float((model.eval()(images) - plain.to(device).eval()(images)).abs().max())
     if not largest < 1e-3:
         out.unlink()
         raise UserError(f"{out} answers otherwise than the checkpoint: logits differ by {largest:.3g}")
@@ -103,29 +112,6 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise UserError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None
-
-
-def _images(facts: Mapping[str, Any]) -> Tensor:
-    """Return random images of the run's shape. Older checkpoints do not have the number of channels."""
-    model, side = facts["config"]["model"], facts["config"]["data"]["image_size"]
-    channels = facts.get("channels", model.get("in_channels", 3))
-    return torch.randn(IMAGES, channels, side, side, generator=torch.Generator().manual_seed(0))
-
-
-@contextlib.contextmanager
-def _loaded(opened: Opened, model: nn.Module, settings: ExportSettings) -> Iterator[None]:
-    """Give the model the checkpoint's weights inside, or with ``weights=ema`` their moving averages."""
-    if settings.weights == "ema" and not opened.manifest.ema:
-        raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
-    ema = Ema(model, 0.0) if settings.weights == "ema" else None
-    try:
-        extra = load_into(opened, model, averages=ema.averages if ema else None)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    if ema is not None:
-        ema.restore(extra["ema"], opened.manifest.world_size)
-    with ema.swapped() if ema is not None else contextlib.nullcontext():
-        yield
 
 
 def _find_checkpoint(run: Path) -> Opened:

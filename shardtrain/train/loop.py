@@ -19,9 +19,8 @@ from shardtrain.device import HostCopy, on_accelerator
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
-from shardtrain.job.evaluate import Views, evaluate
 from shardtrain.job.launch import Context
-from shardtrain.job.signals import StoppableFeed, StopSignals
+from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
 from shardtrain.plan.report import rank_table
@@ -121,11 +120,10 @@ def train(config: Config, context: Context) -> float | None:
     ):
         table = [start_table(config, context, job)] if context.first else []
         monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
+        training = Training(config, job, metrics, monitor)
+        saver = Saver(training, start.store, state, signals)
         if config.eval_only:
-            views = Views(config.train.eval_flip, config.train.eval_shift)
-            images = [feed for feed in (job.val, job.test) if feed is not None]
-            feeds = [StoppableFeed(feed, signals, context.device) for feed in images]
-            scored = [evaluate(job.model, feed, ema=job.ema, views=views) for feed in feeds]
+            scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
             return scored[0].judged.acc1
         if config.dry_run:
@@ -133,8 +131,6 @@ def train(config: Config, context: Context) -> float | None:
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
             on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
             return state.best.acc1 if state.best else None
-        training = Training(config, job, metrics, monitor)
-        saver = Saver(training, start.store, state, signals)
         with Watch(config, context, job, metrics, monitor) as watch:
             fit(training, saver, watch)
         return saver.best.acc1 if saver.best else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from omegaconf import OmegaConf
 
 from shardtrain import comm
 from shardtrain.checkpoint import Damaged
@@ -30,6 +31,8 @@ from shardtrain.monitor import StepMetrics
 from shardtrain.train.saving import Best, RunState, facts_of
 
 CHECKPOINTS, LOCK = "checkpoints", ".lock"
+# Keys that may not differ from the checkpoint's: of the model, and of what the step's images depend on.
+DECISIVE = ("model._target_", "model.name", "seed", "data.name", "train.batch_size", "data.repeats")
 
 
 class Start(NamedTuple):
@@ -236,12 +239,11 @@ def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None
     """Raise UserError for a checkpoint of another model, or of other batches."""
 
     def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
-        model, position = facts["config"]["model"], facts.get("position", {})
-        return {**{f"model.{key}": model.get(key) for key in ("_target_", "name")}, **position}
+        config = OmegaConf.create(facts["config"])
+        keys = {key: OmegaConf.select(config, key) for key in DECISIVE}
+        return {**keys, "images": facts["position"]["images"]}
 
-    with reading(
-        "resume: no run has saved this", "resume=none starts anew", (KeyError, TypeError, AttributeError)
-    ):
+    with reading("resume: no run has saved this", "resume=none starts anew"):
         was = decisive(saved)
     for key, value in decisive(ours).items():
         if was.get(key) != value:

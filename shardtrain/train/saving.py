@@ -53,13 +53,7 @@ class RunState(NamedTuple):
 def facts_of(config: Config, job: Job) -> dict[str, Any]:
     """Return the manifest's facts of the run. With the step they determine which images have been used."""
     return {
-        "position": {
-            "seed": config.seed,
-            "data.name": config.data.name,
-            "train.batch_size": config.train.batch_size,
-            "data.repeats": config.data.repeats,
-            "images": job.train.sampler.images,
-        },
+        "position": {"images": job.train.sampler.images},
         "channels": job.channels,
         "config": asdict(config),
     }
@@ -132,7 +126,7 @@ class Saver:
             self._try(self._store.finish, final=True)
         if self._job.test is not None:
             with self._metrics.paused("evaluation"):
-                self._monitor.tested(self._job.steps, self._evaluation(self._job.test))
+                self._monitor.tested(self._job.steps, self.evaluation(self._job.test))
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate, and return whether the model is the best so far.
@@ -142,7 +136,7 @@ class Saver:
         self.pending_evaluation = True
         with self._metrics.paused("evaluation"):
             try:
-                evaluation = self._evaluation(self._job.val)
+                evaluation = self.evaluation(self._job.val)
             except Stopped as stopped:
                 self._evaluation_signal = stopped.number
                 return False
@@ -153,7 +147,8 @@ class Saver:
         self.best = Best(step, evaluation.judged.acc1)
         return True
 
-    def _evaluation(self, feed: EvalFeed) -> Evaluation:
+    def evaluation(self, feed: EvalFeed) -> Evaluation:
+        """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         views = Views(self._config.train.eval_flip, self._config.train.eval_shift)
         stoppable = StoppableFeed(feed, self._signals, self._job.device)
         return evaluate(self._job.model, stoppable, ema=self._job.ema, views=views)

@@ -132,7 +132,7 @@ def table(done: Sequence[Outcome]) -> str:
 
 
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the arguments that all jobs share, as written, and each job's own; the last key changes fastest."""
+    """Return the arguments that all jobs share, and each job's own, whose last key changes fastest."""
     fixed, overrides = split(arguments)
     values: list[list[str]] = []
     random.seed(0)  # for shuffle(…), which must be the same on all ranks
