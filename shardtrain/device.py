@@ -73,11 +73,6 @@ def name(device: torch.device) -> str:
     return str(getattr(torch.get_device_module(device), "get_device_name", str)(device))
 
 
-def runtime_version() -> str:
-    """Return the version of the accelerator's runtime that torch was built with, or ``None`` as text."""
-    return str(getattr(torch.version, ACCELERATOR, None))
-
-
 # Streams and events. A stream is a queue of work on a device; an event marks a position in it.
 
 

@@ -20,7 +20,7 @@ from torchvision.models import mobilenet_v3_small
 
 from shardtrain import comm
 from shardtrain.export.__main__ import main
-from shardtrain.job.model import initial_model, read_weights, weights_file
+from shardtrain.job.model import initial_model, named_weights, read_weights
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
@@ -249,4 +249,4 @@ def test_torchvisions_weights_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
             assert torch.equal(found[name], value) == (config is own or "classifier.3" not in name), name
     assert fetched == ["https://download.pytorch.org/models/mobilenet_v3_small-047dcff4.pth 047dcff4"]
     with pytest.raises(UserError, match=r"no network>; cannot fetch https.*; fetch it elsewhere, and give"):
-        weights_file("IMAGENET1K_V1", "resnet18")
+        named_weights("IMAGENET1K_V1", "resnet18")

@@ -28,7 +28,7 @@ from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose, program_configs
-from shardtrain.job.model import load_weights, plain_model
+from shardtrain.job.model import load_weights, plain_model, read_weights
 from shardtrain.job.schema import UserError, at_least, checked, one_of, path_of
 from shardtrain.optim import Ema
 from shardtrain.train.resume import open_named
@@ -77,7 +77,7 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
     with ema.swapped() if ema is not None else contextlib.nullcontext(), torch.no_grad():
         state = shardtrain.full_state_dict(model)
         write_weights(out, state)
-        load_weights(plain, out)
+        load_weights(plain, read_weights(out), out)
         channels = facts.get("channels", keys.get("in_channels", 3))  # older checkpoints do not have it
         images = torch.randn(IMAGES, channels, side, side, generator=torch.Generator().manual_seed(0))
         images = images.to(device)

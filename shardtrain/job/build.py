@@ -40,23 +40,19 @@ class Job(NamedTuple):
     loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
-    scaler: GradScaler
-    """It scales the loss, and does nothing unless the model computes in fp16."""
+    scaler: GradScaler  # of the loss; it does nothing unless the model computes in fp16
     ema: Ema | None
     train: data.TrainFeed
     val: data.EvalFeed
-    test: data.EvalFeed | None
-    """Images that nothing is chosen by: evaluated once, at the end."""
+    test: data.EvalFeed | None  # images that nothing is chosen by: evaluated once, at the end
     share: data.Share
-    device: torch.device
-    """The device of computation and batches; shards may lie in host memory."""
+    device: torch.device  # of computation and batches; shards may lie in host memory
     channels: int  # per image
     steps: int
     first_step: int  # steps that earlier processes have done
     steps_per_epoch: int
     data_name: str
-    forward_flops: Mapping[int, float]
-    """FLOP of one image's forward, by the image's side in pixels."""
+    forward_flops: Mapping[int, float]  # FLOP of one image's forward, by the image's side in pixels
 
 
 def build(
@@ -138,13 +134,9 @@ def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
 def forward_flops(model: nn.Module, sample: tuple[int, ...], classes: int) -> float:
     """Return the FLOP of a forward of shape ``sample``, counted without data; UserError if it fails."""
     meta = {name: value.detach().to("meta") for name, value in model.state_dict(keep_vars=True).items()}
-    shape = "×".join(map(str, sample))
-    what, decisive = (
-        f"the model does not take images of shape {shape}",
-        "data.image_size and train.batch_size",
-    )
+    what = f"the model does not take images of shape {'×'.join(map(str, sample))}"
     refusals, counter = (RuntimeError, ValueError, AssertionError), FlopCounterMode(display=False)
-    with reading(what, f"{decisive} decide the shape", refusals), counter:
+    with reading(what, "data.image_size and train.batch_size decide the shape", refusals), counter:
         logits = torch.func.functional_call(model, meta, (torch.empty(sample, device="meta"),))
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < classes:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

@@ -220,9 +220,10 @@ def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str,
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python, torch, torchvision, CUDA and further ``packages``."""
+    """Return the versions of Python, torch, torchvision, CUDA (or ``None``) and further ``packages``."""
     installed = {name: version(name) for name in ("torch", "torchvision", *packages)}
-    return {"python": platform.python_version(), **installed, devices.ACCELERATOR: devices.runtime_version()}
+    runtime = {devices.ACCELERATOR: str(getattr(torch.version, devices.ACCELERATOR, None))}
+    return {"python": platform.python_version(), **installed, **runtime}
 
 
 def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:

@@ -150,6 +150,12 @@ def _register_resolvers(folders: Sequence[Path]) -> None:
     register("recipes", lambda: recipe_table(folders), replace=True)
 
 
+def read_config(arguments: Sequence[str], speak: bool) -> Config | None:
+    """Return the training program's configuration for ``arguments``; None if a flag asks for output."""
+    raw = compose(arguments, speak=speak)
+    return None if raw is None else from_hydra(raw)
+
+
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags with their values, and the overrides. Raises UserError for an unknown flag."""
     flags: list[str] = []
@@ -209,8 +215,8 @@ def read_beside(
     own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
     keys = compose(mine, speak=speak, folder=folder)
-    config = compose([text for text in arguments if text not in mine], speak=speak) if keys else None
-    return None if keys is None or config is None else (checked(keys, cls), from_hydra(config))
+    config = read_config([text for text in arguments if text not in mine], speak) if keys else None
+    return None if keys is None or config is None else (checked(keys, cls), config)
 
 
 def program_configs() -> AbstractContextManager[Path]:

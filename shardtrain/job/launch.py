@@ -32,7 +32,7 @@ from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
-from shardtrain.job.hydra_app import compose, from_hydra
+from shardtrain.job.hydra_app import read_config
 from shardtrain.job.schema import UserError, path_of
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
 
@@ -58,15 +58,11 @@ class Context:
 def run(job: Callable[[Config, Context], Result]) -> Result | None:
     """Run a training ``job`` with the command line's configuration; return its result. See `start`."""
 
-    def read(arguments: Sequence[str], speak: bool) -> Config | None:
-        raw = compose(arguments, speak=speak)
-        return None if raw is None else from_hydra(raw)
-
     def run_job(config: Config, rank_info: RankInfo, device: torch.device) -> Result:
         require_same_command(config)
         return job(config, Context(rank_info, device, run_dir(config, rank_info)))
 
-    return start(read, run_job)
+    return start(read_config, run_job)
 
 
 def require_same_command(config: Config) -> None:

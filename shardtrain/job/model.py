@@ -49,8 +49,8 @@ def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
         return together(lambda: shardtrain.deferred(plain_model, config.model, config.allow))
     model = plain_model(config.model, config.allow)
     if weights is not None:
-        on_rank_0(lambda: weights_file(weights, config.model_name))  # downloads them for all ranks
-        load_weights(model, weights_file(weights, config.model_name), reset_head)
+        on_rank_0(lambda: named_weights(weights, config.model_name))  # downloads them for all ranks
+        load_weights(model, named_weights(weights, config.model_name), weights, reset_head)
     return model
 
 
@@ -160,22 +160,18 @@ def ema_of(model: nn.Module, config: Config, steps_per_epoch: int) -> Ema | None
     return Ema(model, config.ema.decay, every=config.ema.every_steps, after=after)
 
 
-def weights_file(weights: str, model: str) -> Path:
-    """Return the file of ``weights``: a path, or torchvision's weights for ``model``, downloaded once."""
+def named_weights(weights: str, model: str) -> dict[str, Tensor]:
+    """Return the state dict of ``weights``: a file's, or torchvision's for ``model``, downloaded once."""
     path, name = path_of("model.weights", weights), model.rpartition(".")[2]
     known = models.get_model_weights(name).__members__ if name in models.list_models() else {}
     if path.suffix or path.exists() or not known:
-        return path
+        return read_weights(path)
     if weights not in known:
         raise not_valid(f"model.weights={weights}: no file, and not torchvision's for {name}", weights, known)
-    url = known[weights].url
-    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-    way_out = f"cannot fetch {url}; fetch it elsewhere, and give model.weights=FILE"
+    way_out = f"cannot fetch {known[weights].url}; fetch it elsewhere, and give model.weights=FILE"
     with reading(f"model.weights={weights}", way_out):  # no network, or not the hash in the file's name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            torch.hub.download_url_to_file(url, str(path), path.stem.rpartition("-")[2], progress=False)
-    return path
+        options = {"map_location": "cpu", "progress": False, "check_hash": True, "weights_only": True}
+        return dict(known[weights].get_state_dict(**options))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -196,15 +192,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_weights(model: nn.Module, path: Path, reset_head: bool = False) -> None:
-    """Load a state dict into an unsharded ``model``. With ``reset_head`` the last layer keeps its values.
+def load_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], source: object, reset_head: bool = False
+) -> None:
+    """Load ``weights`` into an unsharded ``model``. With ``reset_head`` the last layer keeps its values.
 
     Raises:
         UserError: naming keys that are missing, unexpected, or of another shape or dtype. Nothing is loaded.
     """
     ours = model.state_dict()
     counts = {key: value for key, value in ours.items() if key.endswith("num_batches_tracked")}
-    state = counts | read_weights(path)  # files from before PyTorch 0.4.1 lack these counts
+    state = counts | dict(weights)  # files from before PyTorch 0.4.1 lack these counts
     if reset_head:
         head = head_of(model)
         state |= {key: value for key, value in ours.items() if key.startswith(f"{head}.")}
@@ -212,5 +210,5 @@ def load_weights(model: nn.Module, path: Path, reset_head: bool = False) -> None
     problems = differences(expected, {name: Spec.of(value) for name, value in state.items()})
     if problems:
         hint = "" if reset_head else "; model.reset_head=true makes the last layer anew"
-        raise UserError(f"{path} does not fit the model: {first_of(problems)}{hint}")
+        raise UserError(f"{source} does not fit the model: {first_of(problems)}{hint}")
     model.load_state_dict(state)

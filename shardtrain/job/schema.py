@@ -67,11 +67,9 @@ def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -
     return UserError(f"{what}{near} (valid: {', '.join(shown)})")
 
 
-@contextlib.contextmanager
-def writing(key: str, path: Path) -> Iterator[None]:
+def writing(key: str, path: Path) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError inside into a UserError about the option ``key``, whose value is ``path``."""
-    with reading(f"{key}={path}", f"cannot write there; choose another {key}", OSError):
-        yield
+    return reading(f"{key}={path}", f"cannot write there; choose another {key}", OSError)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from torch.distributed.elastic.utils.store import synchronize
 from shardtrain.job import launch
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, meet
-from shardtrain.job.hydra_app import compose, from_hydra, program_configs, split, unreadable
+from shardtrain.job.hydra_app import program_configs, read_config, split, unreadable
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
 
@@ -72,11 +72,8 @@ def run(program: Program) -> float | None:
 def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
     """Return the sweep of ``arguments``; None if a flag asks for output."""
     fixed, jobs = split_sweep([text for text in arguments if text not in FLAGS])
-    raw = compose([*fixed, *jobs[0]], speak=speak)
-    if raw is None:
-        return None
-    first = from_hydra(raw)
-    return Sweep(fixed, jobs, first, first.device, first.threads)
+    first = read_config([*fixed, *jobs[0]], speak)
+    return None if first is None else Sweep(fixed, jobs, first, first.device, first.threads)
 
 
 def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
@@ -157,9 +154,9 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 
 def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
     try:
-        raw = compose([*sweep.fixed, *overrides])
-        assert raw is not None
-        return Outcome(overrides, program(from_hydra(raw), context), "")
+        config = read_config([*sweep.fixed, *overrides], False)
+        assert config is not None
+        return Outcome(overrides, program(config, context), "")
     except UserError as error:
         return Outcome(overrides, None, str(error))
     except Exception as error:
