@@ -18,7 +18,6 @@ import shardtrain
 from shardtrain.device import is_accelerator
 from shardtrain.job import data
 from shardtrain.job.config import Config, Parallel, Sched, Train
-from shardtrain.job.data.mixing import Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
@@ -29,7 +28,7 @@ from shardtrain.optim import Ema, GradScaler
 SHOWN = 5000
 
 # Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
-# int64 [batch], or what `data.mixing` makes of them: soft, float32 [batch, classes].
+# int64 [batch], or what `data.Mix` makes of them: soft, float32 [batch, classes].
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -177,7 +176,7 @@ def feeds(
         augment = instantiate(config.augment, "augment", object, config.allow)
     if mixup or cutmix:
         classes = config.model.get("num_classes", images.classes)
-        mix = Mix(mixup, cutmix, classes, share, config.seed)
+        mix = data.Mix(mixup, cutmix, classes, share, config.seed)
     train = data.TrainFeed(
         images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix
     )

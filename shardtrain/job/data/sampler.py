@@ -62,17 +62,6 @@ def copies_apart(batch: Tensor, repeats: int) -> Tensor:
     return torch.cat([batch[first::repeats] for first in range(repeats)])
 
 
-def uniform_draws(seed: int, step: int, share: Share, draws: int) -> Tensor:
-    """Return the random numbers for augmenting this rank's images in ``step``: float32 [per_rank, draws]."""
-    whole = torch.rand(share.batch_size, draws, generator=generator("augment", seed, step))
-    return share.of(whole)
-
-
-def alternating_draws(seed: int, epoch: int, images: int) -> Tensor:
-    """Return a random number for each image that moves by 1/2 from epoch to epoch: float32 [images]."""
-    return (torch.rand(images, generator=generator("alternate", seed)) + epoch / 2) % 1
-
-
 class Request(NamedTuple):
     """Describe a micro-batch to be loaded."""
 
