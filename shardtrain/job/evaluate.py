@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -59,28 +59,38 @@ ONE_VIEW = Views()
 
 
 def evaluate(
-    model: nn.Module, feed: Iterable[Batch], *, ema: Ema | None = None, views: Views = ONE_VIEW
+    model: nn.Module,
+    feed: Iterable[Batch],
+    *,
+    ema: Ema | None = None,
+    views: Views = ONE_VIEW,
+    before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Evaluate a sharded model, and its moving average. Collective; leaves the model in training mode.
 
     ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does.
     """
-    scores = _evaluate(model, feed, views)
+    scores = _evaluate(model, feed, views, before_batch)
     if ema is None:
         return Evaluation(scores)
     with ema.swapped():
-        return Evaluation(scores, _evaluate(model, feed, views))
+        return Evaluation(scores, _evaluate(model, feed, views, before_batch))
 
 
-def _evaluate(model: nn.Module, feed: Iterable[Batch], views: Views) -> Scores:
+def _evaluate(
+    model: nn.Module, feed: Iterable[Batch], views: Views, before_batch: Callable[[], object]
+) -> Scores:
     average_buffers(model)  # BatchNorm's running statistics differ between ranks before
     model.eval()
+    sums = []
     try:
         with torch.no_grad():
-            sums = torch.stack([_sums(model, batch, views) for batch in feed]).sum(0)
+            for batch in feed:
+                before_batch()
+                sums.append(_sums(model, batch, views))
     finally:
         model.train()
-    loss, first, fifth, count = comm.all_reduce(sums).tolist()
+    loss, first, fifth, count = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
     return Scores(loss / count, 100 * first / count, 100 * fifth / count)
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice, pairwise
 from pathlib import Path
@@ -64,11 +64,9 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     if missing := [str(path) for path in own_folders if not path.is_dir()]:
         raise UserError(f"--config-dir: there is no folder {missing[0]}")
     folders = [folder, *own_folders]
-    _register_resolvers(folders)
-    groups = {
-        *ConfigStore.instance().repo,
-        *(path.parent.name for each in folders for path in each.glob("*/*.yaml")),
-    }
+    choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
+    groups = {*ConfigStore.instance().repo, *(group for group, _ in choices)}
+    _register_resolvers(folders, choices)
     helping, printing = not set(HELP).isdisjoint(flags), not PRINTING.isdisjoint(flags)
     section = overrides.pop(0) if helping and overrides and "=" not in overrides[0] else ""
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
@@ -138,16 +136,16 @@ def load_yaml(path: Path) -> Any:
         return OmegaConf.load(path)
 
 
-def _register_resolvers(folders: Sequence[Path]) -> None:
-    """Register the resolvers of `config.yaml`, which depend on the files in ``folders``."""
+def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, str]]) -> None:
+    """Register what `config.yaml` asks of the files in ``folders``. ``choices``: their groups and names."""
+    resolvers: dict[str, Callable[..., str]] = {
+        "own_or_none": lambda group, name: name if (group, name) in choices else "none",
+        "bf16_or_fp32": lambda: importlib.import_module("shardtrain.device").fastest_precision(),
+        "recipes": lambda: recipe_table(folders),
+    }
+    for name, resolve in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolve, replace=True)
     SourcesRegistry.instance().register(OwnFiles)
-    register = OmegaConf.register_new_resolver
-    names = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
-    register("own_or_none", lambda group, name: name if (group, name) in names else "none", replace=True)
-    register(
-        "bf16_or_fp32", lambda: importlib.import_module("shardtrain.device").fastest_precision(), replace=True
-    )
-    register("recipes", lambda: recipe_table(folders), replace=True)
 
 
 def read_config(arguments: Sequence[str], speak: bool) -> Config | None:

@@ -1,8 +1,8 @@
 """Stop on signals: a scheduler's SIGTERM or SIGUSR1, a closed terminal's SIGHUP, or Ctrl-C.
 
-During training a signal is only noted. Ranks exchange what they have noted with every step (see
-`train/saving.py`) and every batch of an evaluation (`StoppableFeed`). So they stop together, with the step
-saved, whichever rank got the signal. It has its own file because the launcher and the loop share it.
+During training a signal is only noted. Ranks exchange what they have noted with every step and every batch
+of an evaluation (see `train/saving.py`). So they stop together, with the step saved, whichever rank got the
+signal. It has its own file because the launcher and the loop share it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from threading import Thread
 from types import FrameType
-from typing import Any, Generic, TypeVar
-
-import torch
-
-from shardtrain import comm
-from shardtrain.device import HostCopy
+from typing import Any
 
 TERMINATED, INTERRUPTED = 143, 130
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SAME_S = 1.0  # seconds within which one Ctrl-C may arrive twice, from the terminal and from torchrun
-
-Batch = TypeVar("Batch")
 
 
 class Stopped(KeyboardInterrupt):
@@ -95,26 +87,3 @@ class StopSignals:
             raise KeyboardInterrupt
         if not self.noted:
             self.noted, self._noted_at = number, time.monotonic()
-
-
-class StoppableFeed(Generic[Batch]):
-    """Yield batches, equally many on all ranks, until one rank has noted a signal. Collective.
-
-    With each batch ranks exchange the signals that they have noted, and read the previous batch's exchange.
-    """
-
-    def __init__(self, batches: Iterable[Batch], signals: StopSignals, device: torch.device) -> None:
-        self._batches, self._signals, self._device = batches, signals, device
-
-    def __iter__(self) -> Iterator[Batch]:
-        """
-        Raises:
-            Stopped: on every rank, before the same batch.
-        """
-        exchanged: HostCopy | None = None
-        for batch in self._batches:
-            if exchanged is not None and (number := exchanged.read().item()):
-                raise Stopped(int(number))
-            noted = torch.tensor(self._signals.noted).to(self._device, non_blocking=True)
-            exchanged = HostCopy(comm.all_reduce(noted, "max"))
-            yield batch

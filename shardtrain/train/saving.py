@@ -22,7 +22,7 @@ from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.data import EvalFeed
 from shardtrain.job.evaluate import Evaluation, Views, evaluate
-from shardtrain.job.signals import StoppableFeed, Stopped, StopSignals
+from shardtrain.job.signals import Stopped, StopSignals
 from shardtrain.monitor import Monitor, StepMetrics
 
 
@@ -62,9 +62,9 @@ def facts_of(config: Config, job: Job) -> dict[str, Any]:
 class Saver:
     """Evaluate and save the run when it is time to, and end it if a rank got a signal.
 
-    With each step ranks exchange two numbers, and read those of the step before: whether a rank got a
-    signal, and whether one is still writing. So all ranks act at the same step, and on a GPU no host waits
-    for the exchange.
+    With each step and each batch of an evaluation ranks exchange two numbers, and read those of the exchange
+    before: whether a rank got a signal, and whether one is still writing. So all ranks act at the same point,
+    and on a GPU no host waits for the exchange.
     """
 
     def __init__(self, training: Training, store: Store, state: RunState, signals: StopSignals) -> None:
@@ -150,8 +150,13 @@ class Saver:
     def evaluation(self, feed: EvalFeed) -> Evaluation:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         views = Views(self._config.train.eval_flip, self._config.train.eval_shift)
-        stoppable = StoppableFeed(feed, self._signals, self._job.device)
-        return evaluate(self._job.model, stoppable, ema=self._job.ema, views=views)
+        job, end = self._job, self._raise_signal
+        return evaluate(job.model, feed, ema=job.ema, views=views, before_batch=end)
+
+    def _raise_signal(self) -> None:
+        signal, _ = self._exchange()
+        if signal:
+            raise Stopped(signal)
 
     def _stop(self, step: int, signal: int) -> NoReturn:
         saved = "nothing is saved"
@@ -164,7 +169,7 @@ class Saver:
         raise stopped
 
     def _exchange(self) -> tuple[int, bool]:
-        """Return the signal that a rank noted in the step before, and whether a rank was still writing."""
+        """Return the signal that a rank had noted at the call before, and whether one was writing."""
         mine = torch.tensor([self._signals.noted, self._store.busy]).to(self._job.device, non_blocking=True)
         latest = HostCopy(comm.all_reduce(mine, "max")), self._store.writer
         before, self._exchanged = self._exchanged, latest

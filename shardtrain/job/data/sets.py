@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import io
-from collections.abc import Callable
 from typing import IO
 
 import numpy as np
@@ -52,10 +51,14 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
 
 def _read(config: Data) -> DataSet:
     match config:
-        case Digits():
-            return _digits()
+        case Digits():  # `digits.md` has their source and licence
+            packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
+            return _arrays(io.BytesIO(packed), "digits")
         case Npz():
-            return _npz(config)
+            path = path_of("data.root", config.root)
+            expected = "expected an .npz with train_images, train_labels and val_… or test_…"
+            with reading(f"data.root={config.root}", expected), plain_file(path).open("rb") as file:
+                return _arrays(file, f"arrays {config.root}")
         case Cifar():
             return _cifar(config)
         case Fake():
@@ -68,13 +71,6 @@ def _read(config: Data) -> DataSet:
         case WebDataset():
             return photos.web_dataset(config)
     return photos.hugging_face(config)
-
-
-def _npz(config: Npz) -> DataSet:
-    expected = "expected an .npz with train_images, train_labels and val_… or test_…"
-    path = path_of("data.root", config.root)
-    with reading(f"data.root={config.root}", expected), plain_file(path).open("rb") as file:
-        return _arrays(file, f"arrays {config.root}")
 
 
 def _arrays(file: IO[bytes], name: str) -> DataSet:
@@ -130,18 +126,17 @@ def _part(found: NpzFile, part: str) -> Arrays:
     return Arrays(torch.from_numpy(np.ascontiguousarray(images)), numbers)
 
 
-def _digits() -> DataSet:
-    """Return the embedded handwritten digits; `digits.md` has their source and licence."""
-    packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
-    return _arrays(io.BytesIO(packed), "digits")
-
-
 def _cifar(config: Cifar) -> DataSet:
     import torchvision
 
     kind = torchvision.datasets.CIFAR10 if config.name == "cifar10" else torchvision.datasets.CIFAR100
-    if config.download:
-        on_rank_0(lambda: _fetch(kind, config))
+
+    def fetch() -> None:
+        with reading("data.download=true", f"cannot fetch {config.name} to {config.root}"):
+            kind(config.root, download=True)
+
+    if config.download:  # several hosts must share `root`
+        on_rank_0(fetch)
     where = path_of("data.root", config.root).absolute()
     with reading(f"data.root={config.root}", f"no {config.name} in {where}; data.download=true gets it"):
         parts = [kind(config.root, train=train) for train in (True, False)]
@@ -151,12 +146,6 @@ def _cifar(config: Cifar) -> DataSet:
     )
     mean, std = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
     return DataSet(train, val, config.name, len(parts[0].classes), channels=3, mean=mean, std=std)
-
-
-def _fetch(kind: Callable[..., object], config: Cifar) -> None:
-    """Download the data set on one rank for all ranks. Several hosts must share `root`."""
-    with reading("data.download=true", f"cannot fetch {config.name} to {config.root}"):
-        kind(config.root, download=True)
 
 
 def _fake(config: Fake) -> DataSet:
