@@ -49,7 +49,7 @@ def save(
         ValueError: called inside forward, backward or `unsharded`.
     """
     for work in save_in_stages(Path(path), module, optimizer, extra, {}, averages):
-        work()
+        work.run()
 
 
 def load(

@@ -122,7 +122,9 @@ def load_into(
     all_ranks = engine.transport.all_ranks
     shards, extra = local_shards(engine), None
     reader = _Reader(opened, all_ranks)
-    problems = _compare(opened.manifest, model, shards, optimizer)
+    problems = _compare(opened.manifest, model, shards)
+    if optimizer is not None and not problems:
+        problems = _compare_optimizer(opened.manifest, shards, optimizer)
     if averages is not None and not opened.manifest.ema:
         problems.append("it was saved without moving averages of the parameters")
     try:
@@ -150,18 +152,12 @@ def load_into(
     return extra
 
 
-def _compare(
-    manifest: Manifest,
-    model: nn.Module,
-    shards: Sequence[LocalShard],
-    optimizer: torch.optim.Optimizer | None,
-) -> list[str]:
-    """Return all differences of the model and the optimizer from the manifest."""
+def _compare(manifest: Manifest, model: nn.Module, shards: Sequence[LocalShard]) -> list[str]:
+    """Return all differences of the model from the manifest."""
     expected = {shard.name: shard.entry.spec for shard in shards}
     problems = differences(expected, {name: entry.spec for name, entry in manifest.parameters.items()})
     expected = {name: Spec.of(buffer) for name, buffer in persistent_buffers(model)}
-    problems += differences(expected, manifest.buffers)
-    return problems or ([] if optimizer is None else _compare_optimizer(manifest, shards, optimizer))
+    return problems + differences(expected, manifest.buffers)
 
 
 def _compare_optimizer(
@@ -197,38 +193,30 @@ def _try(
     """Make a step with a group's saved options and state on a small parameter; raise what it raises."""
     own = {key: value for key, value in ours.items() if key not in ("params", "param_names")}
     options = {**own, **_options(saved, own)}
-    states = {str(nodes): nodes for nodes in map(manifest.state_of, saved["names"])}
-    like = ours["params"][0].new_zeros(2, 2) if ours["params"] else torch.zeros(2, 2)
+    param = nn.Parameter(ours["params"][0].new_zeros(2, 2) if ours["params"] else torch.zeros(2, 2))
+    param.grad = torch.ones_like(param)
+
+    def step(options: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> None:
+        trial = type(optimizer)([{**own, "params": [param]}])  # type: ignore[call-arg]
+        state: dict[str, Any] = {}
+        for key, node in nodes.items():
+            if "value" in node:
+                state[key] = node["value"]
+            else:
+                whole = "whole" in node
+                dtype = DTYPE_NAMED[node["whole" if whole else "dtype"]]
+                state[key] = torch.zeros(() if whole else param.shape, dtype=dtype)
+        group = {**options, "params": [0]}
+        trial.load_state_dict({"state": {0: state} if state else {}, "param_groups": [group]})
+        trial.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+
     try:
-        _step(type(optimizer), like, own, own, {})
+        step(own, {})
     except Exception:
         return  # the optimizer cannot be tried: it needs other arguments, or more than a gradient
+    states = {str(nodes): nodes for nodes in map(manifest.state_of, saved["names"])}
     for nodes in states.values():
-        _step(type(optimizer), like, own, options, nodes)
-
-
-def _step(
-    kind: type[torch.optim.Optimizer],
-    like: torch.Tensor,
-    built: Mapping[str, Any],
-    loaded: Mapping[str, Any],
-    nodes: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Build an optimizer with the options ``built``, load ``loaded`` and the state of ``nodes``, and step."""
-    param = nn.Parameter(like)
-    param.grad = torch.ones_like(param)
-    optimizer = kind([{**built, "params": [param]}])  # type: ignore[call-arg]
-    state: dict[str, Any] = {}
-    for key, node in nodes.items():
-        if "value" in node:
-            state[key] = node["value"]
-        else:
-            whole = "whole" in node
-            dtype = DTYPE_NAMED[node["whole" if whole else "dtype"]]
-            state[key] = torch.zeros(() if whole else param.shape, dtype=dtype)
-    group = {**loaded, "params": [0]}
-    optimizer.load_state_dict({"state": {0: state} if state else {}, "param_groups": [group]})
-    optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+        step(options, nodes)
 
 
 def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: torch.optim.Optimizer) -> None:

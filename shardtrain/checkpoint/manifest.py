@@ -24,7 +24,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardtrain.checkpoint.files import DTYPES, Record, read_text
+from shardtrain.engine.part import dense_stride
 from shardtrain.engine.state_dict import Spec
 
 FORMAT, VERSION = "shardtrain checkpoint", 1
@@ -148,7 +149,7 @@ def parse(text: str) -> Manifest:
         return _manifest(node)
     except Damaged:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise Damaged(f"{NAME} says what cannot be: {type(error).__name__} {error}") from None
 
 
@@ -188,7 +189,8 @@ def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) 
     spec = _spec(node, name)
     stride = tuple(_count(step, f"stride of {name}") for step in node["stride"])
     slices = tuple(Slice(str(file), int(start), int(stop)) for file, start, stop in node["slices"])
-    if not _is_dense(spec.shape, stride):
+    laid_out = torch.empty_strided(spec.shape, stride, device="meta").squeeze()
+    if laid_out.stride() != dense_stride(laid_out):
         raise Damaged(f"{NAME} gives {name} the stride {stride}, which does not fill the shape {spec.shape}")
     reached = 0
     for part in slices:
@@ -199,18 +201,6 @@ def _parameter(node: Mapping[str, Any], name: str, files: Mapping[str, Record]) 
     if reached != numel:
         raise Damaged(f"{NAME} has slices of {name} up to {reached}, expected up to {numel}")
     return ParameterEntry(spec, stride, str(node["unit"]), slices)
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether ``stride`` has no gaps and no overlaps for ``shape`` (channels_last has neither)."""
-    if 0 in shape:
-        return len(stride) == len(shape)
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _optimizer(node: Mapping[str, Any], parameters: Mapping[str, ParameterEntry]) -> dict[str, Any]:

@@ -69,18 +69,19 @@ class Snapshot:
         return self._copies
 
 
-class Work:
-    """Run this rank's part of one stage of a save. It communicates nothing and raises nothing.
+class Work(Thread):
+    """Run this rank's part of one stage of a save: in its thread, or by `run` in the caller's.
 
-    ``copied`` is set once the live tensors are no longer needed.
+    It communicates nothing and raises nothing. ``copied`` is set once live tensors are no longer needed.
     """
 
     def __init__(self, action: Callable[[], Record | None], file: str, copied: Event) -> None:
+        super().__init__(name="shardtrain-save", daemon=True)
         self._action, self._file, self.copied = action, file, copied
         self.problem = ""
         self.record: Record | None = None
 
-    def __call__(self) -> None:
+    def run(self) -> None:
         try:
             self.record = self._action()
         except OSError as error:
@@ -88,6 +89,7 @@ class Work:
         except Exception as error:  # stored, since in a thread nobody would notice it
             self.problem = f"{self._file}: {type(error).__name__} {error}"
         finally:
+            del self._action  # which holds tensors
             self.copied.set()
 
 
@@ -128,7 +130,10 @@ def save_in_stages(
         content = collect(engine, optimizer, extra, facts, averages)
         mine = {"manifest": digest_line(dump(content.manifest)), "state": content.state}
         if rank == 0:
-            _make_temporary(temporary, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                raise ValueError(f"{path}: exists already, and a checkpoint is never overwritten")
+            temporary.mkdir()
     except (ValueError, RecursionError) as error:
         problem = str(error)
     except OSError as error:
@@ -167,13 +172,6 @@ def save_in_stages(
 
     yield (committing := Work(commit, file, copied))
     agree(committing.problem)
-
-
-def _make_temporary(temporary: Path, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        raise FileExistsError(17, "exists already, and a checkpoint is never overwritten", str(path))
-    temporary.mkdir()
 
 
 class Newest(NamedTuple):
@@ -227,13 +225,11 @@ class Store:
     def __init__(self, directory: Path, all_ranks: Ranks, *, keep: int, asynchronous: bool) -> None:
         self.directory = directory
         self.latest = 0  # the step of the newest checkpoint, loaded or saved; 0: none
-        self.writer: Thread | None = None  # runs the current stage; each stage has its own thread
+        self.writer: Work | None = None  # runs the current stage, or ran the last one
         self._all_ranks = all_ranks
         self._keep, self._snapshot = keep, Snapshot() if asynchronous else None
         self._step = 0  # the step of the last save that began
-        self._best: int | None = None
         self._stages: Iterator[Work] | None = None  # the stages of the save under way
-        self._work: Work | None = None  # the work of its current stage
 
     @property
     def busy(self) -> bool:
@@ -280,31 +276,27 @@ class Store:
         """
         self.finish()
         path, facts = self.directory / step_name(step), {"step": step, **facts}
-        self._stages = save_in_stages(
-            path, module, optimizer, extra, facts, averages, self._snapshot, self._retain
-        )
-        self._step, self._best = step, best
+        self._step, retain = step, partial(self._retain, best)
+        self._stages = save_in_stages(path, module, optimizer, extra, facts, averages, self._snapshot, retain)
         self.advance()
         if self._snapshot is None:
             self.finish()
 
     def settle(self) -> None:
         """Wait until parameters and optimizer state may change."""
-        if self._work is not None:
-            self._work.copied.wait()
+        if self.writer is not None:
+            self.writer.copied.wait()
 
-    def advance(self) -> bool:
-        """Begin the next stage of the save under way; return whether it is committed. No rank may be busy."""
-        stages, self._stages, self._work = self._stages, None, None
+    def advance(self) -> None:
+        """Begin the next stage of the save under way, or end it after the last. No rank may be busy."""
+        stages, self._stages = self._stages, None
         assert stages is not None, "nothing is under way"
-        self._work = next(stages, None)
-        if self._work is None:
+        work = next(stages, None)
+        if work is None:
             self.latest = self._step
-            return True
-        self._stages = stages
-        self.writer = Thread(target=self._work, name="shardtrain-save", daemon=True)
-        self.writer.start()
-        return False
+        else:
+            self._stages, self.writer = stages, work
+            work.start()
 
     def finish(self) -> None:
         """Complete the save under way, if there is one."""
@@ -313,13 +305,13 @@ class Store:
                 self.writer.join()
             self.advance()
 
-    def _retain(self) -> None:
-        """Delete all but the newest ``keep`` checkpoints and the best one.
+    def _retain(self, best: int | None) -> None:
+        """Delete all but the newest ``keep`` checkpoints and the ``best`` one.
 
         Each is renamed first, so that a kill leaves no incomplete directory with a checkpoint's name.
         """
         for step in steps_in(self.directory)[: -self._keep]:
-            if step != self._best:
+            if step != best:
                 path = self.directory / step_name(step)
                 deleted = path.with_name(f"{TEMPORARY}deleted-{path.name}")
                 with contextlib.suppress(OSError):  # a checkpoint that cannot be deleted is harmless
