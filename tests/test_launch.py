@@ -29,14 +29,13 @@ from torchvision.datasets import CIFAR10
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.bench.report import Report
-from shardtrain.bench.settings import read
 from shardtrain.job import data, dist_env, launch
 from shardtrain.job.config import Config, WebDataset
 from shardtrain.job.data import photos
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
 from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError
+from shardtrain.plan.report import Output
 from shardtrain.train.resume import find_start, locked, run_directory
 
 from pool import each_rank
@@ -377,9 +376,7 @@ def one_rank_s_mistakes(folder: Path) -> list[str]:
     found += [refused(taken, folder / "file"), refused(taken, folder / "run", "resume=auto")]
     with patch.object(CIFAR10, "__init__", lambda self, root, download: unreachable(root, download)):
         found.append(refused(data.load, replace(cifar("cifar10", folder), download=True)))
-    settings = read([f"out={folder}/file"], False)
-    assert settings is not None
-    return [*found, refused(Report, settings, "steps", context(folder).rank_info, CPU)]
+    return [*found, refused(Output, "bench", f"{folder}/file", "steps")]
 
 
 def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from shardtrain.bench import settings
 from shardtrain.bench.collectives import CollectiveBench
 from shardtrain.bench.host import HostBench
 from shardtrain.bench.memory import MemoryBench
-from shardtrain.bench.report import Program, Report
+from shardtrain.bench.report import Program
 from shardtrain.bench.settings import Settings
 from shardtrain.bench.steps import StepBench
-from shardtrain.job import launch
+from shardtrain.job import dist_env, launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.schema import UserError
+from shardtrain.plan.report import Output
 
 PROGRAMS: dict[str, type[Program]] = {"collectives": CollectiveBench, "host": HostBench}
 
@@ -30,7 +31,11 @@ def bench(settings: Settings, name: str, rank_info: RankInfo, device: torch.devi
         if rank_info.world_size > 1:
             raise UserError("the host's time is measured in one process: python -m shardtrain.bench host")
         device = torch.device("cpu")
-    report = Report(settings, name, rank_info, device)
+    hardware = dist_env.hardware(device, rank_info.world_size, rank_info.local_world_size)
+    versions = dist_env.versions()
+    measured = ("memory-" if settings.memory else "") + ("suite" if settings.suite else settings.model)
+    title = measured if name == "steps" else name
+    output = Output("bench", settings.out, f"{title}-{rank_info.world_size}ranks")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # peers warn of their own deprecations at every step
@@ -45,7 +50,11 @@ def bench(settings: Settings, name: str, rank_info: RankInfo, device: torch.devi
         except KeyboardInterrupt as error:
             interrupt = error
         if rank_info.rank == 0:
-            report.write(program.results(), interrupted=interrupt is not None)
+            lines, found = program.results()
+            note = ["interrupted: what was measured until then"] if interrupt else []
+            text = "\n".join([dist_env.in_words(hardware, versions), *note, "", *lines]).rstrip()
+            facts = {"program": name, "settings": settings, "hardware": hardware, "versions": versions}
+            output.write(text, {**facts, "interrupted": interrupt is not None, **found})
         if interrupt is not None:
             raise interrupt
 

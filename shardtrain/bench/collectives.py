@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.bench.contenders import default_is_process_group
-from shardtrain.bench.interleave import Samples, interleave, ratios, spread
-from shardtrain.bench.report import Points, Program, Results, median, quartiles
+from shardtrain.bench.interleave import ratios, spread
+from shardtrain.bench.report import PointProgram, Results, median, quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.comm.native import all_gather, reduce_scatter
 from shardtrain.comm.trace import ENTER, LEAVE
@@ -31,10 +31,9 @@ MOST = 32  # repetitions
 Movement = Callable[[], object]
 
 
-class CollectiveBench(Program):
+class CollectiveBench(PointProgram):
     def measure(self) -> None:
         """Measure the smallest vectors first."""
-        self.points = Points()
         kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
         transports = {name: comm.open_transport(kind) for name, kind in kinds.items()}
         size = self.settings.collectives.smallest_kib * 1024
@@ -51,37 +50,28 @@ class CollectiveBench(Program):
                 movement()
 
         label = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
-        samples = {name: Samples() for name in entrants}
         runners = {name: partial(repeated, movement) for name, movement in entrants.items()}
-        rounds = self.settings.warmup, self.settings.rounds
-        interleave(runners, samples, self.device, *rounds, f"{kind} {label}")
+        samples = self.time(runners, f"{kind} {label}")
         native = backend_for(self.device)
         titles = {OURS: "shardtrain", GROUP: "process group", PUBLIC: "public", NATIVE: native, COPY: "copy"}
-        seconds = {name: own.values for name, own in samples.items()}
-        found = {
-            name: {other: ratios(seconds[name], seconds[other]) for other in (NATIVE, COPY)}
-            for name in (OURS, GROUP, PUBLIC)
-            if name in seconds
-        }
         cells = [("ms", label)]
-        for name, values in seconds.items():
-            cells.append((titles[name], median(spread(values), 3, 1e3 / times)))
-        for name, to in found.items():
+        for name, own in samples.items():
+            cells.append((titles[name], median(spread(own.values), 3, 1e3 / times)))
+        found = {}
+        for name in (name for name in samples if name not in (NATIVE, COPY)):
+            to = found[name] = {
+                other: ratios(samples[name].values, samples[other].values) for other in (NATIVE, COPY)
+            }
             cells.append((f"{titles[name]} / {native}", median(to[NATIVE])))
             cells += [("quartiles", quartiles(to[NATIVE])), (f"{titles[name]} / copy", median(to[COPY]))]
-        facts = {
-            "movement": kind,
-            "bytes": size,
-            "repetitions": times,
-            "seconds": seconds,
-            "failures": {name: own.failure for name, own in samples.items()},
-            "ratios": found,
-        }
-        self.points.add(kind, cells, facts, samples)
+        facts = {"movement": kind, "bytes": size, "repetitions": times, "ratios": found}
+        self.add(kind, cells, facts, samples)
 
     def results(self) -> Results:
-        alone = "A single rank has no collectives: start it with torchrun --nproc-per-node N."
-        return self.points.results(alone if comm.world_size() == 1 else "")
+        lines, facts = super().results()
+        if comm.world_size() == 1:
+            lines.append("A single rank has no collectives: start it with torchrun --nproc-per-node N.")
+        return lines, facts
 
 
 def movements(

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardtrain
 from shardtrain.bench.contenders import TITLES, adamw
-from shardtrain.bench.interleave import Runner, Samples, Spread, interleave, ratios, spread
-from shardtrain.bench.report import Cells, Points, Program, Results, median, quartiles
+from shardtrain.bench.interleave import Runner, Samples, Spread, ratios, spread
+from shardtrain.bench.report import Cells, PointProgram, Results, median, quartiles
 from shardtrain.comm import native
 from shardtrain.job.launch import close_process_group
 from shardtrain.layout import even
@@ -86,9 +86,8 @@ def figures(samples: Mapping[str, Samples], units: int) -> dict[str, Any]:
     }
 
 
-class HostBench(Program):
+class HostBench(PointProgram):
     def measure(self) -> None:
-        self.points = Points()  # the activities, for one world size after the other
         for world in self.settings.host.world_sizes:
             with simulated_group(world):
                 self._measure(world)
@@ -116,12 +115,10 @@ class HostBench(Program):
 
     def _time(self, world: int, activity: str, runners: Mapping[str, Runner]) -> None:
         words, units = ACTIVITIES[activity], self.settings.host.units
-        samples = {name: Samples() for name in runners}
-        rounds, title = (self.settings.warmup, self.settings.rounds), f"{words}, {world:,} ranks"
         gc.collect()
         gc.disable()  # otherwise one contender would pay for a garbage collection of all
         try:
-            interleave(runners, samples, self.device, *rounds, title, clock=time.process_time)
+            samples = self.time(runners, f"{words}, {world:,} ranks", clock=time.process_time)
         finally:
             gc.enable()
         found = figures(samples, units)
@@ -132,13 +129,13 @@ class HostBench(Program):
         if COLLECTIVES in micros:
             cells.append(("collectives alone", median(micros[COLLECTIVES], 0)))
             cells.append(("ratio without", median(found["ratio_without_collectives"], 3)))
-        seconds = {name: own.values for name, own in samples.items()}
-        facts = {"activity": activity, "world_size": world, "units": units, **found, "seconds": seconds}
-        self.points.add(f"{words}, µs of host time per unit", cells, facts, samples)
+        facts = {"activity": activity, "world_size": world, "units": units, **found}
+        self.add(f"{words}, µs of host time per unit", cells, facts, samples)
 
     def results(self) -> Results:
-        units = self.settings.host.units
-        return self.points.results(f"{units} units of {PARAMETERS} parameters; ranks are simulated")
+        lines, facts = super().results()
+        note = f"{self.settings.host.units} units of {PARAMETERS} parameters; ranks are simulated"
+        return [*lines, note], facts
 
 
 def _collectives(world: int, units: int) -> Runner:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,17 +33,29 @@ Result = TypeVar("Result")
 PROGRESS_S = 2.0  # seconds between two lines of progress
 
 
+class Footprint(NamedTuple):
+    """Hold a contender's peak bytes of tensors on an accelerator, and those that torch's allocator reserved.
+
+    ``launches``: kernels, copies and collectives per step.
+    """
+
+    peak: int
+    reserved: int
+    launches: int
+
+
 @dataclass
 class Samples:
     """Hold one runner's measurements: a value (such as seconds) per timed round, and a loss per round.
 
-    ``host``: seconds until the host had launched all work of a timed round.
+    ``host``: seconds until the host had launched all work of a timed round. ``footprint``: on an accelerator.
     """
 
     values: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     failure: str | None = None
     host: list[float] = field(default_factory=list)
+    footprint: Footprint | None = None
 
 
 def interleave(
@@ -221,6 +233,14 @@ class Comparison:
         """Return the names of the contenders with right losses, the fastest or smallest first."""
         right = self.right()
         return list(self.ratios_to(self.reference)) or sorted(right, key=lambda name: median(right[name]))
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return each contender's verdict, ratio to the reference and losses, for bench.json."""
+        ratios = self.ratios_to(self.reference)
+        return {
+            name: {**self.verdict(name)._asdict(), "ratio": ratios.get(name), "losses": own.losses}
+            for name, own in self.samples.items()
+        }
 
     def left_out(self) -> list[str]:
         """Return one line per contender that is not ranked, and one if ratios or losses are not compared."""

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,13 +38,6 @@ INTERVAL_S = 0.01  # seconds between two readings
 ROLLUP = "/proc/{}/smaps_rollup"
 
 
-class Watched(NamedTuple):
-    """Hold the peak bytes of one contender's ranks together, and their mean losses."""
-
-    bytes: int = 0
-    losses: tuple[float, ...] = ()
-
-
 class MemoryBench(Program):
     def measure(self) -> None:
         if not Path(ROLLUP.format("self")).exists():
@@ -56,41 +48,35 @@ class MemoryBench(Program):
         if is_accelerator(self.device):
             raise UserError("memory=true is for CPUs; on a GPU the steps' own table has the memory")
         self.comparison = Comparison(self.settings.reference, self.settings.precision)
-        self.watched: dict[str, Watched] = {}
         for name in to_run(self.settings.contenders):
             samples = self.comparison.samples[name] = Samples()
             on_rank_0 = self.rank_info.rank == 0
             watch = partial(watch_ranks, self.settings, name, self.rank_info.world_size)
-            watched = attempt(watch if on_rank_0 else Watched, samples, self.device) or Watched()
-            self.watched[name] = watched
-            samples.values, samples.losses = [watched.bytes], list(watched.losses)
+            watched = attempt(watch if on_rank_0 else lambda: None, samples, self.device)
+            if watched is not None:
+                peak, samples.losses = watched
+                samples.values = [peak]
             if on_rank_0:
                 found = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
                 print(f"{TITLES[name]}: {found}", flush=True)
 
     def results(self) -> Results:
-        reference, ratios = self.settings.reference, self.comparison.ratios_to(self.settings.reference)
-        shape = self.settings.case(self.settings.model).shape
+        samples, reference = self.comparison.samples, self.comparison.reference
+        ratios, facts = self.comparison.ratios_to(reference), self.comparison.facts()
         rows = []
         for name in self.comparison.ranked():
-            row = [("", TITLES[name]), ("MiB", f"{self.watched[name].bytes / MIB:.0f}")]
+            row = [("", TITLES[name]), ("MiB", f"{samples[name].values[0] / MIB:.0f}")]
             rows.append([*row, (f"of {TITLES[reference]}", median(ratios.get(name)))])
-        found = {
-            name: {
-                "reason": self.comparison.verdict(name).reason,
-                "bytes": watched.bytes,
-                "ratio": ratios[name].median if name in ratios else None,
-                "losses": watched.losses,
-            }
-            for name, watched in self.watched.items()
-        }
+        for name, own in samples.items():
+            facts[name]["bytes"] = sum(own.values)
+        shape = self.settings.case(self.settings.model).shape
         title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
-        facts = {"steps": STEPS, "reference": reference, "contenders": found}
-        return Results(table(title, rows, self.comparison.left_out()), facts)
+        lines = table(title, rows, self.comparison.left_out())
+        return lines, {"steps": STEPS, "reference": reference, "contenders": facts}
 
 
-def watch_ranks(settings: Settings, name: str, world: int) -> Watched:
-    """Train ``name`` in one fresh process per rank, and return their peak memory.
+def watch_ranks(settings: Settings, name: str, world: int) -> tuple[int, list[float]]:
+    """Train ``name`` in one fresh process per rank; return the peak bytes of all, and their mean losses.
 
     Raises RuntimeError with the reason of the first rank that ends early; the others are killed.
     """
@@ -108,7 +94,7 @@ def watch_ranks(settings: Settings, name: str, world: int) -> Watched:
                 process.kill()
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     before, losses = zip(*found, strict=True)
-    return Watched(peak - sum(before), tuple(map(fmean, zip(*losses, strict=True))))
+    return peak - sum(before), list(map(fmean, zip(*losses, strict=True)))
 
 
 def pss(pids: Iterable[int]) -> int:

@@ -6,10 +6,10 @@ On an accelerator each contender first trains alone (`Footprint`). Then all take
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from statistics import geometric_mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -17,7 +17,16 @@ from torch._C._autograd import DeviceType
 from shardtrain import comm
 from shardtrain.bench import contenders
 from shardtrain.bench.contenders import POOL, SUITE, TITLES, Batch, Case, Contender
-from shardtrain.bench.interleave import EXEMPT, Comparison, Runner, Samples, attempt, interleave, spread
+from shardtrain.bench.interleave import (
+    EXEMPT,
+    Comparison,
+    Footprint,
+    Runner,
+    Samples,
+    attempt,
+    interleave,
+    spread,
+)
 from shardtrain.bench.report import Program, Results, median, quartiles, table
 from shardtrain.device import is_accelerator, peak_memory, reset_peak_memory, synchronize
 from shardtrain.job.format import MIB, counted
@@ -25,17 +34,6 @@ from shardtrain.job.format import MIB, counted
 PLAIN = "no_communication"
 SUITE_REFERENCES = ("fsdp2", "ddp", PLAIN)
 SETTLED = 3  # steps after which optimizers have their state and allocators their memory
-
-
-class Footprint(NamedTuple):
-    """Hold a contender's peak bytes of tensors on an accelerator, and those that torch's allocator reserved.
-
-    ``launches``: kernels, copies and collectives per step.
-    """
-
-    peak: int
-    reserved: int
-    launches: int
 
 
 def footprint(build: Callable[[], Contender], data: list[list[Batch]], device: torch.device) -> Footprint:
@@ -59,7 +57,6 @@ def footprint(build: Callable[[], Contender], data: list[list[Batch]], device: t
 class StepBench(Program):
     def measure(self) -> None:
         self.comparisons: dict[Case, Comparison] = {}
-        self.footprints: dict[Case, dict[str, Footprint]] = {}
         for name in SUITE if self.settings.suite else (self.settings.model,):
             self._measure(self.settings.case(name))
 
@@ -70,34 +67,31 @@ class StepBench(Program):
         self.comparisons[case] = Comparison(settings.reference, settings.precision, samples)
         data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
         runners: dict[str, Runner] = {}
-        alone = self.footprints[case] = {}
+
+        def build(name: str) -> Contender:
+            return contenders.build(name, case.build_model(settings.seed, device), settings.precision, device)
+
         if is_accelerator(device):  # so that libraries allocate their workspaces before the measurement
-            plain = contenders.build(PLAIN, case.build_model(0, device), settings.precision, device)
-            plain.step(data[0])
-        for name in samples:
-
-            def build(name: str = name) -> Contender:
-                model = case.build_model(settings.seed, device)
-                return contenders.build(name, model, settings.precision, device)
-
+            build(PLAIN).step(data[0])
+        for name, own in samples.items():
+            make = partial(build, name)
             if is_accelerator(device):
-                took = attempt(partial(footprint, build, data, device), samples[name], device)
-                alone |= {} if took is None else {name: took}
-            contender = None if samples[name].failure else attempt(build, samples[name], device)
+                own.footprint = attempt(partial(footprint, make, data, device), own, device)
+            contender = None if own.failure else attempt(make, own, device)
             if contender is not None:
                 runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
         gc.collect()
         interleave(runners, samples, device, settings.warmup, settings.rounds, case.shape)
 
     def results(self) -> Results:
-        reference, found = self.settings.reference, self.comparisons
-        lines = [line for case in found for line in step_table(case, found[case], self.footprints[case])]
-        cases = {case.name: _facts(case, found[case], self.footprints[case]) for case in found}
-        facts: dict[str, Any] = {"reference": reference, "cases": cases}
+        comparisons = self.comparisons
+        lines = [line for case, comparison in comparisons.items() for line in step_table(case, comparison)]
+        cases = {case.name: _facts(case, comparison) for case, comparison in comparisons.items()}
+        facts: dict[str, Any] = {"reference": self.settings.reference, "cases": cases}
         if self.settings.suite:
-            means = facts["geometric_means"] = suite_means(list(found.values()))
-            lines += _suite_table(means, len(found))
-        return Results(lines, facts)
+            means = facts["geometric_means"] = suite_means(list(comparisons.values()))
+            lines += _suite_table(means, len(comparisons))
+        return lines, facts
 
 
 def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
@@ -114,31 +108,27 @@ def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
     return means
 
 
-def step_table(case: Case, comparison: Comparison, alone: Mapping[str, Footprint]) -> list[str]:
-    """Return one line per contender, best first: time per step, ratio to the reference, loss difference.
-
-    ``alone``: footprints by contender, on an accelerator.
-    """
-    rows, ratios = [], comparison.ratios_to(comparison.reference)
-    plain = comparison.ratios_to(PLAIN) if alone else {}
+def step_table(case: Case, comparison: Comparison) -> list[str]:
+    """Return one line per contender, best first: time per step, ratio to the reference, loss difference."""
+    rows, ratios, plain = [], comparison.ratios_to(comparison.reference), comparison.ratios_to(PLAIN)
     for name in comparison.ranked():
-        difference, ratio = comparison.verdict(name).loss_difference, ratios.get(name)
+        own, ratio = comparison.samples[name], ratios.get(name)
+        difference = comparison.verdict(name).loss_difference
         losses = f"{'differ by' if name in EXEMPT else 'equal to'} {difference or 0:.0e}"
         cells = [
             ("", TITLES[name]),
-            ("ms per step", median(spread(comparison.samples[name].values), 1, 1e3)),
+            ("ms per step", median(spread(own.values), 1, 1e3)),
             (f"of {TITLES[comparison.reference]}", median(ratio)),
             ("quartiles", quartiles(ratio)),
             ("losses", "not compared" if difference is None else losses),
         ]
-        if name in alone:
-            peak, reserved, launches = alone[name]
-            cells[3:4] = [(f"of {TITLES[PLAIN]}", median(plain.get(name))), cells[3]]
+        if own.footprint is not None:
             cells += [
-                ("host ms", median(spread(comparison.samples[name].host), 1, 1e3)),
-                ("peak MiB", f"{peak / MIB:.0f}"),
-                ("reserved MiB", f"{reserved / MIB:.0f}"),
-                ("launches", str(launches)),
+                (f"of {TITLES[PLAIN]}", median(plain.get(name))),
+                ("host ms", median(spread(own.host), 1, 1e3)),
+                ("peak MiB", f"{own.footprint.peak / MIB:.0f}"),
+                ("reserved MiB", f"{own.footprint.reserved / MIB:.0f}"),
+                ("launches", str(own.footprint.launches)),
             ]
         rows.append(cells)
     precision = "" if comparison.precision == "fp32" else f" in {comparison.precision}"
@@ -157,24 +147,20 @@ def _suite_table(means: dict[str, dict[str, float]], cases: int) -> list[str]:
     return table(f"geometric means over {cases} cases", rows)
 
 
-def _facts(case: Case, comparison: Comparison, alone: Mapping[str, Footprint]) -> dict[str, Any]:
-    ratios, right = comparison.ratios_to(comparison.reference), comparison.right()
+def _facts(case: Case, comparison: Comparison) -> dict[str, Any]:
+    right, facts = comparison.right(), comparison.facts()
+    for name, own in comparison.samples.items():
+        facts[name] |= {
+            "step_seconds": spread(right.get(name, [])),
+            "seconds": own.values,
+            "host_seconds": own.host,
+            **(own.footprint._asdict() if own.footprint is not None else {}),
+        }
     return {
         "image_size": case.image_size,
         "batch_size_per_rank": case.batch_size,
         "channels_last": case.memory_format is torch.channels_last,
         "rounds": comparison.rounds,
         "judge": comparison.judge,
-        "contenders": {
-            name: {
-                **comparison.verdict(name)._asdict(),
-                "step_seconds": spread(right[name]) if name in right else None,
-                "ratio": ratios.get(name),
-                "losses": samples.losses,
-                "seconds": samples.values,
-                "host_seconds": samples.host,
-                **(alone[name]._asdict() if name in alone else {}),
-            }
-            for name, samples in comparison.samples.items()
-        },
+        "contenders": facts,
     }

@@ -38,10 +38,7 @@ _TENSOR = "__tensor__"  # {"__tensor__": "extra/0"} stands for a tensor
 
 
 class LocalShard(NamedTuple):
-    """Describe this rank's local shard of one parameter: its ``part``.
-
-    ``entry`` lists what each rank writes. An ignored parameter is whole on every rank, and rank 0 writes it.
-    """
+    """Describe this rank's local shard of one parameter. ``entry`` lists what each rank writes."""
 
     param: nn.Parameter
     entry: ParameterEntry
@@ -51,17 +48,9 @@ class LocalShard(NamedTuple):
     def name(self) -> str:
         return self.part.name
 
-    def written(self, tensor: torch.Tensor, file: str) -> torch.Tensor | None:
-        """Return the part (1-D) of ``tensor``, shaped like the parameter at rest, that ``file`` holds."""
-        for piece in self.entry.slices:
-            if piece.file == file:
-                flat = self.part.flattened(tensor.detach())
-                return flat[piece.start - self.part.start : piece.stop - self.part.start]
-        return None
-
 
 def local_shards(engine: Engine) -> list[LocalShard]:
-    """Describe every parameter of the module, sharded ones first."""
+    """Describe every parameter of the module: sharded ones, then ignored ones, which rank 0 writes."""
     shards = []
     files = [file_name(rank) for rank in engine.transport.primary_ranks]
     for unit in engine.units:
@@ -78,9 +67,8 @@ def local_shards(engine: Engine) -> list[LocalShard]:
             stride, size = torch.empty(param.shape, device="meta").stride(), param.numel()
             slices = (Slice(file_name(0), 0, size),) if size else ()
             entry = ParameterEntry(Spec.of(param), stride, "", slices)
-            shards.append(
-                LocalShard(param, entry, Part(name, tuple(param.shape), stride, 0, size, whole=True))
-            )
+            part = Part(name, tuple(param.shape), stride, 0, size, whole=True)
+            shards.append(LocalShard(param, entry, part))
     return shards
 
 
@@ -142,10 +130,9 @@ def collect(
                     cut[f"optimizer/{key}"] = value
                 elif "whole" in node and first:
                     tensors[f"optimizer/{key}/{shard.name}"] = value
-        for kind, value in cut.items():
-            piece = shard.written(value, file)
-            if piece is not None:
-                tensors[f"{kind}/{shard.name}"] = piece
+        if any(piece.file == file for piece in shard.entry.slices):
+            for kind, value in cut.items():
+                tensors[f"{kind}/{shard.name}"] = shard.part.flattened(value.detach())
     manifest = Manifest(
         world_size=all_ranks.world,
         files={},
@@ -187,19 +174,16 @@ def _describe_optimizer(shards: Sequence[LocalShard], optimizer: torch.optim.Opt
                 f"optimizer group {index} holds {strangers} parameters that are not the module's; "
                 "pass the optimizer of the module that is saved"
             )
-        options = {k: _option(v, k) for k, v in group.items() if k not in ("params", "param_names")}
+        kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = {key: _plain(value, f"the optimizer's option {key}") for key, value in kept.items()}
         groups.append({"names": [names[param] for param in group["params"]], "options": options})
     return {"type": type(optimizer).__name__, "groups": groups, "state": {}}
 
 
-def _option(value: Any, key: str) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return _plain(value, f"the optimizer's option {key}")
-
-
 def _plain(value: Any, what: str) -> Any:
-    """Return ``value`` for JSON, tuples as lists. Raises ValueError if JSON cannot hold it."""
+    """Return ``value`` for JSON: tuples as lists, a tensor of one element as number. Raises ValueError."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # such as a learning rate
+        return value.item()
     if isinstance(value, list | tuple):
         return [_plain(item, what) for item in value]
     if value is not None and not isinstance(value, bool | int | float | str):

@@ -119,25 +119,19 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 def problem_with(path: Path, record: Record) -> str:
     """Return how ``path`` differs from the file that ``record`` describes; an empty text if it does not."""
+    digest = hashlib.sha256()
     try:
         with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
                 return f"{path.name} has {size} bytes, expected {record.bytes}"
-            matches = _digest(file) == record.sha256
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
     except ValueError as error:
         return str(error)
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
-    return "" if matches else f"{path.name} does not match its digest"
-
-
-def _digest(file: io.FileIO) -> str:
-    digest, block = hashlib.sha256(), bytearray(BLOCK_BYTES)
-    view = memoryview(block)
-    while size := file.readinto(block):
-        digest.update(view[:size])
-    return digest.hexdigest()
+    return "" if digest.hexdigest() == record.sha256 else f"{path.name} does not match its digest"
 
 
 def _open(path: Path) -> io.FileIO:

@@ -57,8 +57,7 @@ def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
             parse(text)
         except Damaged as error:
             problem = str(error)
-    exchange(damaged, all_ranks, problem)
-    manifest = parse(comm.gather_texts(text, all_ranks)[0])
+    manifest = parse(exchange(damaged, all_ranks, problem, text=text)[0]["text"])
     names = [file_name(index) for index in range(all_ranks.rank, manifest.world_size, all_ranks.world)]
     expected = _expected_tensors(manifest, names)
     found = [
@@ -247,11 +246,7 @@ def _options(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any
 
 
 class _Reader:
-    """Read a verified checkpoint on one rank of ``all_ranks``. Files are mapped when first needed.
-
-    With as many ranks as saved, each gets its own buffers and extra again. Otherwise buffers are the mean
-    over the ranks that saved, and the extra is rank 0's.
-    """
+    """Read a verified checkpoint on one rank of ``all_ranks``. Files are mapped when first needed."""
 
     def __init__(self, opened: Opened, all_ranks: Ranks) -> None:
         self.path, self.manifest = opened

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +16,7 @@ from shardtrain.job.config import Config, Data
 from shardtrain.job.data.batches import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import read_beside
-from shardtrain.job.schema import UserError, above, at_least, path_of, writing
+from shardtrain.job.schema import UserError, above, at_least
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
 
@@ -100,11 +98,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
             "the planner is one process for any world size: start it with python -m shardtrain.plan"
         )
     keys, config, question = settings.keys, settings.config, settings.question
-    started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"{config.model_name}-{question.world_size}ranks-{started}"
-    folder = path_of("out", keys.out or f"outputs/plan/{name}")
-    with writing("out", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    output = report.Output("plan", keys.out, f"{config.model_name}-{question.world_size}ranks")
     rates = report.Rates(keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
     asked = simulate(config, question)
     text = f"{report.headline(config, asked)}\n\n{report.rank_table(asked)}"
@@ -129,17 +123,14 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         "plan": report.as_json(asked, rates),
         "largest_batch": largest,
         "curve": [report.as_json(plan, rates) for plan in plans],
-        "config": asdict(config),
+        "config": config,
     }
-    (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (folder / "plan.txt").write_text(text + "\n")
-    print(f"{text}\n")
+    output.write(text, facts)
     picture = asked.timeline.picture(keys.memory and keys.memory * GIB)
     if isinstance(picture, str):
         print(picture)
     else:
-        Image.fromarray(picture).save(folder / "memory.png")
-    print(f"written to {folder}", flush=True)
+        Image.fromarray(picture).save(output.folder / "memory.png")
 
 
 def largest_batch(peak_of: Callable[[int], int], memory: int, start: int) -> int:
