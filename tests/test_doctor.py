@@ -12,7 +12,7 @@ import torch
 
 from shardtrain import comm
 from shardtrain.doctor import __main__ as program
-from shardtrain.doctor.twin import Finding, Twins, difference
+from shardtrain.doctor.twin import Twins, difference
 from shardtrain.job.build import Job, build
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import counted
@@ -35,7 +35,7 @@ def examined(fault: Callable[[Job], None] | None, *arguments: str) -> str:
         job, config = build(config, comm.rank(), comm.world_size(), CPU)
         if comm.rank() == 1 and fault is not None:
             fault(job)
-        return str(Twins(job, config).examine(2))
+        return Twins(job, config).examine(2)[1]
 
 
 def _in_gradient(job: Job) -> None:
@@ -129,7 +129,7 @@ def test_the_program_says_what_it_found(
     assert settings is not None
     program.examine(settings, HERE, CPU)
     assert capsys.readouterr().out.startswith("ok       1 steps sharded over 1 rank equal unsharded ones")
-    monkeypatch.setattr(Twins, "examine", lambda *_: Finding(False, "it is broken: mend it"))
+    monkeypatch.setattr(Twins, "examine", lambda *_: (False, "failed   it is broken: mend it"))
     with pytest.raises(SystemExit) as leaving:
         program.examine(settings, HERE, CPU)
     assert leaving.value.code == 1

@@ -32,8 +32,8 @@ from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
 from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, timeline, writers
-from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, _peak_flops, slow_rank
-from shardtrain.monitor.tables import end_table, judge, verdict
+from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, peak_flops, slow_rank, verdict
+from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.timeline import Lanes, Watch
 
 from pool import each_rank
@@ -248,7 +248,7 @@ def test_utilisation_counts_the_pixels_shown_and_the_dtype(
     assert scalars["perf/mfu"] == pytest.approx(flops / seconds / 1e9)
 
     monkeypatch.setattr(device, "name", lambda device: "NVIDIA H200")
-    fp32, bf16 = (_peak_flops(torch.device("cuda"), Precision(dtype)) for dtype in (None, torch.bfloat16))
+    fp32, bf16 = (peak_flops(torch.device("cuda"), Precision(dtype)) for dtype in (None, torch.bfloat16))
     assert (fp32, bf16) == (494e12, 988e12)
 
 
@@ -542,8 +542,8 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     assert len(events_of(tmp_path).Scalars("train/loss")) == 3  # on disk before a checkpoint is saved
     second = writers.TensorBoard(tmp_path, config, FACTS, first_step=2)
     second.log(3, {"train/loss": 30.0})
-    second.close("finished")
-    first.close("failed")
+    second.facts({"status": "finished"})
+    first.facts({"status": "failed"})
     events = events_of(tmp_path)
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]

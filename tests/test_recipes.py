@@ -35,7 +35,7 @@ from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.pictures import plot
 from shardtrain.job.schema import UserError
-from shardtrain.monitor.tables import end_table
+from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes import compare, digits
 from shardtrain.recipes.augment import Affine, Photo

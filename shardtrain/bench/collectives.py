@@ -51,7 +51,7 @@ class CollectiveBench(PointProgram):
 
         label = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
         runners = {name: partial(repeated, movement) for name, movement in entrants.items()}
-        samples = self.time(runners, f"{kind} {label}")
+        samples = self.timed(runners, f"{kind} {label}")
         native = backend_for(self.device)
         titles = {OURS: "shardtrain", GROUP: "process group", PUBLIC: "public", NATIVE: native, COPY: "copy"}
         cells = [("ms", label)]

@@ -46,16 +46,12 @@ BLOCKS: tuple[type[nn.Module], ...] = (BasicBlock, Bottleneck, EncoderBlock)
 
 @dataclass(frozen=True)
 class Contender:
-    """Hold a wrapped model and its optimizer.
-
-    ``no_sync()``: a context in which backward reduces nothing. ``autocast``: the dtype of forward, unless the
-    wrapper sets it.
-    """
+    """Hold a wrapped model and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
-    no_sync: Callable[[], AbstractContextManager[object]]
-    autocast: torch.dtype | None = None
+    no_sync: Callable[[], AbstractContextManager[object]]  # in which backward reduces nothing
+    autocast: torch.dtype | None = None  # the dtype of forward, unless the wrapper sets it
 
     def step(self, batches: Sequence[Batch]) -> Tensor:
         """Run one optimizer step over micro-batches; return this rank's mean loss before the update."""
@@ -178,15 +174,12 @@ VITS = {"vit": (6, 6, 384), "tiny": (2, 2, 32)}  # layers, heads and width
 
 @dataclass(frozen=True)
 class Case:
-    """Describe a model, the size of its images, and the number of images per rank and micro-batch.
-
-    ``memory_format``: that of images and filters.
-    """
+    """Describe a model and its images."""
 
     name: str
-    image_size: int
-    batch_size: int
-    memory_format: torch.memory_format = torch.contiguous_format
+    image_size: int  # pixels
+    batch_size: int  # images per rank and micro-batch
+    memory_format: torch.memory_format = torch.contiguous_format  # of images and filters
 
     def __post_init__(self) -> None:
         if self.name in VITS and self.image_size % PATCH:

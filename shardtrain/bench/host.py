@@ -118,7 +118,7 @@ class HostBench(PointProgram):
         gc.collect()
         gc.disable()  # otherwise one contender would pay for a garbage collection of all
         try:
-            samples = self.time(runners, f"{words}, {world:,} ranks", clock=time.process_time)
+            samples = self.timed(runners, f"{words}, {world:,} ranks", clock=time.process_time)
         finally:
             gc.enable()
         found = figures(samples, units)

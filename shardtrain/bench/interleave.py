@@ -34,27 +34,21 @@ PROGRESS_S = 2.0  # seconds between two lines of progress
 
 
 class Footprint(NamedTuple):
-    """Hold a contender's peak bytes of tensors on an accelerator, and those that torch's allocator reserved.
+    """Hold what a contender takes on an accelerator."""
 
-    ``launches``: kernels, copies and collectives per step.
-    """
-
-    peak: int
-    reserved: int
-    launches: int
+    peak: int  # bytes of tensors
+    reserved: int  # bytes, by torch's allocator
+    launches: int  # kernels, copies and collectives per step
 
 
 @dataclass
 class Samples:
-    """Hold one runner's measurements: a value (such as seconds) per timed round, and a loss per round.
+    """Hold one runner's measurements."""
 
-    ``host``: seconds until the host had launched all work of a timed round. ``footprint``: on an accelerator.
-    """
-
-    values: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # one per timed round, such as seconds
+    losses: list[float] = field(default_factory=list)  # one per round
     failure: str | None = None
-    host: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)  # seconds until all work of a timed round was launched
     footprint: Footprint | None = None
 
 
@@ -69,10 +63,7 @@ def interleave(
 ) -> None:
     """Run the runners that have not failed in each round, and add seconds and losses to ``samples``.
 
-    Args:
-        warmup: rounds before the ``rounds`` that are timed.
-        title: what is measured; empty: show no progress.
-        clock: returns seconds.
+    ``warmup`` rounds come before the ``rounds`` that are timed. Without a ``title`` no progress is shown.
     """
     total = warmup + rounds
     started = shown = time.perf_counter()
@@ -217,6 +208,12 @@ class Comparison:
             reason = f"losses differ from {judge}'s by up to {difference:.1e} of their value"
             return Verdict("wrong", reason, difference)
         return Verdict("ok", None, None if judge is None else difference)
+
+    def losses_in_words(self, name: str) -> str:
+        difference = self.verdict(name).loss_difference
+        if difference is None:
+            return "not compared"
+        return f"{'differ by' if name in EXEMPT else 'equal to'} {difference:.0e}"
 
     def right(self) -> dict[str, list[float]]:
         """Return the values of the contenders with right losses."""

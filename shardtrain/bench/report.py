@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -16,16 +16,16 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import aligned
 
 Cells = list[tuple[str, str]]  # the cells of a row: the column's title, and the text
-Results = tuple[
-    list[str], dict[str, Any]
-]  # lines with tables, and facts for bench.json, dataclasses included
+Results = tuple[list[str], dict[str, Any]]  # the lines of tables, and facts for bench.json
 
 
+@dataclass
 class Program:
     """Define a program of the benchmark. ``results()`` returns what ``measure()`` has measured so far."""
 
-    def __init__(self, settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
-        self.settings, self.rank_info, self.device = settings, rank_info, device
+    settings: Settings
+    rank_info: RankInfo
+    device: torch.device
 
     def measure(self) -> None:
         raise NotImplementedError
@@ -34,16 +34,14 @@ class Program:
         raise NotImplementedError
 
 
+@dataclass
 class PointProgram(Program):
     """Measure at one setting after the other. Each of several tables has one row per setting."""
 
-    def __init__(self, settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
-        super().__init__(settings, rank_info, device)
-        self._rows: defaultdict[str, list[Cells]] = defaultdict(list)
-        self._notes: defaultdict[str, list[str]] = defaultdict(list)
-        self._points: list[dict[str, Any]] = []
+    _tables: dict[str, tuple[list[Cells], list[str]]] = field(default_factory=dict)  # rows, notes by title
+    _points: list[dict[str, Any]] = field(default_factory=list)
 
-    def time(self, runners: Mapping[str, Runner], title: str, **options: Any) -> dict[str, Samples]:
+    def timed(self, runners: Mapping[str, Runner], title: str, **options: Any) -> dict[str, Samples]:
         """Time ``runners`` in turns, with the options of `interleave`."""
         samples = {name: Samples() for name in runners}
         rounds = self.settings.warmup, self.settings.rounds
@@ -52,17 +50,17 @@ class PointProgram(Program):
 
     def add(self, title: str, cells: Cells, facts: dict[str, Any], samples: Mapping[str, Samples]) -> None:
         """Add a row to the table ``title``. The first cell names the setting."""
-        self._rows[title].append(cells)
+        rows, notes = self._tables.setdefault(title, ([], []))
+        rows.append(cells)
         failures = {name: own.failure for name, own in samples.items()}
         seconds = {name: own.values for name, own in samples.items()}
         self._points.append({**facts, "seconds": seconds, "failures": failures})
         for name, failure in failures.items():
             if failure is not None:
-                note = f"{cells[0][1]}, {TITLES.get(name, name)}: not timed: {failure}"
-                self._notes[title].append(note)
+                notes.append(f"{cells[0][1]}, {TITLES.get(name, name)}: not timed: {failure}")
 
     def results(self) -> Results:
-        tables = [table(title, rows, self._notes[title]) for title, rows in self._rows.items()]
+        tables = [table(title, *content) for title, content in self._tables.items()]
         return [*chain.from_iterable(tables)], {"points": self._points}
 
 

@@ -17,16 +17,7 @@ from torch._C._autograd import DeviceType
 from shardtrain import comm
 from shardtrain.bench import contenders
 from shardtrain.bench.contenders import POOL, SUITE, TITLES, Batch, Case, Contender
-from shardtrain.bench.interleave import (
-    EXEMPT,
-    Comparison,
-    Footprint,
-    Runner,
-    Samples,
-    attempt,
-    interleave,
-    spread,
-)
+from shardtrain.bench.interleave import Comparison, Footprint, Runner, Samples, attempt, interleave, spread
 from shardtrain.bench.report import Program, Results, median, quartiles, table
 from shardtrain.device import is_accelerator, peak_memory, reset_peak_memory, synchronize
 from shardtrain.job.format import MIB, counted
@@ -95,10 +86,7 @@ class StepBench(Program):
 
 
 def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
-    """Return the geometric mean of median ratios, by reference and contender.
-
-    Only contenders with right losses in every case have one.
-    """
+    """Return geometric means of median ratios, of contenders with right losses in every case."""
     means = {}
     for reference in SUITE_REFERENCES:
         columns = [comparison.ratios_to(reference) for comparison in comparisons]
@@ -113,14 +101,12 @@ def step_table(case: Case, comparison: Comparison) -> list[str]:
     rows, ratios, plain = [], comparison.ratios_to(comparison.reference), comparison.ratios_to(PLAIN)
     for name in comparison.ranked():
         own, ratio = comparison.samples[name], ratios.get(name)
-        difference = comparison.verdict(name).loss_difference
-        losses = f"{'differ by' if name in EXEMPT else 'equal to'} {difference or 0:.0e}"
         cells = [
             ("", TITLES[name]),
             ("ms per step", median(spread(own.values), 1, 1e3)),
             (f"of {TITLES[comparison.reference]}", median(ratio)),
             ("quartiles", quartiles(ratio)),
-            ("losses", "not compared" if difference is None else losses),
+            ("losses", comparison.losses_in_words(name)),
         ]
         if own.footprint is not None:
             cells += [

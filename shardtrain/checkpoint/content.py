@@ -73,15 +73,12 @@ def local_shards(engine: Engine) -> list[LocalShard]:
 
 
 class Content(NamedTuple):
-    """Hold this rank's ``tensors`` and ``extra``, and the ``manifest`` without files and optimizer state.
-
-    ``state`` describes, by name, the optimizer state of parameters of which this rank holds elements.
-    """
+    """Hold what this rank writes."""
 
     tensors: dict[str, torch.Tensor]
     extra: str
-    manifest: Manifest
-    state: dict[str, dict[str, Any]]
+    manifest: Manifest  # without files and optimizer state
+    state: dict[str, dict[str, Any]]  # describes that of parameters of which this rank holds elements
 
     def take_state(self, by_rank: Sequence[Mapping[str, Any]]) -> str:
         """Add all ranks' optimizer state to the manifest; return how it differs, or an empty text."""
@@ -105,8 +102,7 @@ def collect(
 ) -> Content:
     """Collect what this rank writes. Collective, since buffers are averaged.
 
-    Raises:
-        ValueError: something cannot be saved; on this rank alone, after the last collective.
+    Raises ValueError if something cannot be saved: on this rank alone, after the last collective.
     """
     all_ranks, shards = engine.transport.all_ranks, local_shards(engine)
     file = file_name(all_ranks.rank)
@@ -196,8 +192,7 @@ def _plain(value: Any, what: str) -> Any:
 def encode_extra(value: Any, tensors: dict[str, torch.Tensor], where: str = "extra") -> Any:
     """Return ``value`` for JSON, with references to its tensors, which are added to ``tensors``.
 
-    Raises:
-        ValueError: naming the part of ``value`` that is neither plain nor a tensor.
+    Raises ValueError, naming the part of ``value`` that is neither plain nor a tensor.
     """
     if isinstance(value, torch.Tensor):
         if isinstance(value, LocalPiece):

@@ -45,8 +45,7 @@ class Record(NamedTuple):
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]) -> Record:
     """Write ``tensors`` and ``notes`` as a new safetensors file, and wait until it is on disk.
 
-    Raises:
-        OSError: the file exists, or cannot be written.
+    Raises OSError if the file exists, or cannot be written.
     """
     # Widest elements first, so that every tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -102,11 +101,7 @@ def sync_directory(path: Path) -> None:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """Read a plain UTF-8 file of at most ``most_bytes``.
-
-    Raises:
-        ValueError: the file is missing, no plain file, too large or not UTF-8.
-    """
+    """Read a plain UTF-8 file of at most ``most_bytes``. Raises ValueError if it is none."""
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:

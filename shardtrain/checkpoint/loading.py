@@ -43,8 +43,7 @@ class Opened(NamedTuple):
 def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
     """Verify every file of the checkpoint ``path``, each on one rank. Collective.
 
-    Raises:
-        Damaged: on every rank, naming ranks and files.
+    Raises Damaged on every rank, naming ranks and files.
     """
 
     def damaged(problems: str) -> Damaged:

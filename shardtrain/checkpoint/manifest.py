@@ -121,11 +121,7 @@ def _dump_spec(spec: Spec) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> str:
-    """Read the manifest's text, and check it against its digest.
-
-    Raises:
-        Damaged: naming the file.
-    """
+    """Read the manifest's text, and check it against its digest. Raises Damaged, naming the file."""
     try:
         text = read_text(directory / NAME, MOST_BYTES)
         if read_text(directory / DIGEST_NAME, 1000) != digest_line(text):
@@ -136,19 +132,13 @@ def read_manifest(directory: Path) -> str:
 
 
 def parse(text: str) -> Manifest:
-    """Parse the text of a manifest.
-
-    Raises:
-        Damaged: it has another format or version, or impossible values.
-    """
+    """Parse the text of a manifest. Raises Damaged for another version, or for impossible values."""
     try:
-        node = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Damaged(f"{NAME} is no JSON") from None
-    try:
-        return _manifest(node)
+        return _manifest(json.loads(text))
     except Damaged:
         raise
+    except (json.JSONDecodeError, RecursionError):
+        raise Damaged(f"{NAME} is no JSON") from None
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise Damaged(f"{NAME} says what cannot be: {type(error).__name__} {error}") from None
 
@@ -164,9 +154,8 @@ def _manifest(node: Mapping[str, Any]) -> Manifest:
         for name, entry in node["files"].items()
     }
     world = _count(node["world_size"], "world_size")
-    for name in files:
-        if name not in {file_name(rank) for rank in range(min(world, len(files)))}:
-            raise Damaged(f"{NAME} names the file {name[:80]!r}, expected only {file_name(0)} and on")
+    if odd := files.keys() - {file_name(rank) for rank in range(len(files))}:
+        raise Damaged(f"{NAME} names the file {min(odd)[:80]!r}, expected only {file_name(0)} and on")
     if world != len(files) or not files:
         raise Damaged(f"{NAME} has {len(files)} files of {world} ranks, expected one per rank")
     parameters = {name: _parameter(entry, name, files) for name, entry in node["parameters"].items()}

@@ -197,8 +197,7 @@ def steps_in(directory: Path) -> list[int]:
 def newest(directory: Path, all_ranks: Ranks) -> Newest:
     """Find the newest complete checkpoint in ``directory``, and verify all its files. Collective.
 
-    Raises:
-        Damaged: there are checkpoints, but none is complete.
+    Raises Damaged if there are checkpoints, but none is complete.
     """
     listed = json.dumps(steps_in(directory)) if all_ranks.rank == 0 else ""
     damaged: list[tuple[Path, str]] = []
@@ -268,11 +267,8 @@ class Store:
     ) -> None:
         """Save ``step``. If asynchronous, forward and backward may continue, but updates after `settle`.
 
-        Args:
-            step: greater than that of any checkpoint there.
-            module, optimizer, extra, averages: as for `checkpoint.save`.
-            facts: JSON for the manifest, beside the step.
-            best: the step whose checkpoint is kept whatever its age; None for none.
+        ``step`` is greater than that of any checkpoint there. ``facts``: JSON for the manifest, beside the
+        step. ``best``: the step whose checkpoint is kept whatever its age.
         """
         self.finish()
         path, facts = self.directory / step_name(step), {"step": step, **facts}

@@ -25,7 +25,6 @@ import functools
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,16 +52,6 @@ ADVICE = {
     "buffer": "a module changes it otherwise when sharded",
 }
 Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step, phase, found, expected
-
-
-class Finding(NamedTuple):
-    """Hold whether the twins agree, and a text about it."""
-
-    equal: bool
-    text: str
-
-    def __str__(self) -> str:
-        return f"{'ok' if self.equal else 'failed':<8} {self.text}"
 
 
 class Recorded:
@@ -110,8 +99,8 @@ class Twins:
             optimizer = shard_with_optimizer(whole, config, comm.Alone())
             self.twin, self._engines = Recorded(whole, optimizer, units), [job.model, whole]
 
-    def examine(self, steps: int) -> Finding:
-        """Run ``steps`` steps; return the first difference, the same on every rank. Collective."""
+    def examine(self, steps: int) -> tuple[bool, str]:
+        """Run ``steps`` steps; return whether all is equal, and a line about it. Collective."""
         compared = 0
         with contextlib.closing(self._comparisons(steps)) as comparisons:
             for step, phase, found, expected in comparisons:
@@ -120,19 +109,29 @@ class Twins:
                 texts = (self._difference(phase, name, found[name], expected[name]) for name in names)
                 first = next(filter(None, texts), "")
                 if found_by := _ranks_with(f"step {step}, {phase} of {first}" if first else ""):
-                    return Finding(False, f"{found_by}: {ADVICE[phase]}")
-        others, updates = (_tolerance(self.job, self.config, phase) for phase in ("output", "parameter"))
+                    return False, f"failed   {found_by}: {ADVICE[phase]}"
+        others, updates = self._tolerance("output"), self._tolerance("parameter")
         how = f"outputs and gradients {f'to {others:g}' if others else 'bit for bit'}, updates to {updates:g}"
         ranks = counted(self.world, "rank")
         text = f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors"
-        return Finding(True, text)
+        return True, f"ok       {text}"
 
     def _difference(self, phase: str, key: str, found: Tensor, expected: Tensor) -> str:
         """Return the name of a tensor that differs, and by how much; "" if within the tolerance."""
-        text = difference(found.detach(), expected.detach(), _tolerance(self.job, self.config, phase))
+        text = difference(found.detach(), expected.detach(), self._tolerance(phase))
         name = key.partition("#")[0]
         unit = self._unit_of.get(name, name if phase == "output" else "") or "the root"
         return f"{name or 'the model'} in unit {unit}: {text}" if text else ""
+
+    def _tolerance(self, phase: str) -> float:
+        """Return the allowed difference of tensors, as a fraction of the largest element."""
+        transport, precision = introspect(self.job.model).transport, self.config.parallel.precision
+        gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
+        in_rank_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
+        one_rounding = precision == "fp32" or self.config.train.accumulate == 1
+        if not (in_rank_order and one_rounding) or is_accelerator(self.job.device):
+            return TOLERANCE[precision]
+        return UPDATE_TOLERANCE if phase == "parameter" else 0.0
 
     def _comparisons(self, steps: int) -> Generator[Comparison, None, None]:
         """Run the steps with both models, and yield each comparison as soon as its tensors exist."""
@@ -201,17 +200,6 @@ def _ranks_with(text: str) -> str:
     first = next(filter(None, texts), "")
     ranks = [str(rank) for rank, own in enumerate(texts) if own == first]
     return first if len(ranks) == len(texts) else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {first}"
-
-
-def _tolerance(job: Job, config: Config, phase: str) -> float:
-    """Return the allowed difference of tensors, as a fraction of the largest element."""
-    transport = introspect(job.model).transport
-    gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
-    in_rank_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
-    one_rounding = config.parallel.precision == "fp32" or config.train.accumulate == 1
-    if not (in_rank_order and one_rounding) or is_accelerator(job.device):
-        return TOLERANCE[config.parallel.precision]
-    return UPDATE_TOLERANCE if phase == "parameter" else 0.0
 
 
 def difference(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> str:

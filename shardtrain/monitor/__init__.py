@@ -3,14 +3,12 @@
 The loop reports events to a `Monitor`, which passes each on to its writers. Ranks other than 0 have a monitor
 without writers, so the loop does not depend on the rank.
 
-Read in this order: ``metrics`` (what is measured between two reports), ``tables`` (texts about it),
-``writers`` (where events go, and the first page), ``monitor`` (all of these together), ``timeline`` (traces
-of steps, on request).
+Read in this order: ``metrics`` (what is measured between two reports), ``writers`` (where events go, and the
+first page), ``monitor`` (all of these together, and tables), ``timeline`` (traces of steps, on request).
 """
 
 from shardtrain.monitor.metrics import StepMetrics
-from shardtrain.monitor.monitor import Monitor, open_monitor
-from shardtrain.monitor.tables import score_table, start_table
+from shardtrain.monitor.monitor import Monitor, open_monitor, score_table, start_table
 from shardtrain.monitor.timeline import Watch
 
 __all__ = ["Monitor", "StepMetrics", "Watch", "open_monitor", "score_table", "start_table"]

@@ -78,28 +78,72 @@ def slow_rank(busy: Sequence[Mapping[str, float]]) -> SlowRank | None:
 
 @dataclass
 class Spent:
-    """Sum up the seconds of this process's training, as means over ranks.
-
-    Keys of ``seconds``: the phases of a step, without waiting; ``waiting`` for other ranks; and interruptions
-    such as ``evaluation``.
-    """
+    """Sum up the seconds of this process's training, as means over ranks."""
 
     since: float = field(default_factory=time.perf_counter)
+    # By phases of a step, without waiting; ``waiting`` for other ranks; interruptions such as ``evaluation``.
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps: int = 0
     images: int = 0
 
 
+# Where a run's time went, and what helps most: the hint is for the part that exceeds its usual share most.
+
+FEW_STEPS = 20  # with fewer, the first step dominates
+ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
+
+# Part of the time → its usual percentage, what it is, and what reduces it.
+HINTS = {
+    "data": (10, "waiting for images: raise data.workers"),
+    "waiting": (
+        15,
+        "waiting for other ranks and their shards: a larger train.batch_size gives each rank more to do, "
+        "parallel.precision=bf16 moves half the bytes",
+    ),
+    "checkpoint": (5, "saving checkpoints: raise checkpoint.every_steps"),
+    "evaluation": (20, "evaluation: raise train.eval_every"),
+    "optimizer": (15, "optimizer: a larger train.batch_size takes fewer updates"),
+    "the rest": (15, "neither steps nor evaluation: raise train.log_every"),
+}
+
+
+def judge(spent: Spent) -> dict[str, Any]:
+    """Return entries of result.json: seconds by part, and the verdict in one sentence."""
+    seconds = time.perf_counter() - spent.since
+    parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
+    parts["the rest"] = max(0.0, seconds - sum(parts.values()))
+    shares = {what: 100 * value / seconds for what, value in parts.items()}
+    text = ", ".join(f"{what} {share:.0f} %" for what, share in shares.items())
+    return {
+        "spent_s": {what: round(value, 3) for what, value in parts.items()},
+        "run_img_per_s": spent.images / seconds,
+        "time": text.replace("waiting", "exposed communication"),
+        "verdict": verdict(shares) if spent.steps >= FEW_STEPS else f"none of fewer than {FEW_STEPS} steps",
+    }
+
+
+def verdict(shares: Mapping[str, float]) -> str:
+    """Return a sentence: what takes more time than usual, and what to change. ``shares``: in percent."""
+    over = {what: shares.get(what, 0.0) - usual for what, (usual, _) in HINTS.items()}
+    worst = max(over, key=over.__getitem__)
+    if over[worst] > 0:
+        return f"{shares[worst]:.0f} % of the time is {HINTS[worst][1]}"
+    computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
+    return f"{computing:.0f} % of the time is computing: nothing stands out"
+
+
+def scores_in_words(scalars: Mapping[str, Any], names: Sequence[str], classes: int) -> str:
+    """Describe the scores with the tags ``names``; acc5 where there are more than ten classes."""
+    loss, acc1, acc5 = (scalars[tag] for tag in names)
+    return f"loss {loss:.4f}, acc1 {acc1:.2f} %" + (f", acc5 {acc5:.2f} %" if classes > 10 else "")
+
+
 class Report(NamedTuple):
-    """Hold the results of the steps since the last report, the same on all ranks.
+    """Hold the results of the steps since the last report, the same on all ranks."""
 
-    ``scalars``: by tag. ``slow``: the slow rank, if any. ``profile_requested``: whether a rank asks for a
-    profile.
-    """
-
-    scalars: dict[str, float]
+    scalars: dict[str, float]  # by tag
     slow: SlowRank | None = None
-    profile_requested: bool = False
+    profile_requested: bool = False  # by any rank
 
 
 class StepMetrics:
@@ -112,7 +156,7 @@ class StepMetrics:
 
     def __init__(self, job: Job) -> None:
         self.job, self.device, self.spent = job, job.device, Spent()
-        self.peak = _peak_flops(job.device, introspect(job.model).precision)
+        self.peak = peak_flops(job.device, introspect(job.model).precision)
         self._restart()
 
     def start(self) -> None:
@@ -197,8 +241,7 @@ class StepMetrics:
     def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
         """Report the steps since the last call. Gradients must not have been cleared. Collective.
 
-        Raises:
-            RuntimeError: the loss is not finite.
+        Raises RuntimeError if the loss is not finite.
         """
         steps, ranks = len(self._meters), comm.world_size()
         busy, waited, sent = self._own()
@@ -263,7 +306,8 @@ def _memory(job: Job) -> dict[str, float]:
     return {tag: size / MIB for tag, size in held.items()}
 
 
-def _peak_flops(where: torch.device, precision: Precision | None) -> float | None:
+def peak_flops(where: torch.device, precision: Precision | None) -> float | None:
+    """Return the operations per second of a GPU that is known, in the dtype of its computation."""
     if not device.is_accelerator(where):
         return None
     name = device.name(where)

@@ -1,4 +1,4 @@
-"""Pass a run's events on to writers, and report how the run ended."""
+"""Pass a run's events on to writers, and write the tables at its start and its end."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
 from shardtrain import device, introspect
 from shardtrain.job import tags
 from shardtrain.job.build import Job
-from shardtrain.job.config import Config
+from shardtrain.job.config import Config, Reference
 from shardtrain.job.data import Batch
 from shardtrain.job.dist_env import versions
 from shardtrain.job.evaluate import Evaluation
-from shardtrain.job.format import MIB
+from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
-from shardtrain.monitor.metrics import StepMetrics
-from shardtrain.monitor.tables import end_table, judge
+from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, SummaryFigure, TensorBoard, Writer
 
 
@@ -53,9 +53,6 @@ class Monitor:
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         self._each(lambda writer: writer.facts(facts))
-
-    def close(self, status: str) -> None:
-        self._each(lambda writer: writer.close(status))
 
     def picture(self, tag: str, picture: Picture | str, path: Path | None = None) -> bool:
         """Pass a picture on, and write it to ``path``. A text instead is printed once: why there is none.
@@ -149,7 +146,6 @@ def open_monitor(
         if status != "failed":  # after a failure only the exception is reported
             monitor.draw_summary()
             monitor.say(end_table(result))
-        monitor.close(status)
 
 
 def _open(
@@ -194,3 +190,78 @@ def _commit() -> str | None:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
         return asked.stdout.strip() or None
     return None
+
+
+def start_table(config: Config, context: Context, job: Job) -> str:
+    """Return a table of what will be trained, on what, and what this rank will hold."""
+    share, optim, side = job.share, config.optim, config.data.image_size
+    units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
+    own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
+    size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"
+    flops, rate = f"{job.forward_flops[side] / 1e9:.3g}", f"lr {optim.lr:g}, {config.sched.name}"
+    micro_batches = counted(share.accumulate, "micro-batch")
+    ranks = counted(share.world_size, "rank")
+    replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
+    threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
+    switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
+    rows = [
+        ("model", f"{_model_name(config.model)}, {size}, {flops} GFLOP per image forward"),
+        ("per rank", f"{most}{own:.1f} MiB parameters, {own:.1f} gradients"),
+        ("data", f"{job.data_name}, {side}×{side} pixels"),
+        ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
+        ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
+        ("update", f"{optim.name}, {rate}, weight decay {optim.weight_decay:g}"),
+        ("world", f"{ranks}{replicas}, {context.device.type}{threads}, torch {torch.__version__}"),
+        ("run", f"none: {switch}" if switch else str(context.run_dir)),
+    ]
+    return _labelled(rows)
+
+
+def _model_name(model: Mapping[str, Any]) -> str:
+    """Return the model's name, with keys that are not at their defaults."""
+    usual = ("_target_", "name", "num_classes", "in_channels", "image_size")
+    keys = [f"{k} {v}" for k, v in model.items() if k not in usual and v not in (None, False, "auto", [])]
+    return ", ".join([str(model.get("name", model["_target_"])), *keys])
+
+
+def end_table(result: Mapping[str, Any]) -> str:
+    """Return a table of how a run ended, from the content of result.json."""
+    rows = [(result["status"], f"step {result['step']}, {result['seconds']:.1f} s")]
+    if tags.TRAIN_LOSS in result:
+        loss, acc1, speed = (result[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
+        rows.append(("train", f"loss {loss:.4f}, acc1 {acc1:.2f} %, {speed:.0f} img/s at the end"))
+    if tags.VAL_LOSS in result:
+        at = f" at step {result[tags.BEST_STEP]}" if tags.BEST_STEP in result else ""  # older ones lack it
+        rows += _score_rows(result, f", best acc1 {result[tags.BEST_ACC1]:.2f} %{at}")
+    if "verdict" in result:
+        rows.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
+        rows += [("time", result["time"]), ("verdict", result["verdict"])]
+    return _labelled([*rows, ("run", result["run_dir"])])
+
+
+def score_table(scored: Sequence[Evaluation], reference: Reference | None, classes: int) -> str:
+    """Return a table of evaluations without a run: of the validation images, then of test images if any."""
+    facts = {"reference": None if reference is None else dataclasses.asdict(reference), "classes": classes}
+    val, *tests = scored
+    test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
+    return _labelled(_score_rows(val.scalars() | test | facts, ""))
+
+
+def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
+    """Return rows for the latest evaluation in ``result``, and its comparison with the reference."""
+    rows, ranked = [], "average" if tags.VAL_EMA_LOSS in result else "val"
+    for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
+        if names[0] in result:
+            scores = scores_in_words(result, names, result["classes"])
+            rows.append((name, scores + (more if name == ranked else "")))
+    if result.get("reference"):
+        judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
+        yours, theirs = next(result[tag] for tag in judged if tag in result), result["reference"]
+        source = f"{theirs['kind']} ({theirs['source']}: {theirs['conditions']})"
+        rows.append(("acc1", f"yours {yours:.2f} %, reference {theirs['accuracy']:.2f} %, {source}"))
+    return rows
+
+
+def _labelled(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

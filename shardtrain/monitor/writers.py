@@ -23,8 +23,7 @@ from shardtrain.job import pictures, tags
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed
 from shardtrain.job.pictures import Picture
-from shardtrain.monitor.metrics import PHASES, WAITING
-from shardtrain.monitor.tables import in_words
+from shardtrain.monitor.metrics import PHASES, WAITING, scores_in_words
 from shardtrain.plan.memory import MEMORY_KINDS
 
 
@@ -32,9 +31,9 @@ class Writer:
     """Ignore every event; subclasses override the events that they write.
 
     ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag. ``picture``: one
-    of the latest step. ``facts``: what has no curve; the first event. ``close``: the run has ``finished``,
-    was ``interrupted`` or has ``failed``. Constructors write nothing, and no file stays open between events:
-    an event that raised OSError disturbs no later one.
+    of the latest step. ``facts``: what has no curve; the first event, and at the end with the ``status``:
+    ``finished``, ``interrupted`` or ``failed``. Constructors write nothing, and no file stays open between
+    events: an event that raised OSError disturbs no later one.
     """
 
     def say(self, text: str) -> None: ...
@@ -42,7 +41,6 @@ class Writer:
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
     def picture(self, tag: str, picture: Picture) -> None: ...
     def facts(self, facts: Mapping[str, Any]) -> None: ...
-    def close(self, status: str) -> None: ...
 
 
 class Console(Writer):
@@ -64,7 +62,7 @@ class Console(Writer):
         where = f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {step / self.steps_per_epoch:.1f}"
         for part, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
             if names[0] in scalars:
-                self.say(f"{where}  {part} {in_words(scalars, names, self.classes)}")
+                self.say(f"{where}  {part} {scores_in_words(scalars, names, self.classes)}")
         if tags.TRAIN_LOSS not in scalars:
             return
         loss, acc1, speed = (scalars[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
@@ -268,8 +266,8 @@ class TensorBoard(Writer):
         self._keep(self.latest, summary=self._summary.image(tag, picture, dataformats="HWC"))
         self._write()
 
-    def close(self, status: str) -> None:
-        if status == "finished":  # otherwise TensorBoard shows the run as running
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        if facts.get("status") == "finished":  # otherwise TensorBoard shows the run as running
             self._keep(self.latest, summary=self._end)
         self._write()
 

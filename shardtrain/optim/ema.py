@@ -52,8 +52,7 @@ class Ema:
     def swapped(self) -> Iterator[None]:
         """Replace parameters and buffers by their averages inside. Changes made inside are dropped.
 
-        Raises:
-            ValueError: a step is under way.
+        Raises ValueError if a step is under way.
         """
         self._engine.require_rest("Ema.swapped() cannot be called")
         kept = [now.clone() for _, now in self._pairs()]

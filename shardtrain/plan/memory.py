@@ -136,24 +136,25 @@ class Life:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Record every operation of a step of ``model``, and the life of every storage, while entered."""
+    """Record every operation of a ``step`` over ``batches``, and the life of every storage, while entered."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, present: Iterable[Tensor]) -> None:
-        """``present``: tensors that exist before the step, such as the batch."""
+    def __init__(self, step: Step, batches: Sequence[Sequence[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._instants: list[tuple[str, str, int]] = []  # phase, unit, bytes that the engine had gathered
         self._lives: list[Life] = []
-        self._model = inside = introspect(model)
+        self._model = inside = introspect(step.model)
         self._known: dict[int, Life] = {}  # existing storages, by address
         self._watches: list[weakref.ref[Any]] = []
         self._phase = ""  # the last one that the engine named
         self._fixed = {"parameters": inside.shard_bytes, "gradients": inside.transport.reserved}
         ours = {_address(tensor) for tensor in inside.tensors}
-        for kind, tensors in (
-            ("gradients", [p.grad for p in model.parameters() if p.grad is not None]),
-            ("optimizer", optimizer_tensors(optimizer)),
-            ("other", [*model.buffers(), *present]),
-        ):
+        averages = step.ema.held() if step.ema is not None else []
+        present = {
+            "gradients": [p.grad for p in step.model.parameters() if p.grad is not None],
+            "optimizer": optimizer_tensors(step.optimizer),
+            "other": [*step.model.buffers(), *chain(*batches), *averages],
+        }
+        for kind, tensors in present.items():
             for tensor in tensors:
                 if _address(tensor) not in ours:
                     self._see(tensor, kind)
@@ -180,7 +181,11 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def _note(self, given: Set[int], made: dict[int, Tensor]) -> None:
-        phase, unit = self._where()
+        phase, unit = self._model.under_way
+        if phase != "rest":
+            self._phase = phase
+        else:  # the batch comes before a forward, the loss after it, and the update after a backward
+            phase = "update" if self._phase == "backward" else "forward"
         kind = "activations" if phase != "update" and self._phase else "other"
         if phase == "backward" and _in_gradient():
             kind = "gradients"
@@ -191,16 +196,6 @@ class LiveTensors(TorchDispatchMode):
             self._see(made[address], kind)
         gathered = 0 if self._model.transport.in_place else self._model.gathered.bytes
         self._instants.append((phase, unit, gathered))
-
-    def _where(self) -> tuple[str, str]:
-        """Return the phase and the unit. Outside of forward and backward, the update follows a backward."""
-        phase, unit = self._model.under_way
-        if phase != "rest":
-            self._phase = phase
-        else:
-            # The batch comes before a forward, the loss after it.
-            phase = "update" if self._phase == "backward" else "forward"
-        return phase, unit
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
@@ -225,19 +220,20 @@ def memory_of_step(step: Step, batches: Sequence[Sequence[Tensor]]) -> MemoryTim
     It must not be the first step, in which the order of units and the optimizer state are new. Works on every
     device and without data. It is slow, since Python handles each operation.
     """
-    averages = step.ema.held() if step.ema is not None else []
-    live = LiveTensors(step.model, step.optimizer, [*chain(*batches), *averages])
+    live = LiveTensors(step, batches)
     with live:
         step(batches)
     return live.timeline()
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> dict[str, int]:
-    """Return the bytes of this rank's state that a checkpoint saves, without padding."""
+    """Return the bytes of this rank's state, without padding. Every trainable parameter has a gradient."""
     state: dict[str, Iterable[Tensor]] = {
         "parameters": model.parameters(),
+        "gradients": [param for param in model.parameters() if param.requires_grad],
         "optimizer": optimizer_tensors(optimizer),
         "averages": ema.held() if ema is not None else [],
+        "buffers": model.buffers(),
     }
     return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in state.items()}
 

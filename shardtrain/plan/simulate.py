@@ -8,8 +8,7 @@ Nothing here repeats what the engine does, so a plan follows the engine when tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,7 +71,9 @@ class Plan:
 def simulate(config: Config, question: Question) -> Plan:
     """Return the plan for ``config``, whose model's keys are complete, as if nothing were compiled."""
     config = uncompiled(config)
-    with _without_data():
+    with warnings.catch_warnings(), FakeTensorMode():
+        # The engine compares addresses to notice replaced parameters; here all are 0.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         model, optimizer, by_rows = _sharded(config, question)
         held = introspect(model).bytes_by_rank
         if question.rank is None:
@@ -106,8 +107,6 @@ def simulate(config: Config, question: Question) -> Plan:
             units=tuple(inside.units),
             by_rows=by_rows,
             **state_bytes(model, optimizer, ema),
-            gradients=_bytes(param for param in model.parameters() if param.requires_grad),
-            buffers=_bytes(model.buffers()),
             gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,
             sent=dict(traffic.bytes),
@@ -177,16 +176,3 @@ def _unsharded(config: Config) -> nn.Module:
                         made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
                 held[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
     return model
-
-
-@contextmanager
-def _without_data() -> Iterator[None]:
-    """Make tensors inside with a shape and a storage, but no memory."""
-    with warnings.catch_warnings(), FakeTensorMode():
-        # The engine compares addresses to notice replaced parameters; here all are 0.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
