@@ -230,7 +230,8 @@ row("Wrapping", "Training equals a replica's", make=OddNet, step=on_images)
 to_last = partial(nn.Module.to, memory_format=torch.channels_last)
 row("Wrapping", "channels_last convolutions", make=OddNet, before=to_last, step=on_images)
 row("Wrapping", "A 0-dim parameter", scalars=True)
-row("Wrapping", "Options that differ between ranks", "transport= differs between ranks", options="differing")
+text = "transport= differs between ranks: rank 1 has '.*' where rank 0 has '.*'"
+row("Wrapping", "Options that differ between ranks", text, options="differing")
 
 
 @scene("Wrapping")

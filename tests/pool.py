@@ -28,6 +28,7 @@ Ranks = Callable[..., list[Any]]  # of the fixtures `ranks` and `on_ranks`
 LARGEST = 4
 TIMEOUT_S = 150.0
 # What tests import, so that ranks are forked with it; `shardtrain.train` stands for what programs import.
+WILD = ["transformers", "accelerate", "timm", "peft", "torchmetrics"]  # packages that `test_wild.py` needs
 PRELOADED = ["torch", "torchvision", "shardtrain.train.loop", "matplotlib.figure", "pytest", "hypothesis"]
 
 

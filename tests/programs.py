@@ -3,7 +3,7 @@
 Importing torch and torchvision costs every process four seconds, torchrun's own included; forked, a program
 starts in hundredths of a second. It is ``__main__`` of processes of its own all the same, with its arguments,
 environment, folder and outputs, and its ranks meet at a store as under torchrun. What torchrun itself does,
-reports of errors, signals, restarts, is tested with torchrun: `test_cli.py`, `test_torture.py`.
+reports of errors, signals, restarts, is tested with torchrun: `test_cli.py`, `test_hosts.py`.
 """
 
 from __future__ import annotations

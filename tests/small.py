@@ -77,6 +77,19 @@ class TwoPaths(nn.Module):
         return x
 
 
+class Parts(nn.Module):
+    """A module of parts by name; ``forward`` gets it and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.does = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.does(self, *args)
+
+
 def images(
     step: int, rank: int | None = None, n: int = 6, size: int = 5
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,15 +162,24 @@ def assert_same_parameters(model: nn.Module, replica: nn.Module, tolerance: floa
     """Parameters of the sharded ``model`` equal the replica's, and rest is rest."""
     plain = replica.module if isinstance(replica, DistributedDataParallel) else replica
     whole = shardtrain.full_state_dict(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(
-            whole[name],
-            param.detach(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )
+    expected = {name: param.detach() for name, param in plain.named_parameters()}
+    torch.testing.assert_close(
+        {name: whole[name] for name in expected}, expected, rtol=tolerance, atol=tolerance
+    )
     assert_at_rest(model)
+
+
+def train_alike(
+    model: nn.Module,
+    replica: nn.Module,
+    steps: int = 4,
+    tolerance: float = 1e-5,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> None:
+    """Train both; require equal losses and parameters."""
+    expected = train(replica, optimizer(replica), steps)
+    assert train(model, optimizer(model), steps) == pytest.approx(expected, rel=tolerance, abs=0)
+    assert_same_parameters(model, replica, tolerance)
 
 
 def classify(net: nn.Module, step: int) -> torch.Tensor:

@@ -159,7 +159,6 @@ def test_one_command_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     """Dry. DDP is not among them: its reducer does not run over torch's fake process group."""
     listed = "contenders=[shardtrain,no_communication,fsdp2]", f"out={tmp_path}"
     found = settings.read(["device=cuda", "model=tiny", "rounds=1", "warmup=0", *listed], speak=False)
-    assert found is not None
     monkeypatch.setitem(devices.BACKENDS, "cuda", "fake")
     with SimulatedDevice()(monkeypatch):
         bench(found, "steps", ALONE, choose_device(found.device, ALONE))
@@ -215,7 +214,6 @@ def test_host_time_is_of_what_is_left_without_the_model() -> None:
 
 def test_what_is_measured_on_one_host(tmp_path: Path) -> None:
     found = settings.read([f"out={tmp_path}", "memory=true"], speak=False)
-    assert found is not None
     with pytest.raises(UserError, match=r"measured in one process: python -m shardtrain\.bench host"):
         bench(found, "host", RankInfo(0, 2, 0, 1), CPU)
     for local, device, message in ((1, CPU, "start all ranks on it"), (2, DEVICE, "memory=true is for CPUs")):
@@ -228,7 +226,6 @@ def test_memory_of_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture
     """Forked here, which is quicker than spawned."""
     given = ["memory=true", "model=tiny", "contenders=[ddp]", "reference=ddp", f"out={tmp_path}"]
     found = settings.read([*given, "device=cpu"], speak=False)
-    assert found is not None
     forkserver()
     fork = functools.partial(start_processes, start_method="forkserver")
     with patch.object(memory, "spawn", fork):

@@ -33,11 +33,10 @@ SAVING = [*TINY, "train.epochs=4000", "checkpoint.keep=1", "run.name=here"]
 CTRL_C = [*TINY, "train.epochs=10000", "checkpoint.keep=0", "run.dir=run"]
 
 
-def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
-    """On a port of its own, so that runs do not meet."""
+def torchrun(*arguments: str) -> list[str]:
+    """Two ranks, on a port of their own, so that runs do not meet."""
     launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    sizes = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    return [sys.executable, *launcher, *sizes, *PROGRAM, *arguments]
+    return [sys.executable, *launcher, "--nproc-per-node", "2", *PROGRAM, *arguments]
 
 
 def in_a_shell(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +76,7 @@ def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
-    done = in_a_shell(torchrun(2, "+recipe=resnet", "train.batch_size=99"), tmp_path)
+    done = in_a_shell(torchrun("+recipe=resnet", "train.batch_size=99"), tmp_path)
     message = (
         "error: train.batch_size=99 is not divisible by 2 ranks × train.accumulate=1; 98 or 100 would fit"
     )
@@ -132,9 +131,8 @@ def test_ranks_leave_with_torchrun(tmp_path: Path, number: signal.Signals) -> No
     `test_resume.py` has what it passes on.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = torchrun(2, *SAVING, "run.dir=run")
+    command = torchrun(*SAVING, "run.dir=run")
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as running:
-        assert running.stdout is not None
         try:
             next(line for line in running.stdout if line.startswith("step"))
             time.sleep(0.3)

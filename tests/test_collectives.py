@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain import comm as dist
 from shardtrain.comm import messages, native, public
 
-from pool import Ranks, each_rank
+from pool import each_rank
 
 
 def equal(found: torch.Tensor, expected: Any) -> None:
@@ -105,7 +105,6 @@ def finish(work: comm.Work | None, async_op: bool) -> None:
     if not async_op:
         assert work is None
         return
-    assert work is not None
     assert work.wait() is True
     assert work.is_completed()
     assert work.wait() is True
@@ -266,7 +265,6 @@ def test_asynchronous_work_completes_by_itself() -> None:
         time.sleep(0.2)
     output = torch.empty(comm.world_size())
     work = comm.all_gather_into_tensor(output, torch.ones(1), async_op=True)
-    assert work is not None
     assert comm.rank() == 1 or not work.is_completed()
     deadline = time.monotonic() + 10
     while not work.is_completed() and time.monotonic() < deadline:
@@ -394,27 +392,20 @@ REFUSALS: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
 ]  # fmt: skip
 
 
-def refusals() -> list[str]:
-    """Each of `REFUSALS` on rank 1; what this rank reads."""
-    rank, world, texts = comm.rank(), comm.world_size(), []
-    for name, bad, _ in REFUSALS:
+@each_rank(2, transport="auto")
+def test_every_rank_refuses_what_one_rank_gets_wrong() -> None:
+    """Rank 1, which tries each of `REFUSALS`."""
+    rank = comm.rank()
+    for name, bad, expected in REFUSALS:
         with pytest.raises(ValueError, match=f"^{name} refused on every rank: rank") as caught:
             call(name, **(bad() if rank == 1 else {}))
-        texts.append(str(caught.value))
+        assert expected in str(caught.value)
         # the group is as good as before
-        output, total = torch.empty(world * 3), torch.empty(3)
+        output, total = torch.empty(6), torch.empty(3)
         comm.all_gather_into_tensor(output, torch.full((3,), float(rank)))
-        equal(output, torch.arange(float(world)).repeat_interleave(3))
+        equal(output, torch.arange(2.0).repeat_interleave(3))
         comm.reduce_scatter_tensor(total, output)
-        equal(total, torch.full((3,), float(rank * world)))
-    return texts
-
-
-def test_every_rank_refuses_what_one_rank_gets_wrong(on_ranks: Ranks) -> None:
-    texts, other = on_ranks(2, refusals)
-    assert other == texts
-    for (_, _, expected), text in zip(REFUSALS, texts, strict=True):
-        assert expected in text
+        equal(total, torch.full((3,), 2.0 * rank))
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -438,7 +429,6 @@ def test_every_wrong_rank_is_named() -> None:
 def test_asynchronous_refusals_come_from_wait() -> None:
     size = 4 if comm.rank() == 1 else 3
     work = call(GATHER, output=torch.empty(2 * size), input=torch.empty(size), async_op=True)
-    assert work is not None
     for _ in range(2):
         with pytest.raises(ValueError, match="rank 1: expected the same as on rank 0"):
             work.wait()

@@ -154,9 +154,7 @@ def printed(*arguments: str) -> str:
 
 
 def test_a_recipe_folder_of_ones_own(own: Path) -> None:
-    raw = compose(["+recipe=mine", "--config-dir", str(own), "train.max_steps=3"])
-    assert raw is not None
-    config = from_hydra(raw)
+    config = composed("+recipe=mine", "--config-dir", str(own), "train.max_steps=3")
     assert (config.model["name"], config.data.name, config.train.epochs) == ("squeezenet1_1", "fake", 2)
     assert config.train.max_steps == 3
     with pytest.raises(UserError, match=r"unknown recipe 'min'; did you mean mine\?"):
@@ -176,15 +174,12 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
     (own / "data").mkdir()
     (own / "data/mine.yaml").write_text(textwrap.dedent(keys))
     raw = compose(["data=mine", "data.root=here", "--config-dir", str(own)])
-    assert raw is not None
     assert raw.augment == {"_target_": None}
     section = OmegaConf.to_container(raw.data)
     assert isinstance(typed(Digits | Mine, section, "data"), Mine)
     (own / "augment").mkdir()
     (own / "augment/mine.yaml").write_text("defaults: [photo]\n")
-    raw = compose(["data=mine", "data.root=here", "--config-dir", str(own)])
-    assert raw is not None
-    assert raw.augment.pad == 0
+    assert compose(["data=mine", "data.root=here", "--config-dir", str(own)]).augment.pad == 0
 
 
 def test_help_lists_the_recipes(own: Path) -> None:
@@ -225,9 +220,7 @@ TINY = (
 
 
 def read(*arguments: str) -> Sweep:
-    found = sweep.read(["-m", *arguments], False)
-    assert found is not None
-    return found
+    return sweep.read(["-m", *arguments], False)
 
 
 def jobs(*arguments: str) -> list[str]:

@@ -26,14 +26,7 @@ from shardtrain.job import data
 from shardtrain.job.build import completed
 from shardtrain.job.config import Cifar, Digits, Fake, HuggingFace, ImageFolder, Npz, WebDataset
 from shardtrain.job.data.batches import Arrays
-from shardtrain.job.data.sampler import (
-    EvalSampler,
-    Share,
-    TrainSampler,
-    copies_apart,
-    epoch_order,
-    generator,
-)
+from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.schema import UserError
 from shardtrain.recipes.augment import Photo
 
@@ -308,7 +301,6 @@ def test_a_limit_takes_some_of_every_class() -> None:
 @pytest.mark.parametrize("amount", [0.2, 287])
 def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> None:
     whole, split = data.load(DIGITS), data.load(replace(DIGITS, validation=amount))
-    assert split.test is not None
     assert [len(part) for part in (split.train, split.val, split.test)] == [1150, 287, 360]
     assert torch.equal(split.test[[0, 359]][0], whole.val[[0, 359]][0])
     parts = [set(part.indices.tolist()) for part in (split.train, split.val)]  # type: ignore[attr-defined]

@@ -126,7 +126,6 @@ def test_the_program_says_what_it_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = program.read([*TINY, *VIT, "steps=2", "train.max_steps=1"], False)  # the run has fewer steps
-    assert settings is not None
     program.examine(settings, HERE, CPU)
     assert capsys.readouterr().out.startswith("ok       1 steps sharded over 1 rank equal unsharded ones")
     monkeypatch.setattr(Twins, "examine", lambda *_: (False, "failed   it is broken: mend it"))

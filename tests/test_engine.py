@@ -8,7 +8,7 @@ import gc
 import pickle
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,10 +27,11 @@ from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.shard import ALIGN_BYTES
 
 from naive_twin import NaiveTwin
-from pool import Ranks, each_rank
+from pool import each_rank
 from small import (
     Block,
     OddNet,
+    Parts,
     assert_at_rest,
     assert_same_parameters,
     classify,
@@ -40,6 +41,7 @@ from small import (
     shard,
     sharded_and_replica,
     train,
+    train_alike,
 )
 
 # memory and traffic
@@ -80,43 +82,43 @@ def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
     again = infos[1:-2] if reshard else []
     gathered = everything + sum(info.local_bytes for info in again)
     assert meter.calls == {"all_gather": 4 + len(again), "reduce_scatter": 4}
-    assert meter.bytes == {
-        "all_gather": gathered * (world - 1),
-        "reduce_scatter": everything * (world - 1),
-    }
+    assert meter.bytes == {"all_gather": gathered * (world - 1), "reduce_scatter": everything * (world - 1)}
+
+
+@contextlib.contextmanager
+def elements_under_way(sizes: list[int]) -> Iterator[None]:
+    """Append to ``sizes`` how many elements are being reduced, whenever a reduction begins or ends."""
+
+    def counting(name: str, sign: int) -> Any:
+        original = getattr(Reduction, name)
+
+        def counted(reduction: Reduction) -> None:
+            sizes.append(sizes[-1] + sign * reduction.full_bytes // 4)
+            original(reduction)
+
+        return mock.patch.object(Reduction, name, counted)
+
+    with counting("launch", 1), counting("finish", -1):
+        yield
 
 
 @each_rank(2, transport="auto")
 def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
     """The last layer is the largest: its reduction is alone. Where units stay, all are under way at once."""
-    launch, finish = Reduction.launch, Reduction.finish
-    sums = []
-    for reshard in (True, False):
+    sizes: dict[bool, list[int]] = {True: [0], False: [0]}
+    for reshard in sizes:
         layers = [nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 30)]
         options = {"transport": "process_group", "reshard_after_forward": reshard}
         model = shard(nn.Sequential(*layers), units=[nn.Linear], **options)
-        sizes = [0]
-
-        def launched(reduction: Reduction, sizes: list[int] = sizes) -> None:
-            sizes.append(sizes[-1] + reduction.full_bytes)
-            launch(reduction)
-
-        def finished(reduction: Reduction, sizes: list[int] = sizes) -> None:
-            sizes.append(sizes[-1] - reduction.full_bytes)
-            finish(reduction)
-
-        with (
-            mock.patch.object(Reduction, "launch", launched),
-            mock.patch.object(Reduction, "finish", finished),
-        ):
+        with elements_under_way(sizes[reshard]):
             model(torch.randn(2, 9)).sum().backward()
-        sums.append([size // 4 for size in sizes])
     small, large = 96, 304  # elements, padded
-    assert sums[0][:6] == [0, large, 0, small, 2 * small, 3 * small]
-    assert max(sums[1]) == large + 3 * small
+    assert sizes[True][:6] == [0, large, 0, small, 2 * small, 3 * small]
+    assert max(sizes[False]) == large + 3 * small
 
 
-def waits_for_a_slow_rank() -> tuple[float, set[str]]:
+@each_rank(2)
+def test_the_meter_says_how_long_a_rank_waited_and_for_what() -> None:
     model, _ = sharded_and_replica()
     train(model, sgd(model), 2)
     dist.barrier()
@@ -128,14 +130,9 @@ def waits_for_a_slow_rank() -> tuple[float, set[str]]:
     assert outer.exposed() == pytest.approx(exposed, abs=0.01)
     titles = set(shardtrain.introspect(model).unit_of_parameter.values())
     assert {what.unit for what in exposed} <= titles | {"the model"}
-    return sum(exposed.values()), {what.kind for what in exposed}
-
-
-def test_the_meter_says_how_long_a_rank_waited_and_for_what(ranks: Ranks) -> None:
-    quick, slow = ranks(2, waits_for_a_slow_rank)
-    assert quick[0] > 0.15
-    assert slow[0] < quick[0]
-    assert quick[1] <= {"all_gather", "reduce_scatter", "fence"}
+    assert {what.kind for what in exposed} <= {"all_gather", "reduce_scatter", "fence"}
+    quick, slow = comm.gather_texts(str(sum(exposed.values())), comm.plain_transport())
+    assert float(quick) > max(0.15, float(slow))
 
 
 @each_rank(1)
@@ -149,7 +146,6 @@ def test_world_size_1_makes_no_collective_and_no_copy() -> None:
     assert not meter.calls
     assert_at_rest(model)  # no second buffer
     for name, param in model.named_parameters():
-        assert param.grad is not None
         assert param.grad.untyped_storage().data_ptr() == gradients[name]
 
 
@@ -174,9 +170,7 @@ def test_slow_movements_change_nothing() -> None:
             return comm.Pending(lambda: (time.sleep(0.02), pending.wait())[1])
 
         setattr(transport, name, late)
-    train(model, sgd(model), 2)
-    train(replica, sgd(replica), 2)
-    assert_same_parameters(model, replica)
+    train_alike(model, replica, 2)
 
 
 # accumulation and clipping
@@ -184,11 +178,7 @@ def test_slow_movements_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("quiet", "set_to_none"),
-    [
-        ([True, False, True, True, False], None),
-        ([True, True, False], True),
-        ([True, True, False], False),
-    ],
+    [([True, False, True, True, False], None), ([True, True, False], True), ([True, True, False], False)],
 )
 @each_rank(1, 3)
 def test_accumulation_equals_ddp_s(quiet: list[bool], set_to_none: bool | None) -> None:
@@ -300,19 +290,20 @@ def test_activation_checkpointing_costs_no_extra_gather(together: bool, reentran
     assert meter.calls == {"all_gather": 7 if reentrant else 5, "reduce_scatter": 4}
 
 
+def freeze() -> nn.Module:
+    net = OddNet()
+    net.blocks.requires_grad_(False)
+    net.blocks[0].norm.requires_grad_(True)
+    return net
+
+
 @each_rank(1, 3)
 def test_frozen_parameters_are_neither_reduced_nor_given_gradients() -> None:
-    def partly_frozen() -> nn.Module:
-        net = OddNet()
-        net.blocks.requires_grad_(False)
-        net.blocks[0].norm.requires_grad_(True)
-        return net
-
-    model = like_a_replica(partly_frozen)
+    model = like_a_replica(freeze)
     with comm.meter() as meter:
         train(model, sgd(model), 1)
     world = dist.get_world_size()
-    trainable = sum(param.nbytes for param in partly_frozen().parameters() if param.requires_grad)
+    trainable = sum(param.nbytes for param in freeze().parameters() if param.requires_grad)
     assert meter.calls["reduce_scatter"] == 2 * (world > 1)
     assert meter.bytes["reduce_scatter"] <= (world - 1) * (trainable / world + 3 * ALIGN_BYTES)
     assert all(p.grad is None for p in (model.blocks[0].conv.weight, *model.blocks[1].parameters()))
@@ -345,8 +336,7 @@ def test_a_model_on_the_meta_device_materialises_its_pieces() -> None:
     assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in expected.parameters())
     shardtrain.load_full_state_dict(model, expected.state_dict())
     assert_same_parameters(model, expected, tolerance=0)
-    replica = nn.parallel.DistributedDataParallel(expected)
-    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    train_alike(model, nn.parallel.DistributedDataParallel(expected))
 
 
 @each_rank(1, 3)
@@ -395,27 +385,6 @@ def test_running_statistics_begin_as_rank_0_s_and_are_averaged() -> None:
     assert norm.num_batches_tracked == 10
 
 
-def shares_a_global_batch() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3)).double()
-    shard(model, units=[nn.Linear] if dist.get_world_size() % 2 else [])
-
-    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        mine = x.chunk(dist.get_world_size())[dist.get_rank()]
-        return mine, (mine[:, 0] > 0).long()
-
-    train(model, sgd(model), 3, batch)
-    return shardtrain.full_state_dict(model)
-
-
-def test_the_same_global_batch_at_any_world_size(ranks: Ranks) -> None:
-    """With other units at odd world sizes."""
-    alone, *others = (ranks(world, shares_a_global_batch)[0] for world in (1, 2, 3, 4))
-    for state in others:
-        torch.testing.assert_close(state, alone, rtol=1e-10, atol=1e-12)
-
-
 def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="WORLD_SIZE is 2 but there is no process group"):
@@ -427,10 +396,6 @@ def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPa
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, foreach=True)
-
-
-def momentum_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def mean_of_means(group: int):  # type: ignore[no-untyped-def]
@@ -488,12 +453,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept between forward and backward": {"reshard_after_forward": False},
     "nested units": {"units": _nested},
     "every leaf": {"units": leaves},
+    "whole parameters, every leaf": {"layout": "whole", "units": leaves},
+    "whole parameters in the root, kept": {
+        "layout": "whole",
+        "units": [],
+        "reshard_after_forward": False,
+    },
+    "whole parameters, some frozen": {"layout": "whole", "make": freeze},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @each_rank(3)
-def test_unit_boundaries_do_not_change_the_result(options: dict[str, Any]) -> None:
+def test_units_and_cuts_do_not_change_the_result(options: dict[str, Any]) -> None:
     like_a_replica(**options)
 
 
@@ -561,25 +533,18 @@ def test_automatic_units_are_blocks() -> None:
             assert largest(models.get_model(name)) < 0.26, name
 
 
-class NoForward(nn.Module):
-    """Holds layers and has no forward of its own."""
+def attends() -> nn.Module:
+    """Its first part holds layers and has no forward of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(99, 99), nn.Linear(99, 99)
-
-
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.attention = NoForward(), nn.MultiheadAttention(99, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = self.layers.second(self.layers.first(x))
         return self.attention(x, x, x)[0]
+
+    layers = nn.Module()
+    layers.first, layers.second = nn.Linear(99, 99), nn.Linear(99, 99)
+    return Parts(forward, layers=layers, attention=nn.MultiheadAttention(99, 3))
 
 
 def test_automatic_units_are_modules_that_are_called() -> None:
     """Not a holder without a forward; nor the projection inside an attention that never calls it."""
-    model = Attends()
-    assert units_of(model) == ["layers.first", "layers.second", "attention"]
+    assert units_of(attends()) == ["layers.first", "layers.second", "attention"]

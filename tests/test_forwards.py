@@ -33,6 +33,7 @@ from small import (
     Block,
     Deep,
     OddNet,
+    Parts,
     Vit,
     assert_at_rest,
     assert_same_parameters,
@@ -83,6 +84,10 @@ checkpointed = shardtrain.checkpoint_activations
 def both(model: nn.Module) -> None:
     compiled(model)
     checkpointed(model)
+
+
+def nothing(model: nn.Module) -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -233,29 +238,21 @@ def test_many_kinds_of_one_class() -> None:
 def test_checkpointed_units_hold_less_and_move_the_same() -> None:
     """What a step moves, without and with."""
     model, _ = sharded_and_replica(lambda: Deep(6))
-    moved, kept = [], []
-    for again in (False, True):
-        if again:
-            checkpointed(model)
+    moved, kept, batch = [], [], images(0, n=32)
+    for inside in (nothing, checkpointed):
+        inside(model)
         train_in_micro_batches(model)
         with comm.meter() as meter:
             train_in_micro_batches(model)
         moved.append(dict(meter.calls) | dict(meter.bytes))
-        kept.append(peak_of_activations(model))
+        step = Step(model, F.cross_entropy, sgd(model), None)
+        step([batch])
+        kept.append(memory_of_step(step, [batch]).most("activations"))
         assert_at_rest(model)
     inputs = 32 * 7 * 3 * 3 * 4  # bytes of a block's
     # Each of six blocks keeps two such tensors without; with, one, and both of one block at a time.
     assert kept[0] - kept[1] >= 4 * inputs
-    without, with_it = moved[0], moved[1]
-    assert without == with_it
-
-
-def peak_of_activations(model: nn.Module) -> int:
-    """Bytes, counted tensor by tensor."""
-    batch = images(0, n=32)
-    step = Step(model, F.cross_entropy, sgd(model), None)
-    step([batch])
-    return memory_of_step(step, [batch]).most("activations")
+    assert moved[0] == moved[1]
 
 
 def test_a_copy_runs_its_own_forward() -> None:
@@ -276,20 +273,11 @@ def test_a_copy_runs_its_own_forward() -> None:
 # mistakes
 
 
-class Doing(nn.Module):
-    """A linear layer, and then what the test asks."""
-
-    def __init__(self, does: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear, self.does = nn.Linear(4, 4), does
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.does(self, self.linear(x))
-
-
-def elsewhere(does: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda module, y: y) -> nn.Module:
-    named = OrderedDict(first=Doing(does), second=nn.Linear(4, 4))
+def elsewhere(does: Callable[[Any, torch.Tensor], torch.Tensor] = lambda module, y: y) -> nn.Module:
+    """A unit that does what the test asks with the result of a linear layer, and another unit."""
+    first = Parts(lambda self, x: does(self, self.linear(x)), linear=nn.Linear(4, 4))
+    first.register_buffer("count", torch.zeros(()))
+    named = OrderedDict(first=first, second=nn.Linear(4, 4))
     return shardtrain.shard(nn.Sequential(named), units=lambda name, _: name in named)
 
 
@@ -334,10 +322,6 @@ def test_inputs_that_are_changed_afterwards() -> None:
     x.add_(1)
     with pytest.raises(ValueError, match="inputs of unit 0 changed in place after it began"):
         y.sum().backward()
-
-
-def nothing(model: nn.Module) -> None:
-    pass
 
 
 GRAPHS = "CUDA graphs read parameters wher"
@@ -397,7 +381,6 @@ def test_units_inside_units() -> None:
 # options together
 
 
-Inside = Callable[[nn.Module], None]
 LOW = {"precision": Precision(torch.bfloat16, reduce=torch.float32, output=torch.float32)}
 INT8 = {"precision": Precision(gather=torch.int8, reduce=torch.int8)}
 KEPT = {"reshard_after_forward": False}
@@ -410,7 +393,7 @@ CASES: dict[str, tuple[tuple[int, int], Inside, float, dict[str, Any]]] = {
     "replicas, whole, offload, compiled": ((2, 2), compiled, 1e-5, WHOLE | OFFLOAD),
     "int8, compiled": ((1, 2), compiled, 5e-2, INT8),
     "int8, offload, recomputed": ((1, 3), checkpointed, 5e-2, INT8 | OFFLOAD),
-    "int8, whole, kept": ((1, 3), lambda _: None, 5e-2, INT8 | WHOLE | KEPT),
+    "int8, whole, kept": ((1, 3), nothing, 5e-2, INT8 | WHOLE | KEPT),
     "all but int8": ((2, 2), both, 5e-2, WHOLE | OFFLOAD | LOW | DEFERRED),
     "replicas, recomputed, kept": ((2, 2), checkpointed, 1e-5, KEPT),
 }

@@ -32,7 +32,7 @@ from shardtrain.comm.trace import ENTER, LEAVE
 from shardtrain.layout import even
 
 from pool import Ranks, each_rank
-from small import Block, OddNet, TwoPaths, mesh, raised_soon, sgd, shard, train
+from small import Block, OddNet, Parts, TwoPaths, mesh, raised_soon, sgd, shard, train
 
 
 def is_last() -> bool:
@@ -182,32 +182,14 @@ def test_ranks_that_wait_for_one_another_give_up_at_the_time_out() -> None:
     ), text
 
 
-@each_rank(3)
-def test_ranks_that_ask_for_different_transports_are_named() -> None:
-    transport = ["auto", "process_group", "shared_memory"][dist.get_rank()]
-    text = raised_soon(ValueError, lambda: shardtrain.shard(OddNet(), transport=transport))
-    assert text == (
-        "transport= differs between ranks: rank 1 has 'process_group' where rank 0 has 'auto'; "
-        "rank 2 has 'shared_memory' where rank 0 has 'auto'"
-    )
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.RNNCell(5, 5)
-
-    def forward(self, x: torch.Tensor, steps: int) -> torch.Tensor:
-        h = x
-        for _ in range(steps):
-            h = self.cell(x, h)
-        return h
-
-
 @each_rank(2, 3)
 def test_any_number_of_movements_may_come_without_a_wait() -> None:
     """Sockets hold a few hundred."""
-    model = shard(Recurrent(), units=[nn.RNNCell])
+
+    def forward(self: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
+        return functools.reduce(lambda h, _: self.cell(x, h), range(steps), x)
+
+    model = shard(Parts(forward, cell=nn.RNNCell(5, 5)), units=[nn.RNNCell])
     with torch.no_grad():
         model(torch.ones(2, 5), 2_000 if dist.get_world_size() == 2 else 700)
 

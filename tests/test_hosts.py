@@ -14,18 +14,12 @@ from safetensors.torch import load_file
 from two_hosts import TwoHosts, two_hosts
 
 import programs
+from test_checkpoint import files_of
 from test_cli import PROGRAM
-from test_torture import files_of
 from tiny import TINY
 
-JOB = (
-    "+recipe=resnet",
-    *TINY,
-    "train.log_every=1",
-    "monitor.progress=lines",
-    "optim.lr=0.003",
-    "run.dir=run",
-)
+OPTIONS = ("train.log_every=1", "monitor.progress=lines", "optim.lr=0.003", "run.dir=run")
+JOB = ("+recipe=resnet", *TINY, *OPTIONS)
 ENDLESS = (*JOB, "sched=constant", "train.epochs=5000", "checkpoint.every_steps=10")
 # The program, at most 20 steps per second, so that one undisturbed host soon is where the two were.
 STEADY = """
@@ -57,11 +51,14 @@ class Run:
         self.running: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, side: int, ranks: int, *command: str) -> None:
+        own = {"env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "cwd": self.folder}
         with (self.folder / f"said-{side}").open("a") as said:
-            own = {"env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "cwd": self.folder}
-            self.running[side] = self.two.torchrun(
-                side, ranks, *command, stdout=said, stderr=subprocess.STDOUT, **own
-            )
+            own |= {"stdout": said, "stderr": subprocess.STDOUT}
+            self.running[side] = self.two.torchrun(side, ranks, *command, **own)
+
+    def start_both(self, ranks: int, *command: str) -> None:
+        for side in (0, 1):
+            self.start(side, ranks, *command)
 
     def said(self, side: int = 0) -> str:
         return (self.folder / f"said-{side}").read_text()
@@ -77,21 +74,18 @@ class Run:
     def codes(self) -> list[int]:
         return [self.running[side].wait(90) for side in (0, 1)]
 
-    def losses(self) -> dict[int, float]:
-        return losses(self.said())
+    def assert_learnt_as_one_host(self, *arguments: str, steps: int = 0, tolerance: float = 2e-3) -> None:
+        """Compare losses with those of two ranks of one host that nobody disturbs."""
+        found = losses(self.said())
+        command = (*PROGRAM, *arguments, f"train.max_steps={steps or max(found)}", "run.dir=undisturbed")
+        done = programs.ended(2, *command, folder=self.folder)
+        assert done.codes == [0, 0], done.errors
+        assert found == pytest.approx(losses(done.output), rel=0, abs=tolerance)
 
 
 def losses(said: str) -> dict[int, float]:
     found = re.findall(r"^step +(\d+)/.* loss ([\d.]+)  acc1 .* left$", said, re.MULTILINE)
     return {int(step): float(loss) for step, loss in found}
-
-
-def undisturbed(folder: Path, steps: int, *arguments: str) -> dict[int, float]:
-    """Return the losses of two ranks of one host."""
-    command = (*PROGRAM, *arguments, f"train.max_steps={steps}", "run.dir=undisturbed")
-    done = programs.ended(2, *command, folder=folder)
-    assert done.codes == [0, 0], done.errors
-    return losses(done.output)
 
 
 @pytest.fixture
@@ -108,44 +102,36 @@ def run(tmp_path: Path) -> Iterator[Run]:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_two_hosts_train_as_one(run: Run, ranks: int) -> None:
     """Bit for bit with one rank on each; with two, which share memory, gradients round otherwise."""
-    for side in (0, 1):
-        run.start(side, ranks, *PROGRAM, *JOB)
+    run.start_both(ranks, *PROGRAM, *JOB)
     assert run.codes() == [0, 0], run.said()
-    assert run.losses() == pytest.approx(undisturbed(run.folder, 10, *JOB), abs=2e-4)
+    run.assert_learnt_as_one_host(*JOB, steps=10, tolerance=2e-4)
     saved = [files_of(run.folder / name / "checkpoints/step-00000010") for name in ("undisturbed", "run")]
     assert (saved[0] == saved[1]) == (ranks == 1)
 
 
 @pytest.mark.long
 def test_a_cut_link_is_survived_for_seconds_and_named_at_the_time_out(run: Run) -> None:
-    for side in (0, 1):
-        run.start(side, 2, "impatient.py", *ENDLESS)
+    run.start_both(2, "impatient.py", *ENDLESS)
     run.wait_for("^step +5/")
-    run.two.link("down")
-    time.sleep(5)
-    so_far = len(run.said())
-    run.two.link("up")
-    so_far = run.wait_for("^step +.*\n(.*\n)+step", so_far)
-    for down, up in ((0.5, 0.2), (2.0, 0.1), (1.0, 1.5), (0.1, 0.1)):
-        run.two.link("down")
-        time.sleep(down)
-        so_far = len(run.said())
-        run.two.link("up")
-        time.sleep(up)
-    run.wait_for("^step +.*\n(.*\n)+step", so_far)
+    for flaps in ([(5.0, 0.0)], [(0.5, 0.2), (2.0, 0.1), (1.0, 1.5), (0.1, 0.1)]):
+        for down, up in flaps:
+            run.two.link("down")
+            time.sleep(down)
+            so_far = len(run.said())
+            run.two.link("up")
+            time.sleep(up)
+        run.wait_for("^step +.*\n(.*\n)+step", so_far)
     run.two.link("down")
     assert run.codes() == [1, 1]
     for side, lost in enumerate(("(2|3|2 and 3)", "(0|1|0 and 1)")):
-        assert re.search(
-            rf"PeerLost: ranks? {lost} do(es)? not answer: rank \d has waited 1\d s", run.said(side)
-        )
-    assert run.losses() == pytest.approx(undisturbed(run.folder, max(run.losses()), *ENDLESS), abs=2e-3)
+        told = rf"PeerLost: ranks? {lost} do(es)? not answer: rank \d has waited 1\d s"
+        assert re.search(told, run.said(side))
+    run.assert_learnt_as_one_host(*ENDLESS)
 
 
 @pytest.mark.long
 def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run: Run) -> None:
-    for side in (0, 1):
-        run.start(side, 1, "impatient.py", *ENDLESS)
+    run.start_both(1, "impatient.py", *ENDLESS)
     run.wait_for("^step +5/")
     run.two.hosts[0].kill()
     assert run.running[1].wait(60) == 1
@@ -161,7 +147,7 @@ def test_a_run_resumes_on_another_number_of_hosts(run: Run) -> None:
             sizes = ("--nnodes", "1", "--nproc-per-node", "2") if alone else ()
             run.start(side, 1, *sizes, *PROGRAM, *job, f"train.max_steps={steps}")
         assert run.codes() == [0, 0], run.said()
-    assert run.losses() == undisturbed(run.folder, 10, *job)
+    run.assert_learnt_as_one_host(*job, steps=10, tolerance=0)
     for rank in (0, 1):  # bit for bit
         path = f"checkpoints/step-00000010/rank-{rank:05}.safetensors"
         ours, theirs = (load_file(run.folder / name / path) for name in ("run", "undisturbed"))
@@ -172,8 +158,7 @@ def test_a_run_resumes_on_another_number_of_hosts(run: Run) -> None:
 def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
     """From 2 hosts to 1 and back, from checkpoints in a directory that both see, with the same losses."""
     command = (*MEET.split(), "steady.py", *ENDLESS)
-    for side in (0, 1):
-        run.start(side, 1, *command)
+    run.start_both(1, *command)
     run.wait_for("^step +20/")
     run.two.hosts[1].start("sh", "-c", "kill -9 -1").wait()
     position = run.wait_for("PeerLost: rank 1 has ended: rank 0 was at ")
@@ -182,4 +167,4 @@ def test_a_host_that_is_lost_is_done_without_and_joins_again(run: Run) -> None:
     position = run.wait_for(r"^world +2 ranks.*\n.*\ncontinuing after step \d+ ", position)
     run.wait_for("^step", position)
     run.two.hosts[0].kill()
-    assert run.losses() == pytest.approx(undisturbed(run.folder, max(run.losses()), *ENDLESS), abs=2e-3)
+    run.assert_learnt_as_one_host(*ENDLESS)

@@ -30,7 +30,7 @@ from torchvision.datasets import CIFAR10
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job import data, dist_env, launch
-from shardtrain.job.config import Config, WebDataset
+from shardtrain.job.config import Config
 from shardtrain.job.data import photos
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
 from shardtrain.job.launch import Context
@@ -38,7 +38,7 @@ from shardtrain.job.schema import UserError
 from shardtrain.plan.report import Output
 from shardtrain.train.resume import find_start, locked, run_directory
 
-from pool import each_rank
+from pool import Ranks, each_rank
 from programs import ended
 from test_data import cifar, encoded, shards, write_tar
 from tiny import CPU, configure, context
@@ -181,13 +181,11 @@ def test_an_attempt_never_reads_what_an_earlier_one_left() -> None:
             shared.set("shardtrain/meeting/2", "dead answered")
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "1, 2"), (1, "0")])
-def test_ranks_that_never_start_are_named(rank: int, missing: str) -> None:
-    with pytest.raises(UserError, match=rf"rank {rank} has waited 0 s at start-up for rank {missing}$"):
-        dist_env.meet(HashStore(), rank, 3, timedelta(seconds=0))
-
-
-def test_ranks_that_wait_ask_the_store_less_and_less_often() -> None:
+def test_ranks_that_never_start_are_named_and_the_store_is_asked_less_and_less_often() -> None:
+    for rank, missing in ((0, "1, 2"), (1, "0")):
+        text = f"rank {rank} has waited 0 s at start-up for rank {missing}$"
+        with pytest.raises(UserError, match=text):
+            dist_env.meet(HashStore(), rank, 3, timedelta(seconds=0))
     store = Mock(check=Mock(return_value=False))
     with pytest.raises(UserError, match="for rank 1"):
         dist_env.meet(store, 0, 2, timedelta(seconds=1))
@@ -284,9 +282,6 @@ def test_ranks_of_one_host_listen_on_loopback_only_and_leave_no_thread(
 # before the first step: where a run starts, whose its directory is, what one rank finds, time-outs
 
 
-Ranks = Callable[..., list[Any]]
-
-
 def taken(folder: Path, *arguments: str) -> list[str]:
     """What a job says of its run directory once it has it."""
     config, place = configure(*arguments), context(folder)
@@ -295,15 +290,10 @@ def taken(folder: Path, *arguments: str) -> list[str]:
         return news
 
 
-def half_saved(folder: Path) -> Path:
-    path = folder / "checkpoints/.tmp-step-00000004-abcd/rank-00000.safetensors"
-    path.parent.mkdir(parents=True)
-    path.write_text("half")
-    return path
-
-
 def test_a_scoring_leaves_a_live_runs_save_alone(tmp_path: Path) -> None:
-    half = half_saved(tmp_path)
+    half = tmp_path / "checkpoints/.tmp-step-00000004-abcd/rank-00000.safetensors"
+    half.parent.mkdir(parents=True)
+    half.write_text("half")
     taken(tmp_path, "eval_only=true")
     taken(tmp_path, "dry_run=true")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [half]
@@ -362,37 +352,29 @@ def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, 
             find_start(config, place)
 
 
-def one_rank_s_mistakes(folder: Path) -> list[str]:
-    """What this rank is told of what rank 0, rank 1, or both find."""
-
+@each_rank(2, transport="auto")
+def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
     def complain(ranks: tuple[int, ...]) -> None:
         if comm.rank() in ranks:
             raise UserError(f"no disk on rank {comm.rank()} of caf\udce9")  # the name of a file, not UTF-8
 
-    def unreachable(root: str, download: bool) -> None:
-        raise URLError("no route to host")
-
-    found = [refused(together, lambda ranks=ranks: complain(ranks)) for ranks in ((0,), (1,), (0, 1))]
-    found += [refused(taken, folder / "file"), refused(taken, folder / "run", "resume=auto")]
-    with patch.object(CIFAR10, "__init__", lambda self, root, download: unreachable(root, download)):
-        found.append(refused(data.load, replace(cifar("cifar10", folder), download=True)))
-    return [*found, refused(Output, "bench", f"{folder}/file", "steps")]
-
-
-def test_a_mistake_that_one_rank_finds_is_told_by_all(on_ranks: Ranks, tmp_path: Path) -> None:
+    for ranks in ((0,), (1,), (0, 1)):
+        assert refused(together, partial(complain, ranks)) == f"no disk on rank {ranks[0]} of caf\\udce9"
     (tmp_path / "file").write_text("")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run/checkpoints").write_text("")
-    first, second = on_ranks(2, one_rank_s_mistakes, tmp_path)
-    assert first == second
-    assert first[:3] == [f"no disk on rank {rank} of caf\\udce9" for rank in (0, 1, 0)]
+    comm.barrier()
+    found = [refused(taken, tmp_path / "file"), refused(taken, tmp_path / "run", "resume=auto")]
+    with patch.object(CIFAR10, "__init__", side_effect=URLError("no route to host")):
+        found.append(refused(data.load, replace(cifar("cifar10", tmp_path), download=True)))
+    found.append(refused(Output, "bench", f"{tmp_path}/file", "steps"))
     beginnings = [
         f"run.dir={tmp_path}/file: [Errno 17] File exists: '{tmp_path}/file'; cannot write there; choose",
         f"run.dir={tmp_path}/run/checkpoints: [Errno 20] Not a directory: ",
         f"data.download=true: <urlopen error no route to host>; cannot fetch cifar10 to {tmp_path}",
         f"out={tmp_path}/file: [Errno 17] File exists: ",
     ]
-    for told, beginning in zip(first[3:], beginnings, strict=True):
+    for told, beginning in zip(found, beginnings, strict=True):
         assert told.startswith(beginning)
 
 
@@ -403,29 +385,17 @@ def test_hosts_that_are_started_with_different_settings_are_named() -> None:
     assert told == "the command differs between ranks: rank 1 has optim.lr=0.2 where rank 0 has optim.lr=0.1"
 
 
-def indexed(config: WebDataset, bad: WebDataset) -> tuple[list[str], str]:
-    """Which tar files this rank has scanned."""
-    scan, scanned = photos._scan, []
-
-    def noted(shard: Path) -> Any:
-        scanned.append(shard.name)
-        return scan(shard)
-
-    with patch.object(photos, "_scan", noted):
-        assert len(data.load(config).train) == 3
-    return scanned, refused(data.load, bad)
-
-
-def test_ranks_share_the_work_of_indexing(on_ranks: Ranks, tmp_path: Path) -> None:
-    for name in ("train-0", "train-1", "train-2", "val"):
+@each_rank(2, transport="auto")
+def test_ranks_share_the_work_of_indexing(tmp_path: Path) -> None:
+    for name in ("train-0", "train-1", "train-2", "val", "bad-0") if comm.rank() == 0 else ():
         write_tar(tmp_path / f"{name}.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
     (tmp_path / "bad-1.tar").write_bytes(b"this is not a tar file" * 100)
-    (tmp_path / "bad-0.tar").write_bytes((tmp_path / "val.tar").read_bytes())
-    config, bad = shards(tmp_path), shards(tmp_path, train="bad-*.tar")
-    (first, told), (second, too) = on_ranks(2, indexed, config, bad)
-    assert (first, second) == (["train-0.tar", "train-2.tar", "val.tar"], ["train-1.tar"])
-    assert told == too
-    assert "bad-1.tar" in told
+    comm.barrier()
+    with patch.object(photos, "_scan", wraps=photos._scan) as scan:
+        assert len(data.load(shards(tmp_path)).train) == 3
+    scanned = [call.args[0].name for call in scan.call_args_list]
+    assert scanned == [["train-0.tar", "train-2.tar", "val.tar"], ["train-1.tar"]][comm.rank()]
+    assert "bad-1.tar" in refused(data.load, shards(tmp_path, train="bad-*.tar"))
     assert tarfile.is_tarfile(tmp_path / "bad-0.tar")
 
 
@@ -444,12 +414,3 @@ def test_a_time_out_is_shortened_in_every_group() -> None:
         with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
             dist.broadcast(torch.zeros(1), 0, group)
         assert 0.4 < time.perf_counter() - start < 1.8
-
-
-@each_rank(2, transport="auto")
-def test_texts_between_ranks_arrive_as_they_were() -> None:
-    ranks = comm.plain_transport()
-    for texts in (["", "näher\n"], ["a" * 1000, ""], ["", ""]):
-        mine = texts[comm.rank()]
-        assert comm.gather_texts(mine, ranks) == texts
-    assert comm.gather_texts("ä", comm.Alone()) == ["ä"]

@@ -45,9 +45,7 @@ FAKE = ["+recipe=resnet", "data=fake", "data.train_images=96", "train.batch_size
 
 
 def settings(*arguments: str) -> PlanSettings:
-    found = read([*FAKE, *arguments], speak=False)
-    assert found is not None
-    return found
+    return read([*FAKE, *arguments], speak=False)
 
 
 def planned(*arguments: str) -> Plan:
@@ -218,7 +216,6 @@ def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPat
 
 def test_without_the_data_set() -> None:
     found = read(["data=imagefolder", "data.root=/nowhere", "model.num_classes=7"], speak=False)
-    assert found is not None
     assert (found.config.model["num_classes"], found.question.channels) == (7, 3)
 
 

@@ -67,7 +67,6 @@ def test_a_scaled_bias_learns_64_times_as_fast() -> None:
     norm, plain = Norm(5), nn.BatchNorm2d(5, eps=1e-12)
     images, weights = torch.randn(8, 5, 3, 3), torch.randn(8, 5, 3, 3)
     for module, lr in ((norm, 0.01), (plain, 0.64)):
-        assert module.bias is not None
         optimizer = torch.optim.SGD([module.bias], lr, momentum=0.9, weight_decay=0.02 / lr)
         for _ in range(3):
             optimizer.zero_grad()
@@ -251,7 +250,6 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     for row in ("model", "training"):
         assert f"\n# {row} " in text
     config = composed(f"+recipe={name}")
-    assert config.reference is not None
     assert f"{config.reference.accuracy} %" in text
     assert composed(f"+recipe={name}", *FROM_DEFAULTS[name].split()) == config
     if name.endswith("v2"):
@@ -292,32 +290,21 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-def tiny_run(folder: str, name: str, photos: str) -> dict[str, Any]:
-    sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
-    source = (f"data.root={photos}",) if "imagenet" in name else ()
-    if "16ep" in name:
-        source += ("data.grow=[16]",)
-    config = composed(f"+recipe={name}", *sizes, *TWO_EPOCHS, *source)
-    train(config, context(folder))
-    comm.barrier()
-    return result_of(folder)
-
-
-AGAIN = {
-    "resnet18_cifar10",
-    "resnet50_imagenet_v1",
-    "resnet50_imagenet_v2",
-    "resnet50_imagenet_a3",
-}  # others have all their parts
+# others have all their parts
+AGAIN = {"resnet18_cifar10", "resnet50_imagenet_v1", "resnet50_imagenet_v2", "resnet50_imagenet_a3"}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in AGAIN else ()) for name in NAMES]
 )
-def test_each_recipe_trains_two_epochs_on_two_ranks(
-    on_ranks: Any, tmp_path: Path, name: str, photos: str
-) -> None:
-    result = on_ranks(2, tiny_run, str(tmp_path), name, photos)[0]
+@each_rank(2, transport="auto")
+def test_each_recipe_trains_two_epochs(tmp_path: Path, name: str, photos: str) -> None:
+    sizes = next(sizes for part, sizes in reversed(SMALL.items()) if part in name)
+    source = (f"data.root={photos}",) if "imagenet" in name else ()
+    source += ("data.grow=[16]",) if "16ep" in name else ()
+    train(composed(f"+recipe={name}", *sizes, *TWO_EPOCHS, *source), context(tmp_path))
+    comm.barrier()
+    result = result_of(tmp_path)
     assert (result["status"], result["epoch"]) == ("finished", 2.0)
     yours = result.get("val/ema_acc1", result["val/acc1"])
     assert result["reference"] is None  # of another model or data set
@@ -325,28 +312,21 @@ def test_each_recipe_trains_two_epochs_on_two_ranks(
     assert f"acc1      yours {yours:.2f} %, reference " in end_table(result)
 
 
-def compared(folder: str) -> None:
-    config = composed(
-        "+recipe=resnet20_cifar10", *FAKE, "data.image_size=8", "model.depth=8", "train.max_steps=3"
-    )
+@each_rank(2, transport="auto")
+def test_every_way_trains_alike(tmp_path: Path) -> None:
+    sizes = ("data.image_size=8", "model.depth=8", "train.max_steps=3")
+    config = composed("+recipe=resnet20_cifar10", *FAKE, *sizes)
     images = load(config.data)
     config = completed(config, images)
-    ways = {way: compare.train(way, config, context(folder), images, every=2) for way in compare.WAYS}
+    ways = {way: compare.train(way, config, context(tmp_path), images, every=2) for way in compare.WAYS}
     for way in ways.values():
         assert [len(way[kind]) for kind in ("loss", "accuracy")] == [3, 2]
         assert (way["loss"], way["accuracy"]) == (ways["ddp"]["loss"], ways["ddp"]["accuracy"])
-    if comm.rank() == 0:
-        ways["fsdp2"]["loss"][2] += 0.5
-        assert "FSDP2                      test accuracy" in "\n".join(compare.summary(ways))
-        assert any(
-            "losses equal in 2 of 3 steps, largest difference 5.0e-01" in line
-            for line in compare.summary(ways)
-        )
-        assert np.shape(plot(lambda figure: compare.draw(figure, ways, "title"), (10, 6))) == (660, 1100, 3)
-
-
-def test_every_way_trains_alike(on_ranks: Any, tmp_path: Path) -> None:
-    on_ranks(2, compared, str(tmp_path))
+    ways["fsdp2"]["loss"][2] += 0.5
+    said = "\n".join(compare.summary(ways))
+    assert "FSDP2                      test accuracy" in said
+    assert "losses equal in 2 of 3 steps, largest difference 5.0e-01" in said
+    assert np.shape(plot(lambda figure: compare.draw(figure, ways, "title"), (10, 6))) == (660, 1100, 3)
 
 
 def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,7 +390,6 @@ def test_an_average_of_shards_is_that_of_full_states(tmp_path: Path) -> None:
     scores = evaluate(model, [Batch(images, labels, len(images))], ema=ema)
     plain = OddNet().eval()
     plain.load_state_dict(expected)
-    assert scores.ema is not None
     assert scores.ema.loss == pytest.approx(F.cross_entropy(plain(images), labels).item(), rel=1e-5)
     assert scores.scores != scores.ema
 

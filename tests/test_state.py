@@ -33,6 +33,7 @@ from pool import Ranks, each_rank
 from small import (
     Block,
     OddNet,
+    Parts,
     assert_at_rest,
     assert_same_parameters,
     mesh,
@@ -40,6 +41,7 @@ from small import (
     shard,
     sharded_and_replica,
     train,
+    train_alike,
     whole_state,
 )
 from test_plan import allocated
@@ -68,7 +70,7 @@ def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
         with pytest.raises(ValueError, match="cannot be called inside forward, backward or unsharded"):
             shardtrain.full_state_dict(model)
     assert_same_parameters(model, replica, tolerance=0)
-    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    train_alike(model, replica)
 
 
 @each_rank(1, 2)
@@ -222,7 +224,7 @@ def test_unsharded_that_cannot_open_leaves_all_as_it_was() -> None:
     for param, grad in zip(model.parameters(), grads, strict=True):
         assert torch.equal(param.grad, grad)
     assert_same_parameters(model, replica, tolerance=0)
-    assert train(model, sgd(model)) == pytest.approx(train(replica, sgd(replica)), rel=1e-5)
+    train_alike(model, replica)
 
 
 # deferred models
@@ -260,28 +262,25 @@ class Usual(nn.Module):
         return x
 
 
-class NeedsValues(nn.Module):
-    """Looks at a value, or keeps a plain tensor."""
-
-    def __init__(self, which: str) -> None:
-        super().__init__()
-        self.fc = nn.Linear(5, 3)
-        if which == "item":
-            self.rates = torch.linspace(0, 0.1, 3).tolist()
-        else:
-            self.plain = [torch.arange(5.0) * 2]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+def looks_at_a_value() -> nn.Module:
+    model = nn.Linear(5, 3)
+    model.rates = torch.linspace(0, 0.1, 3).tolist()
+    return model
 
 
-def on_every_rank(make: Callable[..., nn.Module], *args: Any, without_values: bool) -> None:
+def keeps_a_plain_tensor() -> nn.Module:
+    model = nn.Linear(5, 3)
+    model.plain = [torch.arange(5.0) * 2]
+    return model
+
+
+def on_every_rank(make: Callable[[], nn.Module], without_values: bool) -> Any:
     """Ranks have other seeds: rank 0's values count, as without `deferred`."""
     torch.manual_seed(7)
-    expected, after = make(*args), torch.rand(3)
+    expected, after = make(), torch.rand(3)
     torch.manual_seed(7 + dist.get_rank())
     before = torch.get_rng_state()
-    model = deferred(make, *args)
+    model = deferred(make)
     params = dict(model.named_parameters())
     if dist.get_rank() == 0:
         assert torch.equal(torch.rand(3), after)
@@ -297,21 +296,20 @@ def on_every_rank(make: Callable[..., nn.Module], *args: Any, without_values: bo
         assert (whole[name].dtype, whole[name].stride()) == (value.dtype, value.stride()), name
     for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
         assert torch.equal(buffer, other), name
-    if isinstance(model, NeedsValues) and hasattr(model, "plain"):
-        assert torch.equal(model.plain[0], torch.arange(5.0) * 2)
-    elif isinstance(model, Usual):
-        assert model.again.hidden is model.hidden
+    return model
 
 
 @each_rank(1, 3)
 def test_values_are_those_of_the_constructor_on_rank_0() -> None:
-    on_every_rank(Usual, without_values=True)
+    model = on_every_rank(Usual, without_values=True)
+    assert model.again.hidden is model.hidden
 
 
-@pytest.mark.parametrize("which", ["item", "plain tensor"])
+@pytest.mark.parametrize("make", [looks_at_a_value, keeps_a_plain_tensor])
 @each_rank(2, transport="auto")
-def test_a_constructor_that_needs_values_runs_everywhere(which: str) -> None:
-    on_every_rank(NeedsValues, which, without_values=False)
+def test_a_constructor_that_needs_values_runs_everywhere(make: Callable[[], nn.Module]) -> None:
+    model = on_every_rank(make, without_values=False)
+    assert make is looks_at_a_value or torch.equal(model.plain[0], torch.arange(5.0) * 2)
 
 
 @each_rank(2, transport="auto")
@@ -497,20 +495,15 @@ def test_any_world_size_reads_any_other(
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=0.0)  # means of buffers round
 
 
-class Plain(nn.Module):
+def plain_model() -> nn.Module:
     """What FSDP2 shards, too: no scalars."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 7, 3), nn.Linear(7, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.conv(x).mean((2, 3)))
+    forward = lambda self, x: self.fc(self.conv(x).mean((2, 3)))  # noqa: E731
+    return Parts(forward, conv=nn.Conv2d(3, 7, 3), fc=nn.Linear(7, 5))
 
 
 def fsdp2(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Plain()
+    model = plain_model()
     fully_shard(model.conv)
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -518,7 +511,7 @@ def fsdp2(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def ours(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = shard(Plain(), units=[nn.Conv2d])
+    model = shard(plain_model(), units=[nn.Conv2d])
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

@@ -23,6 +23,7 @@ from shardtrain.job.model import parameter_groups
 from shardtrain.job.schema import UserError
 
 import tiny
+from small import Parts
 from tiny import CPU
 
 TWO_STEPS = (
@@ -137,23 +138,10 @@ def test_the_same_seed_trains_alike_on_any_number_of_ranks(on_ranks: Any, tmp_pa
         assert four[tag] == pytest.approx(one[tag], rel=1e-5)
 
 
-class Lookup(nn.Module):
-    """Images are logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits * self.scale
-
-
 def test_scores_of_known_logits() -> None:
     logits = torch.tensor([[3.0, 2, 1, 0, -1, -2], [3.0, 2, 1, 0, -1, -2], [9.0, 9, 9, 9, 9, 9]])
     batch = Batch(logits, torch.tensor([0, 5, 3]), valid=2)
-    scores = evaluate(shard(Lookup()), [batch]).scores
-    probability = [math.exp(value) for value in (3, 2, 1, 0, -1, -2)]
-    expected = (
-        -(math.log(probability[0] / sum(probability)) + math.log(probability[5] / sum(probability))) / 2
-    )
-    assert scores == pytest.approx(Scores(expected, 50.0, 50.0))
+    model = Parts(lambda self, images: images * self.scale, scale=nn.Parameter(torch.ones(())))
+    scores = evaluate(shard(model), [batch]).scores
+    total = math.log(sum(math.exp(value) for value in (3, 2, 1, 0, -1, -2)))
+    assert scores == pytest.approx(Scores(total - (3 - 2) / 2, 50.0, 50.0))

@@ -41,6 +41,7 @@ from small import (
     Block,
     Deep,
     OddNet,
+    Parts,
     TwoPaths,
     Vit,
     assert_at_rest,
@@ -55,10 +56,11 @@ from small import (
     shard,
     sharded_and_replica,
     train,
+    train_alike,
     train_in_micro_batches,
     whole_state,
 )
-from test_engine import adamw, leaves, mean_of_means, momentum_sgd
+from test_engine import adamw, freeze, leaves, mean_of_means
 from test_whole import muon
 from tiny import CPU, configure
 
@@ -221,7 +223,7 @@ def test_hosts_exchange_uneven_intervals() -> None:
         torch.manual_seed(0)
         with hosts(of_ranks):
             model = shardtrain.shard(OddNet(), units=leaves, layout="whole")
-        found.append((type(shardtrain.introspect(model).transport), train(model, momentum_sgd(model))))
+        found.append((type(shardtrain.introspect(model).transport), train(model, sgd(model))))
     assert found[1][0] is comm.HostsTransport
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
 
@@ -323,18 +325,11 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
     assert all(torch.equal(other, pieces) for other in found[transport.rank :: transport.world])
 
 
-def freeze() -> nn.Module:
-    net = OddNet()
-    net.stem.requires_grad_(False)
-    net.blocks[1].conv.requires_grad_(False)
-    return net
-
-
 @pytest.mark.parametrize(
     ("make", "sizes", "optimizer"),
     [
         (Vit, HYBRID, adamw),
-        (OddNet, HYBRID, momentum_sgd),
+        (OddNet, HYBRID, sgd),
         (freeze, HYBRID, sgd),
         (OddNet, (4, 1), sgd),  # DDP
         (OddNet, (1, 4), sgd),  # full sharding
@@ -343,30 +338,26 @@ def freeze() -> nn.Module:
 @each_rank(4)
 def test_training_equals_ddp_bit_for_bit(make: Any, sizes: tuple[int, int], optimizer: Any) -> None:
     model, replica = hybrid_and_replica(make, sizes, units=None)
-    expected = train(replica, optimizer(replica))
-    assert train(model, optimizer(model)) == expected
-    assert_same_parameters(model, replica, tolerance=0)
+    train_alike(model, replica, tolerance=0, optimizer=optimizer)
     assert_replicas_are_equal(model)
 
 
-class Sometimes(nn.Module):
+def sometimes() -> nn.Module:
     """One layer is used on some ranks only, or on none; the loss may leave the second output alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes = nn.Linear(7, 7), nn.Linear(7, 7)
-        self.head = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-
-    def forward(self, x: torch.Tensor, uses: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self: Any, x: torch.Tensor, uses: bool) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.always(x)
         return self.sometimes(x) if uses else x, self.head(x)
+
+    head = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    return Parts(forward, always=nn.Linear(7, 7), sometimes=nn.Linear(7, 7), head=head)
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["layers of the root", "outputs of nested units"])
 @each_rank(4)
 def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
     """Weight decay would move what has a gradient of zeros; what has none must stay as it is."""
-    for users in ([3], [1, 2], []):
+    for users, layout in (([3], "even"), ([1, 2], "even"), ([], "even"), ([1, 2], "whole")):
         uses = dist.get_rank() in users
 
         def step(net: nn.Module, number: int, uses: bool = uses) -> None:
@@ -375,25 +366,21 @@ def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
             (first.square().mean() + (second.mean() if uses else 0.0)).backward()
 
         units = [] if skips else [nn.Linear, nn.Sequential]
-        assert_replicas_are_equal(like_a_replica(Sometimes, step, mesh=mesh(*HYBRID), units=units))
-
-
-class Touched(nn.Module):
-    """A weight whose gradient is -0.0 where it is used at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.touched = nn.Linear(5, 5), nn.Parameter(torch.ones(9))
-
-    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
-        return self.always(x) + (self.touched * -0.0).sum() if uses else self.always(x)
+        model = like_a_replica(sometimes, step, mesh=mesh(*HYBRID), units=units, layout=layout)
+        assert_replicas_are_equal(model)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1)], ids=str)
 @each_rank(4)
 def test_a_gradient_of_minus_zeros_is_none_that_is_absent(sizes: tuple[int, int]) -> None:
+    """Where the weight is used at all, its gradient is -0.0."""
+
+    def forward(self: Any, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return self.always(x) + (self.touched * -0.0).sum() if uses else self.always(x)
+
     for users in (1, 0):
-        model = shard(Touched(), mesh=mesh(*sizes), units=[])
+        parts = {"always": nn.Linear(5, 5), "touched": nn.Parameter(torch.ones(9))}
+        model = shard(Parts(forward, **parts), mesh=mesh(*sizes), units=[])
         model(torch.ones(1, 5), dist.get_rank() < users).sum().backward()
         if model.touched.numel():
             assert (model.touched.grad is not None) == bool(users)
@@ -449,8 +436,7 @@ def test_the_backends_own_collectives_serve_as_well() -> None:
     transport = shardtrain.introspect(model).transport
     for part in (transport.inner, transport.across):
         part.has_gloo = False
-    expected = train(replica, sgd(replica), 4)
-    assert train(model, sgd(model), 4) == pytest.approx(expected, rel=1e-5)
+    train_alike(model, replica)
     assert_replicas_are_equal(model)
 
 
@@ -459,7 +445,6 @@ def test_a_part_of_a_group_exchanges_among_its_own() -> None:
     members = [0, 2]
     group = dist.new_group(members)
     world = dist.group.WORLD
-    assert world is not None
     if dist.get_rank() in members:
         part = comm.ProcessGroupTransport(world).part(members, group)
         part.has_gloo = False
@@ -511,12 +496,14 @@ class Setup(NamedTuple):
     sizes: tuple[int, int]  # replicas, and ranks of a shard group
     layout: Policy = "even"
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    units: tuple[type[nn.Module], ...] = (Block,)
+    memory_format: torch.memory_format = torch.channels_last
 
 
 def made(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer, Ema]:
     torch.manual_seed(0)
-    net = OddNet().to(memory_format=torch.channels_last)
-    model = shard(net, units=[Block], mesh=mesh(*setup.sizes), layout=setup.layout)
+    net = OddNet().to(memory_format=setup.memory_format)
+    model = shard(net, units=setup.units, mesh=mesh(*setup.sizes), layout=setup.layout)
     return model, setup.optimizer(model), Ema(model, 0.9)
 
 
@@ -552,6 +539,7 @@ def loaded(path: str, setup: Setup, expected: State) -> tuple[int, list[float]]:
         (Setup((1, 2), "whole", muon), Setup((1, 3), "whole", muon)),
         (Setup((1, 2), "whole", adamw), Setup((1, 3), "even", adamw)),
         (Setup((1, 3), "even", adamw), Setup((1, 2), "whole", adamw)),
+        (Setup((1, 3)), Setup((1, 3), units=(), memory_format=torch.contiguous_format)),
     ],
     ids=lambda setup: f"{setup.sizes} {setup.layout}",
 )

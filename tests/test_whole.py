@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import nn
-from torch.nn import functional as F
 from torchvision.models.vision_transformer import EncoderBlock
 
 import shardtrain
@@ -26,14 +25,11 @@ from small import (
     assert_at_rest,
     assert_same_parameters,
     images,
-    like_a_replica,
     shard,
     sharded_and_replica,
     train,
-    train_in_micro_batches,
 )
-from test_engine import adamw, leaves, mean_in_rank_order
-from test_user_code import Lars
+from test_engine import mean_in_rank_order
 
 # what is shown
 
@@ -69,63 +65,6 @@ def test_balance_of_known_models(name: str, world: int, most: float) -> None:
     infos = shardtrain.introspect(model).units
     assert sum(info.local_bytes for info in infos) == held[0]
     assert all(info.local_bytes <= info.bytes + 16 for info in infos)
-
-
-# the same results as with even cuts
-
-
-class Uneven(nn.Module):
-    """A weight tied across units, a frozen one, and a layer that only some ranks use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 7, 3)
-        self.blocks = nn.Sequential(Block(7), Block(7))
-        self.blocks[1].conv.weight = self.blocks[0].conv.weight
-        self.rarely = nn.Linear(7, 7)
-        self.fc = nn.Linear(7, 5)
-        self.fc.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(self.stem(x)).mean((2, 3))
-        return self.fc(x + self.rarely(x) if dist.get_rank() == 0 else x)
-
-
-SCENES: dict[str, dict[str, Any]] = {
-    "a step": {},
-    "every leaf a unit": {"units": leaves},
-    "everything in the root, kept whole": {"units": [], "reshard_after_forward": False},
-    "bf16": {"precision": shardtrain.Precision(torch.bfloat16)},
-    "channels_last": {"make": lambda: OddNet().to(memory_format=torch.channels_last)},
-    "tied, frozen, used on one rank": {"make": Uneven},
-    "accumulated and clipped": {"steps": lambda model, _: train_in_micro_batches(model)},
-}
-
-
-@pytest.mark.parametrize("scene", SCENES)
-@each_rank(3, transport="auto")
-def test_what_even_cuts_do_whole_ones_do(scene: str) -> None:
-    """Bit for bit. With a unit of one or two parameters some ranks have empty intervals."""
-    found = []
-    for layout in ("even", "whole"):
-        options = {"make": OddNet, "steps": train, "units": [Block], **SCENES[scene]}
-        make, steps = options.pop("make"), options.pop("steps")
-        torch.manual_seed(0)
-        model = shard(make(), layout=layout, **options)
-        optimizer = adamw(model)
-        losses = steps(model, optimizer)
-        assert_at_rest(model)
-        x, y = images(99)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        with shardtrain.unsharded(model, grads=True):
-            grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        found.append((losses, shardtrain.full_state_dict(model), grads))
-    (losses, state, grads), (ours, our_state, our_grads) = found
-    exact = {"rtol": 0, "atol": 0} if scene != "accumulated and clipped" else {}  # a norm's sum has an order
-    assert ours == pytest.approx(losses, rel=1e-6 if exact == {} else 0, abs=0)
-    torch.testing.assert_close(our_state, state, **exact)
-    torch.testing.assert_close(our_grads, grads, **exact)
 
 
 # traffic
@@ -164,17 +103,10 @@ def two_matrices() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
 
 
-def backward(net: nn.Module, _: int = 0) -> torch.Tensor:
+def backward(net: nn.Module) -> torch.Tensor:
     loss = net(torch.ones(2, 7)).square().sum()
     loss.backward()
     return loss
-
-
-@each_rank(3)
-def test_an_optimizer_that_looks_at_one_parameter_is_right() -> None:
-    """`behaviours.py` has Adafactor and torch's Muon."""
-    options = {"layout": "whole", "units": [nn.Linear]}
-    like_a_replica(two_matrices, backward, lambda net: Lars(net.parameters(), lr=0.1), **options)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Clipping])

@@ -26,19 +26,14 @@ SHORT = (
     "monitor.progress=none",
 )
 # 6,362 parameters for images of three channels. Neither BatchNorm nor dropout.
-VIT = (
-    *("model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2"),
-    "model.mlp_width=16",
-)
+VIT = (*("model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2"), "model.mlp_width=16")
 TINY = (*SHORT, *VIT)
 
 
 @functools.cache
 def composed(*arguments: str) -> Config:
     """Return the configuration of a command line."""
-    raw = compose(arguments)
-    assert raw is not None
-    return from_hydra(raw)
+    return from_hydra(compose(arguments))
 
 
 def configure(*arguments: str) -> Config:

@@ -22,16 +22,9 @@ from pathlib import Path
 
 STEPS, LIMIT_S = 60, 60.0
 SETTINGS = (
-    *(
-        "+recipe=resnet",
-        "model=vit_cifar",
-        "model.layers=2",
-        "model.width=48",
-        "model.heads=2",
-        "model.mlp_width=96",
-    ),
+    *("+recipe=resnet", "model=vit_cifar", "model.layers=2", "model.width=48", "model.heads=2"),
+    *("model.mlp_width=96", "data.workers=1", "ema.decay=0.9", "ema.every_steps=2"),
     *(f"train.max_steps={STEPS}", "train.log_every=5", "checkpoint.every_steps=7", "monitor.progress=none"),
-    *("data.workers=1", "ema.decay=0.9", "ema.every_steps=2"),
 )
 VICTIMS = [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGTERM"), (0, "SIGTERM"), (0, "SIGINT"), (2, "SIGKILL")]
 
@@ -78,19 +71,14 @@ def outcome(folder: Path) -> tuple[object, ...]:
     export = [sys.executable, "-m", "shardtrain.export", f"run={folder}/run", f"out={file}"]
     subprocess.run(export, check=True, capture_output=True, timeout=LIMIT_S)
     result = json.loads((folder / "run/result.json").read_text())
-    scores = {
-        key: value for key, value in result.items() if key.startswith(("train/", "val/", "test/", "best"))
-    }
+    kinds = ("train/", "val/", "test/", "best")
+    scores = {key: value for key, value in result.items() if key.startswith(kinds)}
     return result["step"], scores, file.read_bytes()
 
 
 def main(seconds: float, seed: int) -> None:
-    choice, deadline, before, trials = (
-        random.Random(seed),
-        time.monotonic() + seconds,
-        os.listdir("/dev/shm"),
-        0,
-    )
+    choice, deadline = random.Random(seed), time.monotonic() + seconds
+    before, trials = os.listdir("/dev/shm"), 0
     with tempfile.TemporaryDirectory() as name:
         undisturbed = Path(name, "undisturbed")
         undisturbed.mkdir()

@@ -47,7 +47,6 @@ class Host:
         command = ["unshare", *NAMESPACES, "--fork", "sh", "-c", FIRST, name]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._first = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C is not for it
-        assert self._first.stdout is not None
         if self._first.stdout.readline() != "ready\n":
             raise OSError("there are no namespaces here: they need root, and unshare and ip")
         with open(f"/proc/{self._first.pid}/task/{self._first.pid}/children") as children:
@@ -61,19 +60,9 @@ class Host:
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Start a command on the host. ``options``: those of `Popen`."""
-        inside = [
-            "nsenter",
-            "--target",
-            str(self.process),
-            *NAMESPACES,
-            "--wd=.",
-            "taskset",
-            "-c",
-            self._cores,
-        ]
-        self._started.append(
-            subprocess.Popen([*inside, *command], start_new_session=True, text=True, **options)
-        )
+        inside = ["nsenter", "--target", str(self.process), *NAMESPACES, "--wd=."]
+        command = (*inside, "taskset", "-c", self._cores, *command)
+        self._started.append(subprocess.Popen(command, start_new_session=True, text=True, **options))
         return self._started[-1]
 
     def network(self, line: str) -> None:
@@ -147,14 +136,11 @@ def shaped(rate: str) -> str:
 
 def main() -> int:
     """Start the command line's program on two hosts. Return 1 if either torchrun fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--rate", help="of the link in each direction, as 1gbit or 100mbit")
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
-    parser.add_argument(
-        "--flap", type=float, default=0.0, help="cut the link for up to so many seconds, often"
-    )
+    parser.add_argument("--flap", type=float, default=0.0, help="cut it often, for up to so many seconds")
     parser.add_argument("program", nargs="+", help="what torchrun starts, as -m shardtrain.train")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,17 +1,22 @@
-"""Whole loops as people write them: as with replicas averaged by hand, or refused in one named line."""
+"""Models and loops of well-known packages, as people write them, against a replica averaged by hand.
+
+They need ``pip install -e ".[wild]"``. Models come from configurations: nothing is downloaded.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from functools import partial
-from itertools import count, pairwise
+from importlib.util import find_spec
+from itertools import chain, count, pairwise
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,12 +26,92 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.parametrizations import spectral_norm
 
-from pool import each_rank
-from small import average_gradients, shard
-from wild import MARKS, Loop, Sync, Wrap, adamw, nothing, require_as_replicas, run, seed, train, update
+import shardtrain
 
-pytestmark = MARKS
-STEPS = range(3)
+from pool import WILD, each_rank
+from small import Parts, average_gradients, shard
+
+MISSING = [name for name in WILD if find_spec(name) is None]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(bool(MISSING), reason=f'pip install -e ".[wild]": {", ".join(MISSING)} missing'),
+]
+STEPS, VOCABULARY = range(3), 53
+
+Wrap = Callable[[nn.Module], Any]
+Sync = Callable[[nn.Module], None]
+Loop = Callable[[Wrap, Sync], list[Any]]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def seed(step: int) -> None:
+    """Seed what this rank draws in this step: its batch, its dropout masks."""
+    torch.manual_seed(1000 * step + dist.get_rank())
+    np.random.seed(1000 * step + dist.get_rank())  # timm's mixup
+
+
+def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, sync: Sync, model: nn.Module) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    sync(model)
+    optimizer.step()
+
+
+def train(
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    sync: Sync,
+    steps: int = 3,
+    optimizer: torch.optim.Optimizer | None = None,
+    after: Callable[[], object] = lambda: None,
+) -> list[Any]:
+    """Return the model after some steps, and its losses; ``after`` runs after each."""
+    optimizer, losses = optimizer or adamw(model), []
+    for step in range(steps):
+        seed(step)
+        losses.append(loss())
+        update(optimizer, losses[-1], sync, model)
+        after()
+    assert losses[-1] != losses[0], "nothing was learnt"
+    return [model, torch.stack(losses).detach()]
+
+
+def nothing(model: nn.Module) -> None:
+    """Average nothing: a sharded model's gradients are means."""
+
+
+def run(loop: Loop, wrap: Wrap, sync: Sync) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the packages' own
+        warnings.filterwarnings("error", message=".* cannot be tried on pieces")
+        torch.manual_seed(0)
+        return loop(wrap, sync)
+
+
+def require_as_replicas(loop: Loop, tolerance: float = 0.0) -> None:
+    """Run ``loop`` with replicas averaged by hand, and sharded over each transport; require equal results.
+
+    ``loop`` takes what wraps a model and what runs after its backward, and returns models and values. Of
+    models, parameters and buffers are compared: those of this rank, that is, of its batches.
+    """
+    replicas = run(loop, lambda model: model, average_gradients)
+    for transport in ("process_group", "shared_memory"):
+        models = run(loop, partial(shard, transport=transport), nothing)
+        for model, replica in zip(models, replicas, strict=True):
+            ours, theirs = {"": model}, {"": replica}
+            if isinstance(model, nn.Module):
+                ours = {**shardtrain.full_state_dict(model), **dict(model.named_buffers())}
+                theirs = dict(chain(replica.named_parameters(), replica.named_buffers()))
+            torch.testing.assert_close(
+                {name: ours[name].detach() for name in theirs}, theirs, rtol=tolerance, atol=tolerance
+            )
+
+
+# loops
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -85,17 +170,9 @@ def moco(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(query, loss, sync), key]
 
 
-class Online(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.predictor = mlp(13, 31, 31, 7), mlp(7, 17, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.normalize(self.predictor(self.encoder(x)), dim=1)
-
-
 def byol(wrap: Wrap, sync: Sync) -> list[Any]:
-    online = Online()
+    parts = {"encoder": mlp(13, 31, 31, 7), "predictor": mlp(7, 17, 7)}
+    online = Parts(lambda self, x: F.normalize(self.predictor(self.encoder(x)), dim=1), **parts)
     target = wrap(copy.deepcopy(online.encoder))
     online = wrap(online)
 
@@ -109,22 +186,15 @@ def byol(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(online, loss, sync, after=lambda: follow(target, online.encoder)), target]
 
 
-class Clip(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = mlp(13, 31, 7)
-        self.text = nn.Sequential(nn.Embedding(53, 11), nn.Flatten(), mlp(55, 31, 7))
-        self.logit_scale = nn.Parameter(torch.tensor(2.6))
-
-    def forward(self, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
-
-
 def clip(wrap: Wrap, sync: Sync) -> list[Any]:
     """Compare with the features of all ranks, gathered with gradients; clamp the scale after each step."""
     from torch.distributed.nn.functional import all_gather
 
-    model = wrap(Clip())
+    def forward(self: Any, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
+
+    text = nn.Sequential(nn.Embedding(53, 11), nn.Flatten(), mlp(55, 31, 7))
+    model = wrap(Parts(forward, image=mlp(13, 31, 7), text=text, logit_scale=nn.Parameter(torch.tensor(2.6))))
 
     def loss() -> torch.Tensor:
         image, text = model(torch.randn(4, 13), torch.randint(53, (4, 5)))
@@ -177,36 +247,23 @@ def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, loss, sync, steps=2)
 
 
-class Unrolled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(3, 11), nn.Linear(11, 3)
-
-    def forward(self, xs: torch.Tensor) -> torch.Tensor:
+def unrolled(wrap: Wrap, sync: Sync) -> list[Any]:
+    def forward(self: Any, xs: torch.Tensor) -> torch.Tensor:
         h = torch.zeros(xs.shape[1], 11)
         return torch.stack([self.head(h := self.cell(x, h)) for x in xs])
 
-
-def unrolled(wrap: Wrap, sync: Sync) -> list[Any]:
-    model, xs = wrap(Unrolled()), torch.randn(400, 2, 3)
+    model = wrap(Parts(forward, cell=nn.GRUCell(3, 11), head=nn.Linear(11, 3)))
+    xs = torch.randn(400, 2, 3)
     return train(model, lambda: F.mse_loss(model(xs)[:-1], xs[1:]), sync)
-
-
-class Denoiser(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.time, self.label = mlp(1, 17, 13), nn.Embedding(5, 13)
-        self.body = mlp(13, 31, 31, 13)
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.body(x + self.time(t) + self.label(y))
 
 
 def diffusion(wrap: Wrap, sync: Sync) -> list[Any]:
     """Train with torch's AveragedModel and clipping; sample from the average, guided by a classifier."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-    model, classifier = wrap(Denoiser()), wrap(mlp(13, 31, 5))
+    parts = {"time": mlp(1, 17, 13), "label": nn.Embedding(5, 13), "body": mlp(13, 31, 31, 13)}
+    denoiser = Parts(lambda self, x, t, y: self.body(x + self.time(t) + self.label(y)), **parts)
+    model, classifier = wrap(denoiser), wrap(mlp(13, 31, 5))
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer, for_classifier = adamw(model), adamw(classifier)
     for step in STEPS:
@@ -394,44 +451,11 @@ def sam(wrap: Wrap, sync: Sync) -> list[Any]:
     return [model]
 
 
-def gradient_penalty(wrap: Wrap, sync: Sync) -> list[Any]:
-    critic = wrap(mlp(13, 31, 31, 1))
-
-    def loss() -> torch.Tensor:
-        x = torch.randn(4, 13, requires_grad=True)
-        (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-        return (slope.norm(dim=1) - 1).square().mean()
-
-    return train(critic, loss, sync)
-
-
-class LayerDrop(nn.ModuleList):
-    """Each rank skips blocks of its own, as in wav2vec 2.0."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self:
-            x = x if torch.rand(()) < 0.5 else block(x)
-        return x + 0 * self[0](x)
-
-
-def layer_drop(wrap: Wrap, sync: Sync) -> list[Any]:
-    model = wrap(LayerDrop(nn.Linear(13, 13) for _ in range(5)))
-    return train(model, lambda: model(torch.randn(4, 13)).square().mean(), sync, steps=9)
-
-
 LOOPS = [dcgan, moco, byol, clip, detr, recurrent, unrolled, diffusion, lora, generation]
 LOOPS += [distillation, timm_recipe, fine_tuning, trainer, sam]
 # Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
 # SAM's norm is added up rank by rank.
 ROUNDED = (dcgan, sam)
-REFUSED: dict[str, tuple[Loop, str]] = {
-    "gradient penalty": (gradient_penalty, r"double backward \(create_graph=True\) is not supported"),
-    "layer drop": (layer_drop, "ranks 0 and 1 take different paths: rank 0 is gathering 0|rank . has ended"),
-    "trainer as it is": (
-        partial(trainer, as_it_is=True),
-        "do not wrap it in DistributedDataParallel, and keep .* Trainer",
-    ),
-}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -440,12 +464,192 @@ def test_loops(loop: Loop) -> None:
     require_as_replicas(loop, tolerance=1e-6 if loop in ROUNDED else 0.0)
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @each_rank(2, transport="auto")
-def test_refused_loops(name: str) -> None:
-    loop, message = REFUSED[name]
-    run(loop, lambda model: model, average_gradients)
-    with pytest.raises(Exception, match=message):
-        run(loop, shard, nothing)
-    with contextlib.suppress(RuntimeError):  # where the group has failed, all ranks know
-        dist.barrier()  # each rank is refused by itself
+def test_trainer_as_it_is_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"do not wrap it in DistributedDataParallel, and keep .* Trainer"):
+        run(partial(trainer, as_it_is=True), shard, nothing)
+    dist.barrier()  # each rank is refused by itself
+
+
+# models: equal bit for bit
+
+
+def tokens(**more: Any) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, VOCABULARY, (2, 11))
+    return {"input_ids": ids, "labels": ids, **more}
+
+
+def photos(size: int = 32, n: int = 3) -> torch.Tensor:
+    return torch.randn(n, 3, size, size)
+
+
+def classified_photos() -> dict[str, torch.Tensor]:
+    return {"pixel_values": photos(), "labels": torch.randint(2, (3,))}
+
+
+def pairs() -> dict[str, Any]:
+    return {"input_ids": tokens()["input_ids"], "pixel_values": photos(n=2), "return_loss": True}
+
+
+def speech() -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(2, 9, 40), "labels": tokens()["labels"]}
+
+
+def sound() -> dict[str, torch.Tensor]:
+    return {"input_values": torch.randn(2, 999), "labels": torch.randint(2, (2,))}
+
+
+def text(**more: Any) -> dict[str, Any]:
+    """Return a language model's sizes, which no world size divides; heads are even where positions rotate."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 30, "intermediate_size": 37, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 5, "max_position_embeddings": 31, "decoder_start_token_id": 1}
+    return {**sizes, **heads, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, **more}
+
+
+def grouped(**more: Any) -> dict[str, Any]:
+    return text(num_key_value_heads=1, head_dim=6, **more)
+
+
+def sounds(**more: Any) -> dict[str, Any]:
+    convolutions = {"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "mask_time_prob": 0.0}
+    positions = {"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 3}
+    return text(**convolutions, **positions, num_feat_extract_layers=2, classifier_proj_size=7, **more)
+
+
+def translator(**more: Any) -> dict[str, Any]:
+    heads = {"encoder_attention_heads": 5, "decoder_attention_heads": 5, "encoder_layers": 2}
+    return text(**heads, decoder_layers=2, encoder_ffn_dim=37, decoder_ffn_dim=37, **more)
+
+
+def picture(**more: Any) -> dict[str, Any]:
+    return text(**{"image_size": 32, "patch_size": 8, **more})
+
+
+# class: its configuration and its batch
+TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "GPT2LMHeadModel": (text(n_embd=28, n_layer=3, n_head=4), tokens),
+    "LlamaForCausalLM": (grouped(tie_word_embeddings=True), tokens),
+    "Qwen3ForCausalLM": (grouped(), tokens),
+    "Gemma2ForCausalLM": (grouped(), tokens),
+    # grouped products want rows of a multiple of 16 bytes
+    "MixtralForCausalLM": (grouped(hidden_size=28, intermediate_size=36, num_local_experts=3), tokens),
+    "GPTNeoXForCausalLM": (text(), tokens),
+    "OPTForCausalLM": (text(ffn_dim=37, word_embed_proj_dim=30), tokens),
+    "BloomForCausalLM": (text(n_layer=2, n_head=5), tokens),
+    "MambaForCausalLM": (text(state_size=5), tokens),
+    "BertForMaskedLM": (text(), tokens),
+    "RobertaForMaskedLM": (text(), tokens),
+    "DistilBertForMaskedLM": (text(dim=30, hidden_dim=37, n_layers=2, n_heads=5), tokens),
+    "AlbertForMaskedLM": (text(embedding_size=7), tokens),
+    "ElectraForMaskedLM": (text(embedding_size=7), tokens),
+    "DebertaV2ForMaskedLM": (text(relative_attention=True, pos_att_type=["p2c", "c2p"]), tokens),
+    "T5ForConditionalGeneration": (text(d_kv=7, d_ff=37, num_heads=4), tokens),
+    "BartForConditionalGeneration": (translator(), tokens),
+    "WhisperForConditionalGeneration": (
+        translator(num_mel_bins=9, max_source_positions=20, max_target_positions=31),
+        speech,
+    ),
+    "Wav2Vec2ForSequenceClassification": (sounds(layerdrop=0.0), sound),
+    "ViTForImageClassification": (picture(), classified_photos),
+    "ViTMAEForPreTraining": (
+        picture(decoder_hidden_size=28, decoder_num_hidden_layers=2, decoder_num_attention_heads=4),
+        lambda: {"pixel_values": photos()},
+    ),
+    "Dinov2ForImageClassification": (picture(), classified_photos),
+    "SwinForImageClassification": (
+        {"image_size": 32, "embed_dim": 15, "depths": [2, 2], "num_heads": [3, 3], "window_size": 4},
+        classified_photos,
+    ),
+    "ConvNextForImageClassification": (
+        {"hidden_sizes": [7, 9, 11, 13], "depths": [1, 1, 2, 1]},
+        classified_photos,
+    ),
+    "SegformerForImageClassification": (
+        {"hidden_sizes": [7, 10, 14, 21], "num_attention_heads": [1, 2, 2, 3], "depths": [1, 1, 1, 1]},
+        classified_photos,
+    ),
+    "CLIPModel": ({"text_config": text(), "vision_config": picture(), "projection_dim": 15}, pairs),
+    "SiglipModel": ({"text_config": text(projection_size=30), "vision_config": picture()}, pairs),
+}
+
+# name in timm.models: its arguments
+TIMM: dict[str, dict[str, Any]] = {
+    "test_resnet": {},
+    "test_vit": {},
+    "test_efficientnet": {},
+    "test_convnext": {},
+    "test_nfnet": {},
+    "test_byobnet": {},
+    "test_mambaout": {},
+    "mobilenetv3_small_050": {},
+    "regnetx_002": {},
+    "ghostnet_050": {},
+    "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 28, "depth": 3, "num_heads": 4},
+    "MlpMixer": {"img_size": 32, "patch_size": 8, "embed_dim": 27, "num_blocks": 3},
+    "MetaFormer": {"dims": (7, 9, 11, 13), "depths": (1, 1, 2, 1)},
+    "mobilevit_xxs": {},
+}
+
+
+def detection(model: nn.Module) -> torch.Tensor:
+    at = torch.rand(2, 2) * 40
+    target = {"boxes": torch.cat([at, at + 15], dim=1), "labels": torch.tensor([1, 2])}
+    return sum(model(list(photos(64, n=2)), [target, target]).values())
+
+
+def segmentation(model: nn.Module) -> torch.Tensor:
+    out = model(photos(64, n=2))
+    return sum(F.cross_entropy(part, torch.randint(5, (2, 64, 64))) for part in out.values())
+
+
+def with_auxiliary_heads(model: nn.Module) -> torch.Tensor:
+    out = model(photos(64))
+    return sum(F.cross_entropy(part, torch.tensor([0, 1, 2])) for part in out)
+
+
+DETECTOR = {"weights_backbone": None, "min_size": 64, "max_size": 96}
+# name: keywords and loss
+TORCHVISION: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.Tensor]]] = {
+    "fasterrcnn_mobilenet_v3_large_320_fpn": (DETECTOR, detection),
+    "ssdlite320_mobilenet_v3_large": ({"weights_backbone": None}, detection),
+    "lraspp_mobilenet_v3_large": ({"weights_backbone": None}, segmentation),
+    "googlenet": ({"aux_logits": True, "init_weights": False}, with_auxiliary_heads),
+}
+
+
+def compare(make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]) -> None:
+    def loop(wrap: Any, sync: Any) -> list[Any]:
+        model = wrap(make())
+        return train(model, lambda: loss(model), sync)
+
+    require_as_replicas(loop)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@each_rank(2, transport="auto")
+def test_transformers(name: str) -> None:
+    import transformers
+
+    options, batch = TRANSFORMERS[name]
+    kind = getattr(transformers, name)
+    compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss)
+
+
+@pytest.mark.parametrize("name", TIMM)
+@each_rank(2, transport="auto")
+def test_timm(name: str) -> None:
+    import timm.models
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return F.cross_entropy(model(photos()), torch.randint(11, (3,)))
+
+    compare(lambda: getattr(timm.models, name)(num_classes=11, **TIMM[name]), loss)
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+@each_rank(2, transport="auto")
+def test_torchvision(name: str) -> None:
+    import torchvision
+
+    options, loss = TORCHVISION[name]
+    compare(lambda: torchvision.models.get_model(name, weights=None, num_classes=5, **options), loss)
