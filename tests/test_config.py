@@ -298,9 +298,7 @@ def test_ranks_that_part_end_the_sweep(on_ranks: Any, tmp_path: Path) -> None:
     assert [result for result, _ in results] == [text + "rank 1: RuntimeError: a disk is gone"] * 2
 
 
-def test_a_sweep_without_a_working_job_is_a_mistake_and_keeps_tracebacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_without_a_working_job_is_a_mistake_and_keeps_tracebacks(tmp_path: Path, capsys: Any) -> None:
     def fails(config: Config, context: Context) -> float:
         if config.seed == 1:
             raise UserError("no such thing")

@@ -122,9 +122,7 @@ def test_a_difference_counts_beyond_the_tolerance() -> None:
         assert difference(found, expected, tolerance=0.1).startswith("Mismatched elements: 1 / 4")
 
 
-def test_the_program_says_what_it_found(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_program_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     settings = program.read([*TINY, *VIT, "steps=2", "train.max_steps=1"], False)  # the run has fewer steps
     program.examine(settings, HERE, CPU)
     assert capsys.readouterr().out.startswith("ok       1 steps sharded over 1 rank equal unsharded ones")

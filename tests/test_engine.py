@@ -325,7 +325,6 @@ def test_edits_and_conversions_after_sharding_take_effect() -> None:
 
 @each_rank(3)
 def test_a_model_on_the_meta_device_materialises_its_pieces() -> None:
-    torch.manual_seed(0)
     expected = OddNet()
     with torch.device("meta"):
         model = OddNet()
@@ -427,7 +426,6 @@ mean_in_rank_order = mean_of_means(1)
 
 @each_rank(1, 3)
 def test_the_engine_does_what_the_naive_twin_does() -> None:
-    torch.manual_seed(0)
     model = OddNet()
     twin = NaiveTwin(copy.deepcopy(model), lr=0.05, momentum=0.9)
     sharded = shard(model, units=lambda name, module: name.startswith("blocks."))
@@ -495,10 +493,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("make", [convnext, resnet18, vit])
 @each_rank(2, transport="auto")
 def test_three_steps_equal_ddp_s(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    plain = make()
-    model = shard(copy.deepcopy(plain))
-    replica = nn.parallel.DistributedDataParallel(plain)
+    model, replica = sharded_and_replica(make, units=None)
     ours = train(model, sgd(model), 3, batch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # DDP, ConvNeXt

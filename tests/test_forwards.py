@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torchvision.models.vision_transformer import EncoderBlock
 
 import shardtrain
@@ -49,21 +48,19 @@ Inside = Callable[[nn.Module], None]
 BF16 = shardtrain.Precision(param=torch.bfloat16, output=torch.float32)
 
 
-class Dropping(OddNet):
+def dropping() -> nn.Module:
     """With a random draw."""
+    net = OddNet()
+    net.blocks = nn.Sequential(DroppingBlock(7), DroppingBlock(7))
+    return net
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(DroppingBlock(7), DroppingBlock(7))
 
-
-class Counting(Dropping):
+def counting() -> nn.Module:
     """With a norm whose statistics depend on how many batches it has seen; torch does not compile that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.norm.momentum = None
+    net = dropping()
+    for block in net.blocks:
+        block.norm.momentum = None
+    return net
 
 
 class DroppingBlock(Block):
@@ -71,7 +68,7 @@ class DroppingBlock(Block):
         return F.dropout(super().forward(x), 0.3, self.training)
 
 
-MODELS = {OddNet: Block, Vit: EncoderBlock, Dropping: DroppingBlock, Counting: DroppingBlock}
+MODELS = {OddNet: Block, Vit: EncoderBlock, dropping: DroppingBlock, counting: DroppingBlock}
 
 
 def compiled(model: nn.Module) -> None:
@@ -109,14 +106,14 @@ def fresh_compiler() -> Iterator[dict[str, int]]:
     ("make", "inside", "bf16", "reshard"),
     [
         pytest.param(OddNet, compiled, False, True, marks=pytest.mark.long),
-        (Counting, checkpointed, False, True),
+        (counting, checkpointed, False, True),
         pytest.param(Vit, both, True, True, marks=pytest.mark.long),
-        (Dropping, both, False, False),
+        (dropping, both, False, False),
     ],
 )
 @each_rank(3, transport="auto")
 def test_units_compute_what_others_do(
-    make: type[nn.Module], inside: Inside, bf16: bool, reshard: bool
+    make: Callable[[], nn.Module], inside: Inside, bf16: bool, reshard: bool
 ) -> None:
     """Bit for bit, with micro-batches, clipping, dropout, running statistics; and what DDP computes."""
     options = {"precision": BF16 if bf16 else None, "reshard_after_forward": reshard, "units": [MODELS[make]]}
@@ -403,11 +400,9 @@ SLOW = ("replicas, whole, offload, compiled", "int8, compiled")  # others compil
 def trains_like_ddp(name: str) -> None:
     """Over shared memory where the options allow it, else over messages."""
     (replicate, group), inside, rounding, options = CASES[name]
+    _, replica = sharded_and_replica()
     torch.manual_seed(0)
-    plain = OddNet()
-    replica = DistributedDataParallel(copy.deepcopy(plain))
-    torch.manual_seed(0)
-    model = shardtrain.deferred(OddNet) if "deferred" in options else plain
+    model = shardtrain.deferred(OddNet) if "deferred" in options else OddNet()
     by_messages = "offload" in options or INT8.items() <= options.items()
     chosen = {key: value for key, value in options.items() if key != "deferred"}
     chosen["transport"] = "process_group" if by_messages else "shared_memory"

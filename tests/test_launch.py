@@ -56,9 +56,7 @@ def _process_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_a_rank_whose_launcher_was_killed_before_it_started_waits_no_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_whose_launcher_was_killed_before_it_started_waits_no_longer(monkeypatch: Any) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for key, value in {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(key, value)
@@ -192,9 +190,7 @@ def test_ranks_that_never_start_are_named_and_the_store_is_asked_less_and_less_o
     assert 3 <= store.check.call_count <= 8
 
 
-def test_a_configuration_is_printed_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_is_printed_once(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _arguments(monkeypatch, "+recipe=resnet", "--cfg", "job")
     for rank in (0, 1):
         _two_ranks(monkeypatch, rank, HashStore())
@@ -202,9 +198,7 @@ def test_a_configuration_is_printed_once(
         assert ("batch_size: 48" in capsys.readouterr().out) == (rank == 0)
 
 
-def test_silence_when_the_store_is_gone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_silence_when_the_store_is_gone(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _two_ranks(monkeypatch, 1, Mock(add=Mock(side_effect=RuntimeError("Connection reset by peer"))))
     _arguments(monkeypatch, "train.epochs=0")
     with pytest.raises(SystemExit):
@@ -212,9 +206,7 @@ def test_silence_when_the_store_is_gone(
     assert capsys.readouterr().err == ""
 
 
-def test_other_failures_keep_their_traceback_and_reach_torchrun(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_other_failures_keep_their_traceback_and_reach_torchrun(monkeypatch: Any, tmp_path: Path) -> None:
     def job(config: Config, context: Context) -> None:
         raise RuntimeError("as it was")
 

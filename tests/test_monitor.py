@@ -227,9 +227,7 @@ def test_the_peak_is_that_of_the_run(tmp_path: Path) -> None:
     assert second.report(1, ONE).scalars["memory/peak_mib"] < peak - 300
 
 
-def test_utilisation_counts_the_pixels_shown_and_the_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_utilisation_counts_the_pixels_shown_and_the_dtype(tmp_path: Path, monkeypatch: Any) -> None:
     _, _, job = opened(tmp_path, "data.grow=[4]", model=())
     assert job.forward_flops[4] < job.forward_flops[8]
     metrics = StepMetrics(job)
@@ -552,9 +550,7 @@ def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:
     assert summary.path.exists()
 
 
-def test_pictures_that_cannot_be_are_said_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pictures_that_cannot_be_are_said_of(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     summary, monitor, seen = summary_of(tmp_path)
     monitor.log(1, {"val/loss": 1.0})

@@ -27,7 +27,17 @@ from shardtrain.layout import Layout, even
 from shardtrain.train.saving import Saver
 
 from pool import each_rank
-from small import Block, OddNet, assert_at_rest, assert_same_parameters, hosts, images, sgd, shard
+from small import (
+    Block,
+    OddNet,
+    assert_at_rest,
+    assert_same_parameters,
+    hosts,
+    images,
+    sgd,
+    shard,
+    sharded_and_replica,
+)
 from tiny import result_of, run
 
 BF16 = Precision(param=torch.bfloat16)
@@ -103,7 +113,6 @@ TWINS = [
 @each_rank(1, 3)
 def test_bf16_equals_a_replicated_twin(make: Any, unit: Any, norms: Any, micro: int, reduce: Any) -> None:
     """bf16 gradients of micro-batches are added up in the dtype of the reduction."""
-    torch.manual_seed(0)
     plain = make()
     twin = Twin(copy.deepcopy(plain), norms)
     precision = Precision(torch.bfloat16, reduce=reduce, output=torch.float32)
@@ -177,12 +186,10 @@ def test_every_forward_sees_the_last_update() -> None:
 @each_rank(2)
 def test_autocast() -> None:
     """Without a Precision, torch.autocast works as on the plain model."""
-    torch.manual_seed(0)
-    plain = OddNet()
-    model = shard(copy.deepcopy(plain), units=[Block])
+    model, replica = sharded_and_replica()
     x, _ = images(0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(x), plain(x))
+        assert torch.equal(model(x), replica.module(x))
 
 
 def test_a_dtype_that_cannot_compute_is_refused() -> None:
@@ -516,7 +523,6 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all() -> None:
 
 @each_rank(1, 2, transport="auto")
 def test_one_rank_and_ranks_that_share_memory_round_nothing() -> None:
-    torch.manual_seed(0)
     plain, (x, _) = OddNet(), images(0)
     model = shardtrain.shard(copy.deepcopy(plain), precision=INT8)
     kind = comm.SharedMemoryTransport if dist.get_world_size() > 1 else comm.Alone

@@ -354,28 +354,15 @@ def test_the_report_on_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 # what recipes are made of, each against a plain single-process reference
 
 
-def go_through_a_checkpoint(folder: Path, model: nn.Module, optimizer: Any, ema: Ema) -> None:
-    """Saves, forgets the averages, and loads them bit for bit."""
-    checkpoint.save(folder, model, optimizer, extra=ema.state(), averages=ema.averages)
-    kept = [*ema.averages.values(), *ema.state()["own"]]
-    before = [average.clone() for average in kept]
-    for average in kept:
-        average.zero_()
-    ema.restore(checkpoint.load(folder, model, optimizer, averages=ema.averages), comm.world_size())
-    assert all(torch.equal(*pair) for pair in zip(before, kept, strict=True))
-
-
 @each_rank(1, 3)
-def test_an_average_of_shards_is_that_of_full_states(tmp_path: Path) -> None:
-    """Parameters and buffers, through a checkpoint, and how it is evaluated."""
+def test_an_average_of_shards_is_that_of_full_states() -> None:
+    """Parameters and buffers, and how it is evaluated. `test_resume.py` has it in checkpoints."""
     model = shard(OddNet(), units=[Block])
     optimizer, ema = sgd(model), Ema(model, 0.8, every=2, after=2)
     expected: dict[str, torch.Tensor] = {}
     for step in range(1, 8):
         steps_of(model, optimizer, 1, start=step)
         ema.update(step)
-        if step == 5:
-            go_through_a_checkpoint(tmp_path / "checkpoint", model, optimizer, ema)
         if step % 2 == 0:
             for name, value in shardtrain.full_state_dict(model).items():
                 averaged = step > 2 and value.is_floating_point()

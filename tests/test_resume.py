@@ -311,9 +311,7 @@ def test_a_checkpoint_of_no_run_is_not_continued(tmp_path: Path) -> None:
     assert re.match(r"UserError resume: no run has saved this.*; resume=none starts anew$", ending), ending
 
 
-def test_a_dry_run_looks_where_the_run_would(
-    tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_looks_where_the_run_would(tmp_path: Path, undisturbed: Path, capsys: Any) -> None:
     before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     assert run(str(undisturbed), "dry_run=true") == "finished"
     said = capsys.readouterr().out

@@ -361,9 +361,7 @@ def layers(count: int, width: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 3), (2, 3)])
-def test_a_rank_holds_its_shards_and_about_one_unit(
-    rank: int, world: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_holds_its_shards_and_about_one_unit(rank: int, world: int, monkeypatch: Any) -> None:
     """Rank 0 also holds what has not been cut yet. Nothing is sent, which would be held a while longer."""
     monkeypatch.setattr(comm, "rank", lambda: rank)
     unit, whole = 101 * 101 * 4, 12 if rank == 0 else 0

@@ -268,7 +268,6 @@ def test_an_arena_gives_out_what_is_free() -> None:
 
 def both(**options: Any) -> tuple[nn.Module, nn.Module]:
     """The same model offloaded, and over messages."""
-    torch.manual_seed(0)
     plain = OddNet()
     resident = shardtrain.shard(copy.deepcopy(plain), units=[Block], transport="process_group", **options)
     away = comm.Offloaded(comm.open_transport(), CPU)
