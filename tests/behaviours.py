@@ -516,9 +516,6 @@ def containers_in_bf16(api: Api) -> None:
 row(KIND, "bf16 with BatchNorm", run=lambda api: on_images(pair(api, OddNet, options="half")[0], 0))
 
 
-# state
-
-
 @contextlib.contextmanager
 def folder() -> Iterator[str]:
     """Yield a directory that all ranks see."""
@@ -607,9 +604,6 @@ def batch_norm_saves(api: Api) -> None:
     means = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
     dist.all_gather(means, mean.contiguous())
     assert torch.equal(means[0], means[1]), "what is saved depends on the rank"
-
-
-# memory
 
 
 def at_once(api: Api, **forwards: Any) -> None:

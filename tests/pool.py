@@ -129,6 +129,18 @@ def each_rank(*worlds: int, transport: str = "each") -> Callable[[Callable[..., 
     return decorate
 
 
+def once(body: Callable[..., Any], name: str = "", *args: Any) -> Any:
+    """Return a fixture: a path at which two ranks have run ``body(path, *args)``, once for the module."""
+
+    @pytest.fixture(scope="module")
+    def path(_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        place = tmp_path_factory.mktemp("once") / name
+        _pool.run("auto", 2, body, str(place), *args)
+        return place
+
+    return path
+
+
 def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")

@@ -91,9 +91,6 @@ def test_documented_examples_of_four_ranks() -> None:
         assert run_documented(name) > 8, name
 
 
-# results
-
-
 def values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_complex:
@@ -295,9 +292,6 @@ def test_without_a_process_group_the_input_is_the_output() -> None:
     equal(output, [[0.0, 1.0, 2.0]])
     with pytest.raises(ValueError, match=r"^all_to_all refused on every rank: rank 0: expected input_list"):
         comm.all_to_all([output[0]], [])
-
-
-# traffic
 
 
 @each_rank(1, 2, 3, 4, transport="auto")

@@ -34,28 +34,25 @@ from shardtrain.train.sweep import Outcome, Sweep
 from tiny import CPU, VIT, composed, context, result_of
 
 
-def test_recipe_gives_a_frozen_typed_config() -> None:
-    config = composed("+recipe=resnet", "seed=3", "train.max_steps=7")
-    assert isinstance(config.data, Digits)
-    assert isinstance(config.optim, SgdConfig)
-    assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.05)
-    with pytest.raises(FrozenInstanceError):
-        config.seed = 4  # type: ignore[misc]
-
-
 def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
+    """In a frozen, typed configuration. Augmentation follows the data set, unless it is chosen."""
     config = composed("optim=adamw", "optim.lr=1", "model=vgg11")
     assert isinstance(config.optim, AdamWConfig)
     assert (repr(config.optim.lr), config.optim.betas) == ("1.0", (0.9, 0.999))
     assert config.model["name"] == "vgg11"
     with hydra_app.program_configs():
         assert hydra_app._configs().torchvision_models() == list_models(module=models)
-
-
-def test_augmentation_follows_the_data_set_unless_chosen() -> None:
+    config = composed("+recipe=resnet", "seed=3", "train.max_steps=7")
+    assert (type(config.data), type(config.optim)) == (Digits, SgdConfig)
+    assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.05)
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 4  # type: ignore[misc]
+    assert "rotate" in config.augment
     assert composed("+recipe=resnet", "data=cifar10").augment["pad"] == 4
     assert composed("+recipe=resnet", "augment=none").augment["_target_"] is None
-    assert "rotate" in composed("+recipe=resnet").augment
+    assert config.reference is not None
+    for other in ("model=resnet34", "data=fake"):  # for which it was not published
+        assert composed("+recipe=resnet", other).reference is None
 
 
 def test_debugging_has_the_last_word_over_the_recipe() -> None:
@@ -118,12 +115,6 @@ def test_what_is_printed_appears_only_where_asked() -> None:
     with redirect_stdout(io.StringIO()) as output:
         assert compose(["--help"], speak=False) is None
     assert output.getvalue() == ""
-
-
-def test_a_reference_belongs_to_what_it_was_published_for() -> None:
-    assert composed("+recipe=resnet").reference is not None
-    for other in ("model=resnet34", "data=fake"):
-        assert composed("+recipe=resnet", other).reference is None
 
 
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,13 +255,10 @@ def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
     assert set(Counter(ours[0]).values()) == {repeats}
 
 
-def test_copies_are_spread_over_the_ranks() -> None:
+def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Path) -> None:
     first = index_lists(37, Share(12, 2, 0, 2), 1, 6, 2)
     assert Counter(index for part in first[:2] for index in part).most_common(1)[0][1] == 1
     assert copies_apart(torch.tensor([1, 1, 1, 2, 2, 2, 3]), 3).tolist() == [1, 2, 3, 1, 2, 1, 2]
-
-
-def test_copies_are_augmented_differently(tmp_path: Path) -> None:
     noise = Image.effect_noise((40, 40), 80)
     for part in ("train", "val"):
         (tmp_path / part / "only").mkdir(parents=True)
@@ -309,23 +306,15 @@ def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> Non
     assert parts[1] == set(data.load(replace(DIGITS, validation=amount)).val.indices.tolist())  # type: ignore[attr-defined]
 
 
-def test_validation_images_are_cut_as_held_out_ones(tmp_path: Path) -> None:
-    config = replace(write_folders(tmp_path), validation=2, eval_size=9, image_size=8)
-    split = data.load(config)
+def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_taken(tmp_path: Path) -> None:
+    split = data.load(replace(write_folders(tmp_path), validation=2, eval_size=9, image_size=8))
     assert [part[[0]][0].shape[-1] for part in (split.train, split.val, split.test) if part] == [8, 9, 9]
-
-
-def test_validation_is_refused_where_it_cannot_be_taken(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="=1437: expected a fraction, or fewer than 1437 images"):
         data.load(replace(DIGITS, validation=1437))
-    images, labels = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
-    parts = {
-        f"{part}_{key}": value
-        for part in ("train", "val", "test")
-        for key, value in (("images", images), ("labels", labels))
-    }
+    arrays = {"images": np.zeros((6, 4, 4), np.uint8), "labels": np.arange(6) % 2}
+    parts = {f"{part}_{key}": arrays[key] for part in ("train", "val", "test") for key in arrays}
     np.savez(tmp_path / "a.npz", **parts)
-    config = Npz(name="arrays", root=str(tmp_path / "a.npz"), image_size=0, **PLAIN)
+    config = npz(tmp_path / "a.npz")
     assert len(data.load(config).test or ()) == 6
     with pytest.raises(UserError, match="has a validation part; set it to 0"):
         data.load(replace(config, validation=2))

@@ -44,8 +44,6 @@ from small import (
     train_alike,
 )
 
-# memory and traffic
-
 
 @each_rank(1, 2, 3, 4)
 def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered() -> None:
@@ -149,13 +147,16 @@ def test_world_size_1_makes_no_collective_and_no_copy() -> None:
         assert param.grad.untyped_storage().data_ptr() == gradients[name]
 
 
-def test_no_process_group_is_world_size_1() -> None:
+def test_no_process_group_is_world_size_1(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     plain = OddNet()
     model = shardtrain.shard(copy.deepcopy(plain), units=[Block])
     for net in (plain, model):
         train(net, sgd(net), 3, lambda step: images(step, rank=0))
     assert_same_parameters(model, plain, tolerance=0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2 but there is no process group"):
+        shardtrain.shard(OddNet())
 
 
 @each_rank(2)
@@ -171,9 +172,6 @@ def test_slow_movements_change_nothing() -> None:
 
         setattr(transport, name, late)
     train_alike(model, replica, 2)
-
-
-# accumulation and clipping
 
 
 @pytest.mark.parametrize(
@@ -258,9 +256,6 @@ def test_an_infinite_gradient_on_one_rank_is_seen_by_all() -> None:
                 shardtrain.clip_grad_norm_(model, 1.0, order, error_if_nonfinite=True)
     with pytest.raises(ValueError, match=r"^norm_type must be positive, got 0.0$"):
         shardtrain.clip_grad_norm_(model, 1.0, norm_type=0.0)
-
-
-# odd models and odd uses
 
 
 class Checkpointed(OddNet):
@@ -382,12 +377,6 @@ def test_running_statistics_begin_as_rank_0_s_and_are_averaged() -> None:
     shardtrain.average_buffers(model)
     assert norm.running_mean.eq(mean).all()
     assert norm.num_batches_tracked == 10
-
-
-def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2 but there is no process group"):
-        shardtrain.shard(OddNet())
 
 
 # against replicas: DistributedDataParallel, and the naive twin

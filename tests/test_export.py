@@ -24,6 +24,7 @@ from shardtrain.job.model import initial_model, named_weights, read_weights
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
+from pool import once
 from test_checkpoint import rewrite
 from tiny import SHORT, configure, context, result_of
 
@@ -44,11 +45,7 @@ def run(folder: Path, *arguments: str) -> str:
     return "finished"
 
 
-@pytest.fixture(scope="module")
-def trained(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    assert _pool.run("auto", 2, run, folder) == ["finished"] * 2
-    return folder
+trained = once(run)
 
 
 @pytest.fixture

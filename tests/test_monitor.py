@@ -36,7 +36,7 @@ from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, p
 from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.timeline import Lanes, Watch
 
-from pool import each_rank
+from pool import each_rank, once
 from programs import ended
 from small import Block, OddNet, sgd, shard
 from small import train as steps_of
@@ -445,11 +445,7 @@ FACTS = {"model": "m", "parameters": 1, "world_size": 1, "device": "cpu", "steps
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
 
 
-@pytest.fixture(scope="module")
-def finished(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    _pool.run("auto", 2, run, str(folder))
-    return folder
+finished = once(run)
 
 
 def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> None:

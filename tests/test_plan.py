@@ -135,9 +135,8 @@ def test_a_plan_follows_what_changes_it(on_ranks: Any) -> None:
 
 def test_the_batch_is_a_whole_one() -> None:
     """96 images leave 1.5 for each of 64 ranks: planned with 2."""
-    assert settings("train.batch_size=96", "world_size=64").question.micro_batch == 2
-    assert settings("train.batch_size=36", "world_size=64").question.micro_batch == 2
-    assert settings("train.batch_size=64", "world_size=64").question.micro_batch == 1
+    for argument, images in {"96": 2, "36": 2, "64": 1}.items():
+        assert settings(f"train.batch_size={argument}", "world_size=64").question.micro_batch == images
     assert settings("micro_batch=5", "world_size=64").question.micro_batch == 5
 
 
@@ -191,14 +190,16 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     fixed = [text for text in FAKE if not text.startswith("data")]
     with pytest.raises(UserError, match=re.escape(message)):
         read([*fixed, *arguments], speak=False)
+
+
+def test_mistakes_that_show_later_and_a_plan_without_the_data_set() -> None:
     with pytest.raises(UserError, match="out=~nobody-here: Could not determine home directory"):
         plan(settings("out='~nobody-here'"), RankInfo(0, 1, 0, 1), CPU)
-
-
-def test_a_batch_that_the_model_refuses() -> None:
     message = r"does not take images of shape 1×3×8×8: Expected more than 1 value per channel .*\(micro_batch"
     with pytest.raises(UserError, match=message):
         planned("model=resnet18", "data.image_size=8", "micro_batch=1")
+    found = read(["data=imagefolder", "data.root=/nowhere", "model.num_classes=7"], speak=False)
+    assert (found.config.model["num_classes"], found.question.channels) == (7, 3)
 
 
 def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,11 +213,6 @@ def test_gpus_are_planned_for_where_there_are_none(monkeypatch: pytest.MonkeyPat
     options = ", activations computed again in backward; planned as if it were not compiled\n"
     assert f", device=cpu, messages{options}" in headline(here.config, plan)
     assert f", device=cuda, messages{options}" in headline(gpus.config, plan)
-
-
-def test_without_the_data_set() -> None:
-    found = read(["data=imagefolder", "data.root=/nowhere", "model.num_classes=7"], speak=False)
-    assert (found.config.model["num_classes"], found.question.channels) == (7, 3)
 
 
 def test_words_name_the_peak() -> None:

@@ -369,9 +369,6 @@ def test_what_is_not_finite_does_not_vanish(values: list[float], bad: float, whe
     assert found[-1] == 0
 
 
-# between ranks
-
-
 def from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
@@ -449,9 +446,6 @@ def test_int8_moves_a_quarter_of_the_bytes() -> None:
     assert bytes_of(INT8) == (low[0], low[1])
     halved = Precision(torch.bfloat16, reduce=torch.int8)
     assert bytes_of(halved) == (gathered // 2, low[1])
-
-
-# the engine
 
 
 @each_rank(3, transport="auto")

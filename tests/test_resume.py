@@ -32,6 +32,7 @@ from shardtrain.recipes import models
 from shardtrain.train import saving
 from shardtrain.train.loop import train
 
+from pool import once
 from test_data import write_folders
 from tiny import configure, context, events_of, result_of, small_model
 
@@ -110,11 +111,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert _pool.run("auto", 2, run, str(folder)) == ["finished"] * 2
-    return folder
+undisturbed = once(run)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own

@@ -116,9 +116,6 @@ def is_unit(_: str, module: nn.Module) -> bool:
     return isinstance(module, Unit | Outer | Block)
 
 
-# calls
-
-
 def again_inside() -> nn.Module:
     net = Net()
     net.outer = Outer(net.blocks[0], net.blocks[1])
@@ -523,9 +520,6 @@ def test_a_layer_whose_weight_is_read_around_it() -> None:
     assert len(shardtrain.full_state_dict(model)) == len(model.state_dict())
 
 
-# accumulation
-
-
 @each_rank(3)
 def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     model, replica = sharded_and_replica()
@@ -550,9 +544,6 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     assert "was changed while it waits under no_sync" in raised_soon(ValueError, backward)
     optimizer.zero_grad()
     train_alike(model, replica)
-
-
-# hooks
 
 
 @each_rank(1, 3)
@@ -585,9 +576,6 @@ def test_users_post_accumulate_hooks_fire_once_with_the_reduced_piece() -> None:
     assert [w for w, *_ in seen["fc.weight"]] == ["before"]
 
 
-# copies
-
-
 @each_rank(1, 3)
 def test_a_copy_is_sharded_too() -> None:
     nets = model, replica = sharded_and_replica()
@@ -608,9 +596,6 @@ def test_a_copy_is_sharded_too() -> None:
     for net, optimizer in zip(nets, optimizers, strict=True):
         train(net, optimizer, 1)
     assert_same_parameters(model, replica)
-
-
-# optimizers
 
 
 @pytest.mark.parametrize(
@@ -668,9 +653,6 @@ def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> No
     assert_same_parameters(model, replica)
 
 
-# models
-
-
 @each_rank(3)
 def test_modules_without_parameters_may_be_attached_after_sharding() -> None:
     def step(net: nn.Module, number: int) -> None:
@@ -720,9 +702,6 @@ def test_tied_weights_belong_to_the_common_ancestor(units: Any, home: str, layou
     assert unit_of["1.weight"] == "1"
 
 
-# batches
-
-
 @each_rank(3)
 def test_a_users_own_group_is_the_one_used() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
@@ -733,9 +712,6 @@ def test_a_users_own_group_is_the_one_used() -> None:
     model = shard(plain, units=[Block], mesh=mesh)
     assert shardtrain.introspect(model).transport.world == 2
     train_alike(model, replica)
-
-
-# memory
 
 
 @each_rank(2, 3)

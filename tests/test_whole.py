@@ -67,9 +67,6 @@ def test_balance_of_known_models(name: str, world: int, most: float) -> None:
     assert all(info.local_bytes <= info.bytes + 16 for info in infos)
 
 
-# optimizers
-
-
 class Clipping(torch.optim.SGD):
     """Clips by the norm of all parameters that it is given, which a rank has only some of."""
 
