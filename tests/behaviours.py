@@ -7,8 +7,6 @@ process. Most compare with a replica whose gradients are averaged by hand. `test
 scenes of shardtrain with the other tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -11,8 +11,6 @@ intervals. Worked numbers for two ranks and a model of three parameter elements 
     4 update          rank 0: [0.8, 1.9]      rank 1: [2.7, 0]      only the shard
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

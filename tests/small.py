@@ -1,7 +1,5 @@
 """Small models with sizes that no world size divides, and the steps that tests share."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

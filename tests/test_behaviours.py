@@ -1,7 +1,5 @@
 """The scenes of `behaviours.py`, whose table compares shardtrain with FSDP2."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 

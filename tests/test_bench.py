@@ -1,7 +1,5 @@
 """The benchmark: its arithmetic, its measurement, and real tiny runs. Nothing here asserts on a time."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -25,8 +23,7 @@ from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError
 
-from pool import each_rank, forkserver
-from programs import ended, signalled
+from pool import each_rank, ended, forkserver, signalled
 from simulated_device import DEVICE, SimulatedDevice
 from test_config import require_told
 from tiny import CPU

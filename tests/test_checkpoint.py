@@ -1,7 +1,5 @@
 """Checkpoints: what is saved comes back, at any world size; damage is refused; a run's checkpoints."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -543,6 +541,15 @@ def test_a_failed_save_is_heard_everywhere_and_the_old_one_stays(
 # ranks that are killed in the middle of a save; damage to any file
 
 
+class Kill(NamedTuple):
+    """End ``rank`` with SIGKILL ``when`` ("before", "after") the ``count``-th call of ``os.<function>``."""
+
+    rank: int
+    when: str
+    function: str
+    count: int
+
+
 def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | None = None) -> None:
     """Continue from the newest checkpoint, train on, save every step."""
     if kill is not None and kill.rank == comm.rank():
@@ -564,15 +571,6 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | N
 def files_of(path: Path) -> Any:
     """The digests of a checkpoint's files, which hold the same for the same state."""
     return json.loads((path / "manifest.json").read_text())["files"]
-
-
-class Kill(NamedTuple):
-    """End ``rank`` with SIGKILL ``when`` ("before", "after") the ``count``-th call of ``os.<function>``."""
-
-    rank: int
-    when: str
-    function: str
-    count: int
 
 
 POINTS = {

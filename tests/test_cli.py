@@ -1,10 +1,8 @@
 """The real program, as typed in a shell, alone, under torchrun and under Slurm; and from a wheel.
 
 A start through torchrun costs three imports of torch, so where it is not torchrun that matters the program is
-forked (`programs.py`).
+forked (`pool.py`).
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from programs import ended, signalled
+from pool import ended, signalled
 from test_data import write_folders
 from tiny import VIT, result_of
 

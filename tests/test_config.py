@@ -1,7 +1,5 @@
 """From the command line to the typed configuration, and every complaint on the way; sweeps."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -46,7 +44,7 @@ def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     assert (type(config.data), type(config.optim)) == (Digits, SgdConfig)
     assert (config.seed, config.train.max_steps, config.train.label_smoothing) == (3, 7, 0.05)
     with pytest.raises(FrozenInstanceError):
-        config.seed = 4  # type: ignore[misc]
+        config.seed = 4
     assert "rotate" in config.augment
     assert composed("+recipe=resnet", "data=cifar10").augment["pad"] == 4
     assert composed("+recipe=resnet", "augment=none").augment["_target_"] is None
@@ -83,7 +81,7 @@ def test_mistakes_are_named(part: int) -> None:
     assert len(MISTAKES) >= 200
     with hydra_app.program_configs() as folder:
         for line in MISTAKES[5 + part :: 6]:
-            require_told(line, lambda words: build(from_hydra(compose(words, folder=folder)), 0, 1, CPU))  # type: ignore[arg-type]
+            require_told(line, lambda words: build(from_hydra(compose(words, folder=folder)), 0, 1, CPU))
 
 
 def test_mistakes_in_sweeps_are_named() -> None:

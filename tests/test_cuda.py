@@ -1,7 +1,5 @@
 """The CUDA paths. Skipped without a device; those between ranks, without two."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial

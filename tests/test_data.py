@@ -1,7 +1,5 @@
 """Data sets, the order of images, batches on the device; photographs in folders, tar files and on the hub."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.resources
 import io
@@ -300,10 +298,10 @@ def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> Non
     whole, split = data.load(DIGITS), data.load(replace(DIGITS, validation=amount))
     assert [len(part) for part in (split.train, split.val, split.test)] == [1150, 287, 360]
     assert torch.equal(split.test[[0, 359]][0], whole.val[[0, 359]][0])
-    parts = [set(part.indices.tolist()) for part in (split.train, split.val)]  # type: ignore[attr-defined]
+    parts = [set(part.indices.tolist()) for part in (split.train, split.val)]
     assert set.union(*parts) == set(range(1437))
     assert not set.intersection(*parts)
-    assert parts[1] == set(data.load(replace(DIGITS, validation=amount)).val.indices.tolist())  # type: ignore[attr-defined]
+    assert parts[1] == set(data.load(replace(DIGITS, validation=amount)).val.indices.tolist())
 
 
 def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_taken(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The device paths on a simulated device: order of streams, memory, launches and waits of the host."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -182,7 +180,7 @@ def without_waits(of: str) -> Patch:
 
 def hold_nothing(self: Backend, *args: Any, run: Callable[..., Pending] = Backend._run) -> Pending:
     pending = run(self, *args)
-    pending._steps[0].__defaults__ = (None,)  # type: ignore[attr-defined]
+    pending._steps[0].__defaults__ = (None,)
     return pending
 
 

@@ -1,7 +1,5 @@
 """The doctor: sharded beside unsharded, planted faults named, and what it says of an installation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

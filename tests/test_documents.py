@@ -1,7 +1,5 @@
 """What the documents show: every command and example is run, printed output is compared, no link is dead."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -14,7 +12,7 @@ import torch
 import torchvision
 from PIL import Image
 
-from programs import ended
+from pool import ended
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,7 +1,5 @@
 """Whole weights out of a run, and in."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import io

@@ -1,7 +1,5 @@
 """What runs inside units: compiled, computed again, both; and options together, as people use them."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

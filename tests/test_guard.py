@@ -1,7 +1,5 @@
 """Ranks that stray, stop early, stand still or die: the others say who, in which unit and step, at once."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools
@@ -64,7 +62,7 @@ def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual
     text = raised_soon(comm.Diverged, strayed_step_and_another)
     head, body = text.split(": rank 0 is ")
     assert head == f"step {usual_steps + 1}: ranks 0 and 1 take different paths"
-    first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body).groups()  # type: ignore[union-attr]
+    first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body).groups()
     assert first != second
     assert {"first", "second"} & {first.split()[-1], second.split()[-1]}
 
@@ -96,9 +94,9 @@ def is_killed(folder: str, sizes: tuple[int, int] | None, where: str) -> None:
     if is_last():
         kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         if where == "forward":
-            model.blocks[1].register_forward_hook(kill)  # type: ignore[index]
+            model.blocks[1].register_forward_hook(kill)
         else:
-            model.fc.register_full_backward_hook(kill)  # type: ignore[operator]
+            model.fc.register_full_backward_hook(kill)
     text = raised_soon(comm.PeerLost, lambda: train(model, optimizer, 2, start=2))
     (Path(folder) / str(dist.get_rank())).write_text(text)
 

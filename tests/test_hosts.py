@@ -1,7 +1,5 @@
 """Two hosts, a torchrun on each (`two_hosts.py`): equal losses, cut links, hosts that are lost and join."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time
@@ -9,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from two_hosts import TwoHosts, two_hosts
 
-import programs
+import pool
 from test_checkpoint import files_of
 from test_cli import PROGRAM
 from tiny import TINY
@@ -78,7 +74,7 @@ class Run:
         """Compare losses with those of two ranks of one host that nobody disturbs."""
         found = losses(self.said())
         command = (*PROGRAM, *arguments, f"train.max_steps={steps or max(found)}", "run.dir=undisturbed")
-        done = programs.ended(2, *command, folder=self.folder)
+        done = pool.ended(2, *command, folder=self.folder)
         assert done.codes == [0, 0], done.errors
         assert found == pytest.approx(losses(done.output), rel=0, abs=tolerance)
 

@@ -1,7 +1,5 @@
 """From a shell to the first step: places, devices, exit codes, who speaks; directories, time-outs."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -38,8 +36,7 @@ from shardtrain.job.schema import UserError
 from shardtrain.plan.report import Output
 from shardtrain.train.resume import find_start, locked, run_directory
 
-from pool import Ranks, each_rank
-from programs import ended
+from pool import Ranks, each_rank, ended
 from test_data import cifar, encoded, shards, write_tar
 from tiny import CPU, configure, context
 
@@ -348,10 +345,10 @@ def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, 
 def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
     def complain(ranks: tuple[int, ...]) -> None:
         if comm.rank() in ranks:
-            raise UserError(f"no disk on rank {comm.rank()} of caf\udce9")  # the name of a file, not UTF-8
+            raise UserError(f"no disk on rank {comm.rank()} of näh\udce9")  # the name of a file, not UTF-8
 
     for ranks in ((0,), (1,), (0, 1)):
-        assert refused(together, partial(complain, ranks)) == f"no disk on rank {ranks[0]} of caf\\udce9"
+        assert refused(together, partial(complain, ranks)) == f"no disk on rank {ranks[0]} of näh\\udce9"
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run/checkpoints").write_text("")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -106,7 +104,7 @@ def test_even_cuts_lay_end_to_end_and_waste_less_than_one_alignment_unit(
 @pytest.mark.parametrize("policy", ["even", "whole"])
 def test_what_comes_before_a_weight_does_not_misalign_it(policy: str) -> None:
     sizes = [1, 507, 3, *[LARGE, 13] * 300]
-    layout = cut_of(policy, 1024)(sizes, 8)  # type: ignore[arg-type]
+    layout = cut_of(policy, 1024)(sizes, 8)
     assert all(at % 8 == 0 for at, size in zip(layout.offsets, sizes, strict=True) if size == LARGE)
     assert policy == "whole" or layout.padded <= 1.01 * layout.numel
 
@@ -122,4 +120,4 @@ def test_bad_cuts_are_refused(sizes: tuple[int, ...], bounds: tuple[int, ...]) -
 
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="layout must be 'even' or 'whole', got 'odd'"):
-        cut_of("odd", world=2)  # type: ignore[arg-type]
+        cut_of("odd", world=2)

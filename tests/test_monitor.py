@@ -1,7 +1,5 @@
 """What a run reports on the console, in files and in tables, how it is measured; slow ranks; traces."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re
@@ -36,8 +34,7 @@ from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, p
 from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.timeline import Lanes, Watch
 
-from pool import each_rank, once
-from programs import ended
+from pool import each_rank, ended, once
 from small import Block, OddNet, sgd, shard
 from small import train as steps_of
 from tiny import CPU, SHORT, TINY, VIT, configure, events_of, run
@@ -193,7 +190,6 @@ def test_metrics_are_of_the_steps_between_reports(tmp_path: Path) -> None:
     assert scalars["time/forward_pct"] == 0 < scalars["time/optimizer_pct"]
     assert scalars["time/exposed_comm_pct"] == 0
     assert scalars["time/step_s"] < 100 > time.perf_counter() - metrics.spent.since
-    assert scalars["memory/params_mib"] == pytest.approx(PARAMETERS * 4 / 2**20)
     assert scalars["memory/peak_mib"] > scalars["memory/params_mib"]
     assert scalars["memory/gathered_peak_mib"] == 0  # nothing ran
     assert "perf/mfu" not in scalars
@@ -297,7 +293,7 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
         "elsewhere": SlowRank(1, "backward", "elsewhere"),
     }
     reports = "none slow none slow slower slow elsewhere slow none slow none none"
-    with Watch(configure(), context, job, SimpleNamespace(), monitor) as watch:  # type: ignore[arg-type]
+    with Watch(configure(), context, job, SimpleNamespace(), monitor) as watch:
         for step, what in enumerate(reports.split(), 1):
             watch.step_done(step, Report({}, course[what]))
     assert said == ["step 5: slower", "step 12: rank 1 keeps up again"]
@@ -513,7 +509,7 @@ class Page(writers.Writer):
 
 def summary_of(folder: Path, first_step: int = 0) -> tuple[writers.SummaryFigure, Monitor, list[str]]:
     """A summary, the monitor that it is drawn for, and what that shows."""
-    summary, page = writers.SummaryFigure(folder, None, first_step, 1000.0), Page()  # type: ignore[arg-type]
+    summary, page = writers.SummaryFigure(folder, None, first_step, 1000.0), Page()
     return summary, Monitor(page, summary), page.seen
 
 

@@ -1,7 +1,5 @@
 """Generated nonsense: each piece of it is taken, or is a mistake in one line, and nothing changes on disk."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -78,7 +76,7 @@ def test_manifests(each: Each, tmp_path: Path) -> None:
     def load(node: Any) -> None:
         (folder / NAME).write_text(json.dumps(node))
         (folder / DIGEST_NAME).write_text(digest_line(json.dumps(node)))
-        model.weight.data.fill_(7)  # type: ignore[operator, union-attr]
+        model.weight.data.fill_(7)
         refused = is_refused(checkpoint.load, folder, model, optimizer)
         assert refused == bool((model.weight == 7).all())
 

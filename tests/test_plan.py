@@ -1,7 +1,5 @@
 """Plans against what real ranks measure; worlds that nobody has; the planner's command line."""
 
-from __future__ import annotations
-
 import cProfile
 import itertools
 import json
@@ -294,7 +292,7 @@ def test_rows_are_what_fsdp2_holds() -> None:
             if isinstance(module, BLOCKS):
                 fully_shard(module)
         fully_shard(model)
-        assert sum(param.to_local().nbytes for param in model.parameters()) == by_rows  # type: ignore[attr-defined]
+        assert sum(param.to_local().nbytes for param in model.parameters()) == by_rows
     odd = [torch.zeros(4, 3), torch.tensor(1.0), torch.zeros(0, 3)]
     assert held_by_rows(odd, 3) == (2 * 3 + 1) * 4
     assert held_by_rows(odd, 1) == 13 * 4
@@ -316,7 +314,7 @@ def calls_of(work: Any) -> int:
     """Python and C functions that ``work()`` calls."""
     profile = cProfile.Profile()
     profile.runcall(work)
-    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    return int(pstats.Stats(profile).total_calls)
 
 
 def test_the_host_does_as_much_for_1024_ranks_as_for_8() -> None:

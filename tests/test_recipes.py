@@ -1,7 +1,5 @@
 """Models by name, augmentation, averages, mixing, losses; each named recipe, and a few steps of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """A run that was interrupted and continued is the run that was not."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -259,14 +257,8 @@ def test_other_world_sizes_continue(on_ranks: Any, tmp_path: Path) -> None:
         assert [value for _, value in ours[tag]] == pytest.approx([v for _, v in theirs[tag]], rel=2e-4), tag
 
 
-def copied(undisturbed: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    shutil.copytree(undisturbed, folder)
-    return folder
-
-
 def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undisturbed: Path) -> None:
-    folder = copied(undisturbed, tmp_path)
+    folder = shutil.copytree(undisturbed, tmp_path / "run")
     (folder / "checkpoints/step-00000010").rename(tmp_path / "ten")
     anew = ("resume=none", "checkpoint.asynchronous=false")
     assert on_ranks(2, functools.partial(run, at={8: crash}), str(folder), *anew)[0] == "Crash "
@@ -296,7 +288,7 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
 def test_what_cannot_be_continued_is_named(
     tmp_path: Path, undisturbed: Path, argument: str, text: str
 ) -> None:
-    folder = copied(undisturbed, tmp_path) if "/" not in argument else tmp_path / "new"
+    folder = shutil.copytree(undisturbed, tmp_path / "run") if "/" not in argument else tmp_path / "new"
     ending = run(str(folder), QUIET, argument)
     assert ending.startswith("UserError ")
     assert text in ending
@@ -331,7 +323,7 @@ def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:
 
 
 def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Path) -> None:
-    folder = copied(undisturbed, tmp_path)
+    folder = shutil.copytree(undisturbed, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
     fit = saving.Saver.step_done

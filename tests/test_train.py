@@ -1,7 +1,5 @@
 """The job that a configuration builds, the loop, and evaluation."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +69,7 @@ def test_model_outputs_that_are_no_logits_are_refused() -> None:
 def test_channels_last_reaches_the_activations() -> None:
     job, _ = build(configure("train.channels_last=true"), 0, 1, CPU)
     seen: list[bool] = []
-    job.model.layer2.register_forward_hook(  # type: ignore[union-attr]
+    job.model.layer2.register_forward_hook(
         lambda module, inputs, output: seen.append(output.is_contiguous(memory_format=torch.channels_last))
     )
     job.model(next(iter(job.train)).images)
@@ -101,7 +99,7 @@ def _evaluation(*views: Any) -> Evaluation:
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7))
     model = shard(model, units=[nn.Linear])
     with torch.no_grad():  # a rank's own training batches
-        model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2  # type: ignore[operator]
+        model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2
     share = Share(1, 1, comm.rank(), comm.world_size())
     feed = EvalFeed(small.val, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
     found = evaluate(model, feed, views=Views(*views))

@@ -1,7 +1,5 @@
 """Ranks that share memory, on one host and on several that are simulated; offload; hybrid sharding."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging
@@ -123,7 +121,7 @@ def opened_among_strangers(starts: int, pause_s: float) -> None:
 @pytest.mark.parametrize("starts", [1, pytest.param(50, marks=pytest.mark.long)])
 def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, starts: int) -> None:
     command, pipes = [sys.executable, "-c", STRANGER], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    strangers = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    strangers = [subprocess.Popen(command, text=True, **pipes) for _ in range(2)]
     try:
         assert [next(stranger.stdout) for stranger in strangers] == ["ready\n"] * 2
         on_ranks(3, opened_among_strangers, starts, 0.3 if starts == 1 else 0.05)
@@ -151,7 +149,7 @@ def test_two_jobs_with_the_same_names_and_secrets_do_not_meet() -> None:
         patch.object(signals.secrets, "token_hex", lambda size: f"{rank:0{2 * size}}"),
         suppress(ValueError),  # the ranks of the job that came second cannot reach one another
     ):
-        shared = comm.open_transport("shared_memory", group).signals.share(0, 1)  # type: ignore[attr-defined]
+        shared = comm.open_transport("shared_memory", group).signals.share(0, 1)
         if rank == 0:
             shared[0] = 1
     dist.barrier()
@@ -189,7 +187,7 @@ def test_a_rank_on_another_path_is_named_on_every_host(before: int) -> None:
     model = sharded(BLOCKS)
     train(model, sgd(model), before)
     if dist.get_rank() == 3:
-        first, second, third = model.blocks  # type: ignore[misc]
+        first, second, third = model.blocks
         model.blocks.forward = lambda x: third(first(second(x)))
     text = raised_soon(comm.Diverged, lambda: train(model, sgd(model), 1))
     # The first report may come before the other host has reached this point: then it names one rank beside 3.

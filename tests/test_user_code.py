@@ -1,7 +1,5 @@
 """What users' models and loops do to a sharded model: as a replica averaged by hand, or refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -403,27 +401,26 @@ def refused(message: str) -> Iterator[None]:
 
 @each_rank(2)
 def test_arguments_of_shard_are_refused() -> None:
-    with refused("^Net is sharded already"):
-        shard(sharded())
-    with refused("^0 is sharded already"):
-        shard(nn.Sequential(sharded()))
-    with refused("^0 is sharded already"):
-        shard(nn.Sequential(sharded().blocks[0]))  # a unit of another model
-    with refused("^the root is a ModuleList, which has no forward"):
-        shard(nn.ModuleList([Net()]))
-    with refused("^units names ModuleList, but the model has no"):
-        shard(OddNet(), units=[nn.ModuleList])
-    with refused("^units names LSTM, but the model has no such module"):
-        sharded(units=[nn.LSTM, Unit])
-    for units in (["Unit"], "Unit"):
-        with refused(r"^units must be module classes or a callable, got \(?.?'Unit'"):
-            sharded(units=units)
-    with refused("^transport must be 'auto', 'process_group' or 'shared_memory', got 'pigeon'"):
-        sharded(transport="pigeon")
-    with refused(r"^precision must be a shardtrain.Precision, such as Precision\(param=torch.bfloat16\), "):
-        sharded(precision=torch.bfloat16)
-    with refused("^parameters without a shape yet: 0.weight, 0.bias"):
-        shard(nn.Sequential(nn.LazyLinear(3)))
+    classes = r"^units must be module classes or a callable, got \(?.?'Unit'"
+    precision = r"^precision must be a shardtrain.Precision, such as Precision\(param=torch.bfloat16\), "
+    for message, call in (
+        ("^Net is sharded already", lambda: shard(sharded())),
+        ("^0 is sharded already", lambda: shard(nn.Sequential(sharded()))),
+        ("^0 is sharded already", lambda: shard(nn.Sequential(sharded().blocks[0]))),  # of another model
+        ("^the root is a ModuleList, which has no forward", lambda: shard(nn.ModuleList([Net()]))),
+        ("^units names ModuleList, but the model has no", lambda: shard(OddNet(), units=[nn.ModuleList])),
+        ("^units names LSTM, but the model has no such module", lambda: sharded(units=[nn.LSTM, Unit])),
+        (classes, lambda: sharded(units=["Unit"])),
+        (classes, lambda: sharded(units="Unit")),
+        (
+            "^transport must be 'auto', .*, got 'pigeon'",
+            lambda: sharded(transport="pigeon"),
+        ),
+        (precision, lambda: sharded(precision=torch.bfloat16)),
+        ("^parameters without a shape yet: 0.weight, 0.bias", lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
+    ):
+        with refused(message):
+            call()
 
 
 @each_rank(2)
@@ -439,10 +436,8 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         shardtrain.forward_method(model.blocks[0].norm, "forward")
     with refused("^a sharded model cannot be pickled"):
         pickle.dumps(model)
-    with (
-        refused("^a sharded model cannot be copied inside forward, backward or unsh"),
-        shardtrain.unsharded(model),
-    ):
+    copied = refused("^a sharded model cannot be copied inside forward, backward or unsh")
+    with copied, shardtrain.unsharded(model):
         copy.deepcopy(model)
     with refused("^this Unit is a copy of a part of a sharded model"):
         copy.deepcopy(model.blocks[0])(torch.ones(2, 7))
@@ -462,7 +457,7 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         loss = [] if when == "alone" else [model(batch(0)).square().mean()]
         penalty += [p.square().sum() for p in model.parameters() if when != "before"]
         with refused("^the gradient of .* comes from its piece, which code outside of the forward of .* has"):
-            sum([*penalty, *loss]).backward()  # type: ignore[union-attr]
+            sum([*penalty, *loss]).backward()
         del penalty, loss
     like_a_replica(Net, squares, units=is_unit)
     sgd(model).zero_grad()
@@ -530,9 +525,7 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
             classify(model, 0).backward()
 
     backward()
-    waiting = (
-        "while gradients wait under no_sync to be reduced: run the last backward outside of no_sync first"
-    )
+    waiting = "while gradients wait under no_sync to be reduced: run the last backward outside of no_sync"
     for what, call in {
         "an optimizer's step()": optimizer.step,
         "clip_grad_norm_()": lambda: shardtrain.clip_grad_norm_(model, 1.0),

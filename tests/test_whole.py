@@ -1,7 +1,5 @@
 """Whole-parameter cuts: each parameter on one rank, and optimizers that need whole parameters on top."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

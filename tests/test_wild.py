@@ -3,8 +3,6 @@
 They need ``pip install -e ".[wild]"``. Models come from configurations: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import tempfile
@@ -483,7 +481,7 @@ def photos(size: int = 32, n: int = 3) -> torch.Tensor:
     return torch.randn(n, 3, size, size)
 
 
-def classified_photos() -> dict[str, torch.Tensor]:
+def labelled() -> dict[str, torch.Tensor]:
     return {"pixel_values": photos(), "labels": torch.randint(2, (3,))}
 
 
@@ -550,23 +548,20 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
         speech,
     ),
     "Wav2Vec2ForSequenceClassification": (sounds(layerdrop=0.0), sound),
-    "ViTForImageClassification": (picture(), classified_photos),
+    "ViTForImageClassification": (picture(), labelled),
     "ViTMAEForPreTraining": (
         picture(decoder_hidden_size=28, decoder_num_hidden_layers=2, decoder_num_attention_heads=4),
         lambda: {"pixel_values": photos()},
     ),
-    "Dinov2ForImageClassification": (picture(), classified_photos),
+    "Dinov2ForImageClassification": (picture(), labelled),
     "SwinForImageClassification": (
         {"image_size": 32, "embed_dim": 15, "depths": [2, 2], "num_heads": [3, 3], "window_size": 4},
-        classified_photos,
+        labelled,
     ),
-    "ConvNextForImageClassification": (
-        {"hidden_sizes": [7, 9, 11, 13], "depths": [1, 1, 2, 1]},
-        classified_photos,
-    ),
+    "ConvNextForImageClassification": ({"hidden_sizes": [7, 9, 11, 13], "depths": [1, 1, 2, 1]}, labelled),
     "SegformerForImageClassification": (
         {"hidden_sizes": [7, 10, 14, 21], "num_attention_heads": [1, 2, 2, 3], "depths": [1, 1, 1, 1]},
-        classified_photos,
+        labelled,
     ),
     "CLIPModel": ({"text_config": text(), "vision_config": picture(), "projection_dim": 15}, pairs),
     "SiglipModel": ({"text_config": text(projection_size=30), "vision_config": picture()}, pairs),

@@ -1,7 +1,5 @@
 """A training run of seconds, for tests of the program around the engine."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

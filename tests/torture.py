@@ -7,8 +7,6 @@ SIGTERM or Ctrl-C, and fails at the first hang, orphan, file left in /dev/shm, o
 `two_hosts.py --flap` does the same to the link between two hosts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -11,8 +11,6 @@ other. No namespace has a name, and the first process of each ends with this pro
 the kernel ends the other processes of the namespace and removes its devices.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
