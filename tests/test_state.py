@@ -71,6 +71,19 @@ def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
     train_alike(model, replica)
 
 
+@each_rank(2, 3)
+def test_one_rank_computes_alone_inside_unsharded() -> None:
+    model, replica = sharded_and_replica()
+    images = torch.randn(2, 3, 8, 8)
+    for net in (model, replica):
+        train(net, sgd(net), 1)
+    with shardtrain.unsharded(model), comm.meter() as meter, torch.no_grad():
+        if comm.rank() == 1:
+            torch.testing.assert_close(model.eval()(images), replica.module.eval()(images))
+    assert not sum(meter.calls.values())
+    train_alike(model.train(), replica)
+
+
 @pytest.mark.parametrize("writeback", [True, False])
 @each_rank(3)
 def test_unsharded_gradients_and_an_edit_of_a_shape(writeback: bool) -> None:

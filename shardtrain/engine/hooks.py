@@ -136,13 +136,15 @@ class Engine:
                     "parameters only; copy the model that shardtrain.shard() returned"
                 )
             user_code.refuse_transforms()
+            if unit.pinned:  # `unsharded` shows all parameters, so that one rank may compute alone
+                return
             self.settle()
             if called is self.module:
                 self.schedule.begin_forward()
             self.schedule.before_forward(unit)
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            if called is not module:
+            if called is not module or unit.pinned:
                 return
             error = sys.exc_info()[1] if output is None else None
             if error is not None:

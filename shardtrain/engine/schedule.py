@@ -180,7 +180,7 @@ class Schedule:
         trace.end("forward", unit.title)
         self._moment += 1
         call.ended = self._moment
-        if self._backward or unit.pinned:
+        if self._backward:
             return
         if self._forward:
             self._record.append(call)
@@ -395,5 +395,5 @@ class Schedule:
                 unit.release()
 
     def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None and unit.state is State.SHARDED and not unit.pinned:
+        if unit is not None and unit.state is State.SHARDED:
             unit.launch()

@@ -38,7 +38,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     """Show full parameters in their own shapes inside, on every rank; with ``grads``, full gradients too.
 
     ``writeback``: keep the edits made inside, or drop them. Each rank keeps edits of its own interval, so
-    make the same edits on all ranks.
+    make the same edits on all ranks. A forward inside communicates nothing, so one rank may run it alone.
 
     Raises ValueError if a step or another ``unsharded`` is under way, if ``grads`` wait under `no_sync`, or,
     at the end, if an edit gave a parameter or gradient another shape.
