@@ -53,9 +53,8 @@ def run(folder: str, *arguments: str) -> dict[str, Any]:
 
 def train_feed(found: DataSet, size: int, share: Share = ALONE, **options: Any) -> TrainFeed:
     """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
-    keys = {"grow": (), "repeats": 1, "workers": 0}
-    keys |= {key: options.pop(key) for key in keys if key in options}
-    images = Images(name="", image_size=size, eval_size=None, validation=0.0, limit=None, **keys)  # type: ignore[arg-type]
+    keys = {key: options.pop(key, usual) for key, usual in (("grow", ()), ("repeats", 1), ("workers", 0))}
+    images = Images(name="", image_size=size, eval_size=None, validation=0.0, limit=None, **keys)
     return TrainFeed(found, share, images, CPU, **{"seed": 0, "steps": range(2), **options})
 
 

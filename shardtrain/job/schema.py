@@ -261,7 +261,7 @@ def _variant(classes: Iterable[Any], section: Any, key: str) -> Any:
     if not isinstance(section, dict) or "name" not in section:
         raise UserError(f"{key}={_show(section)}: expected one of {', '.join(by_name)}")
     name = section["name"]
-    if name not in by_name:
+    if name not in [*by_name]:  # a list, since a name may be unhashable
         raise not_valid(f"{key}.name={_show(name)}", name, by_name)
     return by_name[name]
 
