@@ -81,7 +81,7 @@ def test_one_rank_computes_alone_inside_unsharded() -> None:
         if comm.rank() == 1:
             torch.testing.assert_close(model.eval()(images), replica.module.eval()(images))
     assert not sum(meter.calls.values())
-    train_alike(model.train(), replica)
+    train_alike(model.train(), replica.train())
 
 
 @pytest.mark.parametrize("writeback", [True, False])
