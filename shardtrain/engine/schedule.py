@@ -108,7 +108,7 @@ class Schedule:
             return
         self._calls.clear()
         self._refresh(self.units)
-        self._forget_nodes()
+        self.forget_nodes()
         self._entries, self._expected = [], self._entries
         self._record = []
         self._forward = calling_frame()
@@ -121,8 +121,8 @@ class Schedule:
                 segment.cast()
         self._fence(ENTER)
 
-    def _forget_nodes(self) -> None:
-        """Give computations in the root's forward and users' computations on pieces different nodes."""
+    def forget_nodes(self) -> None:
+        """Give computations on full parameters and users' computations on pieces different nodes."""
         for unit in self.units if torch.is_grad_enabled() else ():
             for segment in unit.segments:
                 segment.forget_nodes()
@@ -138,7 +138,7 @@ class Schedule:
             elif unit.state is State.GATHERING:
                 unit.release()
         if not failed:  # an exception must not wait for other ranks
-            self._forget_nodes()
+            self.forget_nodes()
             self._fence(LEAVE)
 
     def before_forward(self, unit: Unit) -> None:

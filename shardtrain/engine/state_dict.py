@@ -47,6 +47,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     engine.require_rest("unsharded() cannot be called")
     if grads:
         engine.schedule.require_reduced("unsharded(grads=True)")
+    engine.schedule.forget_nodes()
     try:
         for unit in engine.units:
             _open(unit, grads)
@@ -66,6 +67,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         for unit in engine.units:
             unit.pinned = False
             unit.release()
+        engine.schedule.forget_nodes()
 
 
 def _open(unit: Unit, grads: bool) -> None:
