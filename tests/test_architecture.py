@@ -23,12 +23,12 @@ PROGRAM = {
     "monitor": 1_159,
     "train": 780,
     "export": 130,
-    "bench": 1_306,
+    "bench": 1_284,
     "doctor": 292,
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_405, "files": 98, "rooms": 16, "engine and layout": 3_474, "tests": 13_521}
+LARGEST = {"lines": 16_383, "files": 98, "rooms": 16, "engine and layout": 3_474, "tests": 13_522}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -14,10 +14,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from shardtrain import comm
 from shardtrain import device as devices
+from shardtrain.bench import __main__ as program
 from shardtrain.bench import host, memory, settings
-from shardtrain.bench.__main__ import bench
 from shardtrain.bench.contenders import CASES, FOR_SLOW_LINKS, TITLES
 from shardtrain.bench.interleave import Comparison, Samples, Spread, interleave, losses_agree, ratios
+from shardtrain.bench.report import Bench
 from shardtrain.bench.steps import step_table, suite_means
 from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.hydra_app import compose
@@ -78,13 +79,13 @@ def test_only_right_answers_are_ranked_and_a_failed_reference_leaves_the_times()
     assert comparison.verdict("no_communication").loss_difference == pytest.approx(0.2 / 1.5)
     assert list(comparison.ratios_to("ddp")) == ["no_communication", "shardtrain", "ddp", "fsdp2"]
     assert comparison.ratios_to("shardtrain_process_group") == {}
-    *ranked, failed, wrong, _ = step_table(CASES["tiny"], comparison)
+    _, (ranked, (failed, wrong)) = step_table(CASES["tiny"], comparison)
     order = ["no communication", "shardtrain", "DDP", "FSDP2"]
-    assert [line.split("  ")[0] for line in ranked[2:]] == order
+    assert [row[0][1] for row in ranked] == order
     assert failed == "FSDP1: failed, not ranked: RuntimeError: not on this device"
     assert wrong.endswith("wrong, not ranked: losses differ from ddp's by up to 6.7e-02 of their value")
     comparison = measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0]))
-    text = "\n".join(step_table(CASES["tiny"], comparison))
+    text = str(step_table(CASES["tiny"], comparison))
     for words in ("No ratios: FSDP2 has no right answers", "Losses were not compared", "1000.0"):
         assert words in text
 
@@ -158,7 +159,7 @@ def test_one_command_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     found = settings.read(["device=cuda", "model=tiny", "rounds=1", "warmup=0", *listed], speak=False)
     monkeypatch.setitem(devices.BACKENDS, "cuda", "fake")
     with SimulatedDevice()(monkeypatch):
-        bench(found, "steps", ALONE, choose_device(found.device, ALONE))
+        program.run(found, ALONE, choose_device(found.device, ALONE))
     case, table = result(tmp_path)["cases"]["tiny"], (tmp_path / "bench.txt").read_text()
     assert {contender["status"] for contender in case["contenders"].values()} == {"ok"}, table
     for contender in case["contenders"].values():
@@ -210,12 +211,12 @@ def test_host_time_is_of_what_is_left_without_the_model() -> None:
 
 
 def test_what_is_measured_on_one_host(tmp_path: Path) -> None:
-    found = settings.read([f"out={tmp_path}", "memory=true"], speak=False)
+    found, alone = (settings.read([word, f"out={tmp_path}"], speak=False) for word in ("memory=true", "host"))
     with pytest.raises(UserError, match=r"measured in one process: python -m shardtrain\.bench host"):
-        bench(found, "host", RankInfo(0, 2, 0, 1), CPU)
+        program.run(alone, RankInfo(0, 2, 0, 1), CPU)
     for local, device, message in ((1, CPU, "start all ranks on it"), (2, DEVICE, "memory=true is for CPUs")):
         with pytest.raises(UserError, match=message):
-            memory.MemoryBench(found, RankInfo(0, 2, 0, local), device).measure()
+            memory.measure(Bench(found, RankInfo(0, 2, 0, local), device))
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")
@@ -226,7 +227,7 @@ def test_memory_of_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture
     forkserver()
     fork = functools.partial(start_processes, start_method="forkserver")
     with patch.object(memory, "spawn", fork):
-        bench(found, "steps", ALONE, CPU)
+        program.run(found, ALONE, CPU)
         assert memory.watch_ranks(found, "ddp", 2)[0] > 0
     contender = result(tmp_path)["contenders"]["ddp"]
     assert contender["reason"] is None

@@ -3,6 +3,6 @@
 ``python -m shardtrain.bench --help`` lists the programs and every key.
 
 Read in this order: ``contenders`` (what is compared, on which models), ``interleave`` (the measurement and
-its statistics), ``settings`` (the command line), ``report`` (what a program is, and its tables), and the
+its statistics), ``settings`` (the command line), ``report`` (what programs collect, and its tables), and the
 programs ``steps``, ``memory``, ``collectives`` and ``host``.
 """

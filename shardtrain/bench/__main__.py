@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from shardtrain.bench import settings
-from shardtrain.bench.collectives import CollectiveBench
-from shardtrain.bench.host import HostBench
-from shardtrain.bench.memory import MemoryBench
-from shardtrain.bench.report import Program
+from shardtrain.bench import collectives, host, memory, settings, steps
+from shardtrain.bench.report import Bench
 from shardtrain.bench.settings import Settings
-from shardtrain.bench.steps import StepBench
 from shardtrain.job import dist_env, launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.schema import UserError
 from shardtrain.plan.report import Output
 
-PROGRAMS: dict[str, type[Program]] = {"collectives": CollectiveBench, "host": HostBench}
 
-
-def bench(settings: Settings, name: str, rank_info: RankInfo, device: torch.device) -> None:
-    """Run the program ``name``, and write its results; after Ctrl-C those measured until then."""
+def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
+    """Run a program, and write its results; after Ctrl-C those measured until then."""
+    name = settings.program
     if name == "host":
         if rank_info.world_size > 1:
             raise UserError("the host's time is measured in one process: python -m shardtrain.bench host")
@@ -42,31 +35,24 @@ def bench(settings: Settings, name: str, rank_info: RankInfo, device: torch.devi
         if rank_info.world_size == 1 and name != "host":  # peers need a group even for a single rank
             launch.open_process_group(rank_info, device, dist.HashStore())  # type: ignore[attr-defined]
             stack.callback(launch.close_process_group)
-        kind = PROGRAMS.get(name, MemoryBench if settings.memory else StepBench)
-        program = kind(settings, rank_info, device)
+        programs = {"collectives": collectives, "host": host, "steps": memory if settings.memory else steps}
+        bench = Bench(settings, rank_info, device)
         interrupt = None
         try:
-            program.measure()
+            programs[name].measure(bench)
         except KeyboardInterrupt as error:
             interrupt = error
         if rank_info.rank == 0:
-            lines, found = program.results()
             note = ["interrupted: what was measured until then"] if interrupt else []
-            text = "\n".join([dist_env.in_words(hardware, versions), *note, "", *lines]).rstrip()
+            text = "\n".join([dist_env.in_words(hardware, versions), *note, "", bench.text()]).rstrip()
             facts = {"program": name, "settings": settings, "hardware": hardware, "versions": versions}
-            output.write(text, {**facts, "interrupted": interrupt is not None, **found})
+            output.write(text, {**facts, "interrupted": interrupt is not None, **bench.facts})
         if interrupt is not None:
             raise interrupt
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:2] if word in PROGRAMS]
-
-    def read(arguments: Sequence[str], speak: bool) -> Settings | None:
-        return settings.read(arguments[len(words) :], speak)
-
-    name = "".join(words) or "steps"
-    launch.start(read, lambda chosen, rank_info, device: bench(chosen, name, rank_info, device))
+    launch.start(settings.read, run)
 
 
 if __name__ == "__main__":

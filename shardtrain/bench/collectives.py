@@ -15,7 +15,7 @@ from torch import Tensor
 from shardtrain import comm
 from shardtrain.bench.contenders import default_is_process_group
 from shardtrain.bench.interleave import ratios, spread
-from shardtrain.bench.report import PointProgram, Results, median, quartiles
+from shardtrain.bench.report import Bench, median, quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.comm.native import all_gather, reduce_scatter
 from shardtrain.comm.trace import ENTER, LEAVE
@@ -31,47 +31,45 @@ MOST = 32  # repetitions
 Movement = Callable[[], object]
 
 
-class CollectiveBench(PointProgram):
-    def measure(self) -> None:
-        """Measure the smallest vectors first."""
-        kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
-        transports = {name: comm.open_transport(kind) for name, kind in kinds.items()}
-        size = self.settings.collectives.smallest_kib * 1024
-        while size <= self.settings.collectives.largest_kib * 1024 and comm.world_size() > 1:
-            for kind in ("gather", "reduce"):
-                self._measure(kind, size, movements(kind, size, transports, self.device))
-            size *= 4
+def measure(bench: Bench) -> None:
+    """Measure the smallest vectors first."""
+    bench.facts["points"] = []
+    if comm.world_size() == 1:
+        bench.note = "A single rank has no collectives: start it with torchrun --nproc-per-node N."
+        return
+    kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
+    transports = {name: comm.open_transport(kind) for name, kind in kinds.items()}
+    size = bench.settings.collectives.smallest_kib * 1024
+    while size <= bench.settings.collectives.largest_kib * 1024:
+        for kind in ("gather", "reduce"):
+            _measure(bench, kind, size, movements(kind, size, transports, bench.device))
+        size *= 4
 
-    def _measure(self, kind: str, size: int, entrants: Mapping[str, Movement]) -> None:
-        times = max(1, min(MOST, ENOUGH // size))  # repetitions in one timing
 
-        def repeated(movement: Movement, _: int) -> None:
-            for _ in range(times):
-                movement()
+def _measure(bench: Bench, kind: str, size: int, entrants: Mapping[str, Movement]) -> None:
+    times = max(1, min(MOST, ENOUGH // size))  # repetitions in one timing
 
-        label = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
-        runners = {name: partial(repeated, movement) for name, movement in entrants.items()}
-        samples = self.timed(runners, f"{kind} {label}")
-        native = backend_for(self.device)
-        titles = {OURS: "shardtrain", GROUP: "process group", PUBLIC: "public", NATIVE: native, COPY: "copy"}
-        cells = [("ms", label)]
-        for name, own in samples.items():
-            cells.append((titles[name], median(spread(own.values), 3, 1e3 / times)))
-        found = {}
-        for name in (name for name in samples if name not in (NATIVE, COPY)):
-            to = found[name] = {
-                other: ratios(samples[name].values, samples[other].values) for other in (NATIVE, COPY)
-            }
-            cells.append((f"{titles[name]} / {native}", median(to[NATIVE])))
-            cells += [("quartiles", quartiles(to[NATIVE])), (f"{titles[name]} / copy", median(to[COPY]))]
-        facts = {"movement": kind, "bytes": size, "repetitions": times, "ratios": found}
-        self.add(kind, cells, facts, samples)
+    def repeated(movement: Movement, _: int) -> None:
+        for _ in range(times):
+            movement()
 
-    def results(self) -> Results:
-        lines, facts = super().results()
-        if comm.world_size() == 1:
-            lines.append("A single rank has no collectives: start it with torchrun --nproc-per-node N.")
-        return lines, facts
+    label = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
+    runners = {name: partial(repeated, movement) for name, movement in entrants.items()}
+    samples = bench.timed(runners, f"{kind} {label}")
+    native = backend_for(bench.device)
+    titles = {OURS: "shardtrain", GROUP: "process group", PUBLIC: "public", NATIVE: native, COPY: "copy"}
+    cells = [("ms", label)]
+    for name, own in samples.items():
+        cells.append((titles[name], median(spread(own.values), 3, 1e3 / times)))
+    found = {}
+    for name in (name for name in samples if name not in (NATIVE, COPY)):
+        to = found[name] = {
+            other: ratios(samples[name].values, samples[other].values) for other in (NATIVE, COPY)
+        }
+        cells.append((f"{titles[name]} / {native}", median(to[NATIVE])))
+        cells += [("quartiles", quartiles(to[NATIVE])), (f"{titles[name]} / copy", median(to[COPY]))]
+    facts = {"movement": kind, "bytes": size, "repetitions": times, "ratios": found}
+    bench.add(kind, cells, facts, samples)
 
 
 def movements(

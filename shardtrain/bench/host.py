@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 import shardtrain
 from shardtrain.bench.contenders import TITLES, adamw
 from shardtrain.bench.interleave import Runner, Samples, Spread, ratios, spread
-from shardtrain.bench.report import Cells, PointProgram, Results, median, quartiles
+from shardtrain.bench.report import Bench, Cells, median, quartiles
 from shardtrain.comm import native
 from shardtrain.job.launch import close_process_group
 from shardtrain.layout import even
@@ -86,56 +86,54 @@ def figures(samples: Mapping[str, Samples], units: int) -> dict[str, Any]:
     }
 
 
-class HostBench(PointProgram):
-    def measure(self) -> None:
-        for world in self.settings.host.world_sizes:
-            with simulated_group(world):
-                self._measure(world)
+def measure(bench: Bench) -> None:
+    units = bench.settings.host.units
+    bench.facts["points"] = []
+    bench.note = f"{units} units of {PARAMETERS} parameters; ranks are simulated"
+    for world in bench.settings.host.world_sizes:
+        with simulated_group(world):
+            _measure(bench, world, units)
 
-    def _measure(self, world: int) -> None:
-        units = self.settings.host.units
-        models: dict[str, nn.Module] = {}
-        batch = torch.randn(2, WIDTH)
 
-        def wrap(name: str, _: int) -> None:
-            models[name] = wrapped(name, units)
+def _measure(bench: Bench, world: int, units: int) -> None:
+    models: dict[str, nn.Module] = {}
+    batch = torch.randn(2, WIDTH)
 
-        def step(name: str, _: int) -> None:
-            models[name].zero_grad()
-            models[name](batch).sum().backward()
+    def wrap(name: str, _: int) -> None:
+        models[name] = wrapped(name, units)
 
-        def update(name: str, _: int) -> None:
-            optimizers[name].step()
+    def step(name: str, _: int) -> None:
+        models[name].zero_grad()
+        models[name](batch).sum().backward()
 
-        self._time(world, "wrap", {name: partial(wrap, name) for name in (OURS, PEER, BARE)})
-        optimizers = {name: adamw(model) for name, model in models.items()}
-        steps: dict[str, Runner] = {name: partial(step, name) for name in models}
-        self._time(world, "step", {**steps, COLLECTIVES: _collectives(world, units)})
-        self._time(world, "update", {name: partial(update, name) for name in models})
+    def update(name: str, _: int) -> None:
+        optimizers[name].step()
 
-    def _time(self, world: int, activity: str, runners: Mapping[str, Runner]) -> None:
-        words, units = ACTIVITIES[activity], self.settings.host.units
-        gc.collect()
-        gc.disable()  # otherwise one contender would pay for a garbage collection of all
-        try:
-            samples = self.timed(runners, f"{words}, {world:,} ranks", clock=time.process_time)
-        finally:
-            gc.enable()
-        found = figures(samples, units)
-        micros, ratio = found["micros_a_unit"], found["ratio"]
-        cells: Cells = [("ranks", f"{world:,}")]
-        cells += [(TITLES[name], median(micros[name], 0)) for name in (OURS, PEER)]
-        cells += [("ratio", median(ratio, 3)), ("quartiles", quartiles(ratio))]
-        if COLLECTIVES in micros:
-            cells.append(("collectives alone", median(micros[COLLECTIVES], 0)))
-            cells.append(("ratio without", median(found["ratio_without_collectives"], 3)))
-        facts = {"activity": activity, "world_size": world, "units": units, **found}
-        self.add(f"{words}, µs of host time per unit", cells, facts, samples)
+    _time(bench, world, "wrap", {name: partial(wrap, name) for name in (OURS, PEER, BARE)})
+    optimizers = {name: adamw(model) for name, model in models.items()}
+    steps: dict[str, Runner] = {name: partial(step, name) for name in models}
+    _time(bench, world, "step", {**steps, COLLECTIVES: _collectives(world, units)})
+    _time(bench, world, "update", {name: partial(update, name) for name in models})
 
-    def results(self) -> Results:
-        lines, facts = super().results()
-        note = f"{self.settings.host.units} units of {PARAMETERS} parameters; ranks are simulated"
-        return [*lines, note], facts
+
+def _time(bench: Bench, world: int, activity: str, runners: Mapping[str, Runner]) -> None:
+    words, units = ACTIVITIES[activity], bench.settings.host.units
+    gc.collect()
+    gc.disable()  # otherwise one contender would pay for a garbage collection of all
+    try:
+        samples = bench.timed(runners, f"{words}, {world:,} ranks", clock=time.process_time)
+    finally:
+        gc.enable()
+    found = figures(samples, units)
+    micros, ratio = found["micros_a_unit"], found["ratio"]
+    cells: Cells = [("ranks", f"{world:,}")]
+    cells += [(TITLES[name], median(micros[name], 0)) for name in (OURS, PEER)]
+    cells += [("ratio", median(ratio, 3)), ("quartiles", quartiles(ratio))]
+    if COLLECTIVES in micros:
+        cells.append(("collectives alone", median(micros[COLLECTIVES], 0)))
+        cells.append(("ratio without", median(found["ratio_without_collectives"], 3)))
+    facts = {"activity": activity, "world_size": world, "units": units, **found}
+    bench.add(f"{words}, µs of host time per unit", cells, facts, samples)
 
 
 def _collectives(world: int, units: int) -> Runner:

@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from shardtrain.bench.contenders import POOL, TITLES, build, to_run
 from shardtrain.bench.interleave import Comparison, Samples, attempt
-from shardtrain.bench.report import Program, Results, median, table
+from shardtrain.bench.report import Bench, median
 from shardtrain.bench.settings import Settings
 from shardtrain.device import is_accelerator
 from shardtrain.job.dist_env import RankInfo, choose_device
@@ -38,41 +38,45 @@ INTERVAL_S = 0.01  # seconds between two readings
 ROLLUP = "/proc/{}/smaps_rollup"
 
 
-class MemoryBench(Program):
-    def measure(self) -> None:
-        if not Path(ROLLUP.format("self")).exists():
-            path = ROLLUP.format("PID")
-            raise UserError(f"memory=true reads {path}, which this system does not have (Linux does)")
-        if self.rank_info.local_world_size < self.rank_info.world_size:
-            raise UserError("memory=true watches the processes of one host: start all ranks on it")
-        if is_accelerator(self.device):
-            raise UserError("memory=true is for CPUs; on a GPU the steps' own table has the memory")
-        self.comparison = Comparison(self.settings.reference, self.settings.precision)
-        for name in to_run(self.settings.contenders):
-            samples = self.comparison.samples[name] = Samples()
-            on_rank_0 = self.rank_info.rank == 0
-            watch = partial(watch_ranks, self.settings, name, self.rank_info.world_size)
-            watched = attempt(watch if on_rank_0 else lambda: None, samples, self.device)
+def measure(bench: Bench) -> None:
+    """Watch one contender after the other."""
+    settings, ranks = bench.settings, bench.rank_info
+    if not Path(ROLLUP.format("self")).exists():
+        path = ROLLUP.format("PID")
+        raise UserError(f"memory=true reads {path}, which this system does not have (Linux does)")
+    if ranks.local_world_size < ranks.world_size:
+        raise UserError("memory=true watches the processes of one host: start all ranks on it")
+    if is_accelerator(bench.device):
+        raise UserError("memory=true is for CPUs; on a GPU the steps' own table has the memory")
+    comparison = Comparison(settings.reference, settings.precision)
+    try:
+        for name in to_run(settings.contenders):
+            samples = comparison.samples[name] = Samples()
+            watch = partial(watch_ranks, settings, name, ranks.world_size)
+            watched = attempt(watch if ranks.rank == 0 else lambda: None, samples, bench.device)
             if watched is not None:
                 peak, samples.losses = watched
                 samples.values = [peak]
-            if on_rank_0:
+            if ranks.rank == 0:
                 found = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
                 print(f"{TITLES[name]}: {found}", flush=True)
+    finally:
+        _report(bench, comparison)
 
-    def results(self) -> Results:
-        samples, reference = self.comparison.samples, self.comparison.reference
-        ratios, facts = self.comparison.ratios_to(reference), self.comparison.facts()
-        rows = []
-        for name in self.comparison.ranked():
-            row = [("", TITLES[name]), ("MiB", f"{samples[name].values[0] / MIB:.0f}")]
-            rows.append([*row, (f"of {TITLES[reference]}", median(ratios.get(name)))])
-        for name, own in samples.items():
-            facts[name]["bytes"] = sum(own.values)
-        shape = self.settings.case(self.settings.model).shape
-        title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
-        lines = table(title, rows, self.comparison.left_out())
-        return lines, {"steps": STEPS, "reference": reference, "contenders": facts}
+
+def _report(bench: Bench, comparison: Comparison) -> None:
+    samples, reference = comparison.samples, comparison.reference
+    ratios, facts = comparison.ratios_to(reference), comparison.facts()
+    rows = []
+    for name in comparison.ranked():
+        row = [("", TITLES[name]), ("MiB", f"{samples[name].values[0] / MIB:.0f}")]
+        rows.append([*row, (f"of {TITLES[reference]}", median(ratios.get(name)))])
+    for name, own in samples.items():
+        facts[name]["bytes"] = sum(own.values)
+    shape = bench.settings.case(bench.settings.model).shape
+    title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
+    bench.tables[title] = rows, comparison.left_out()
+    bench.facts = {"steps": STEPS, "reference": reference, "contenders": facts}
 
 
 def watch_ranks(settings: Settings, name: str, world: int) -> tuple[int, list[float]]:

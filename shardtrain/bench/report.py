@@ -1,10 +1,9 @@
-"""Define what a program of the benchmark is, and make its tables."""
+"""Collect what a program of the benchmark measures, as tables and as facts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,30 +15,19 @@ from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import aligned
 
 Cells = list[tuple[str, str]]  # the cells of a row: the column's title, and the text
-Results = tuple[list[str], dict[str, Any]]  # the lines of tables, and facts for bench.json
+Table = tuple[list[Cells], list[str]]  # the rows, and notes below them
 
 
 @dataclass
-class Program:
-    """Define a program of the benchmark. ``results()`` returns what ``measure()`` has measured so far."""
+class Bench:
+    """Hold what a program measures by, and its results so far: after Ctrl-C these are written, too."""
 
     settings: Settings
     rank_info: RankInfo
     device: torch.device
-
-    def measure(self) -> None:
-        raise NotImplementedError
-
-    def results(self) -> Results:
-        raise NotImplementedError
-
-
-@dataclass
-class PointProgram(Program):
-    """Measure at one setting after the other. Each of several tables has one row per setting."""
-
-    _tables: dict[str, tuple[list[Cells], list[str]]] = field(default_factory=dict)  # rows, notes by title
-    _points: list[dict[str, Any]] = field(default_factory=list)
+    tables: dict[str, Table] = field(default_factory=dict)  # by title
+    facts: dict[str, Any] = field(default_factory=dict)  # for bench.json
+    note: str = ""  # below all tables
 
     def timed(self, runners: Mapping[str, Runner], title: str, **options: Any) -> dict[str, Samples]:
         """Time ``runners`` in turns, with the options of `interleave`."""
@@ -49,26 +37,24 @@ class PointProgram(Program):
         return samples
 
     def add(self, title: str, cells: Cells, facts: dict[str, Any], samples: Mapping[str, Samples]) -> None:
-        """Add a row to the table ``title``. The first cell names the setting."""
-        rows, notes = self._tables.setdefault(title, ([], []))
+        """Add a row to the table ``title``, and a point to the facts. The first cell names the setting."""
+        rows, notes = self.tables.setdefault(title, ([], []))
         rows.append(cells)
         failures = {name: own.failure for name, own in samples.items()}
         seconds = {name: own.values for name, own in samples.items()}
-        self._points.append({**facts, "seconds": seconds, "failures": failures})
+        self.facts["points"].append({**facts, "seconds": seconds, "failures": failures})
         for name, failure in failures.items():
             if failure is not None:
                 notes.append(f"{cells[0][1]}, {TITLES.get(name, name)}: not timed: {failure}")
 
-    def results(self) -> Results:
-        tables = [table(title, *content) for title, content in self._tables.items()]
-        return [*chain.from_iterable(tables)], {"points": self._points}
-
-
-def table(title: str, rows: Sequence[Cells], notes: Sequence[str] = ()) -> list[str]:
-    """Return the lines of a table."""
-    head = [[column for column, _ in row] for row in rows[:1]]
-    cells = [[cell for _, cell in row] for row in rows]
-    return [title, *(aligned([*head, *cells]) if rows else []), *notes, ""]
+    def text(self) -> str:
+        """Return all tables."""
+        lines = []
+        for title, (rows, notes) in self.tables.items():
+            head = [[column for column, _ in row] for row in rows[:1]]
+            cells = [[cell for _, cell in row] for row in rows]
+            lines += [title, *(aligned([*head, *cells]) if rows else []), *notes, ""]
+        return "\n".join([*lines, self.note])
 
 
 def median(spread: Spread | None, digits: int = 2, scale: float = 1.0) -> str:

@@ -38,6 +38,9 @@ class Host:
     units: int = at_least(1)
 
 
+PROGRAMS = ("steps", "collectives", "host")
+
+
 @dataclass(frozen=True)
 class Settings:
     """`config.yaml` explains every key."""
@@ -49,6 +52,7 @@ class Settings:
     collectives: Collectives
     host: Host
     contenders: tuple[str, ...] | None = one_of(*TITLES)
+    program: str = one_of(*PROGRAMS)
     model: str = one_of(*CASES)
     reference: str = one_of(*TITLES)
     rounds: int = at_least(1)
@@ -88,7 +92,8 @@ class Settings:
 
 def read(arguments: Sequence[str], speak: bool) -> Settings | None:
     """Return the settings of ``arguments``; None if a flag asks for output."""
-    raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
+    first = [f"program={word}" if word in PROGRAMS else word for word in arguments[:1]]
+    raw = compose([*first, *arguments[1:]], speak=speak, folder=Path(__file__).parent / "configs")
     if raw is None:
         return None
     on_gpu = raw["device"] == ACCELERATOR or (raw["device"] == "auto" and count() > 0)

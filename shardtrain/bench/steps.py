@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.bench import contenders
 from shardtrain.bench.contenders import POOL, SUITE, TITLES, Batch, Case, Contender
 from shardtrain.bench.interleave import Comparison, Footprint, Runner, Samples, attempt, interleave, spread
-from shardtrain.bench.report import Program, Results, median, quartiles, table
+from shardtrain.bench.report import Bench, Cells, Table, median, quartiles
 from shardtrain.device import is_accelerator, peak_memory, reset_peak_memory, synchronize
 from shardtrain.job.format import MIB, counted
 
@@ -45,44 +45,45 @@ def footprint(build: Callable[[], Contender], data: list[list[Batch]], device: t
     return Footprint(peak - held[0], reserved - held[1], launches)
 
 
-class StepBench(Program):
-    def measure(self) -> None:
-        self.comparisons: dict[Case, Comparison] = {}
-        for name in SUITE if self.settings.suite else (self.settings.model,):
-            self._measure(self.settings.case(name))
-
-    def _measure(self, case: Case) -> None:
-        gc.collect()  # wrappers are reference cycles, so this frees the previous case
-        settings, device = self.settings, self.device
-        samples = {name: Samples() for name in contenders.to_run(settings.contenders)}
-        self.comparisons[case] = Comparison(settings.reference, settings.precision, samples)
-        data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
-        runners: dict[str, Runner] = {}
-
-        def build(name: str) -> Contender:
-            return contenders.build(name, case.build_model(settings.seed, device), settings.precision, device)
-
-        if is_accelerator(device):  # so that libraries allocate their workspaces before the measurement
-            build(PLAIN).step(data[0])
-        for name, own in samples.items():
-            make = partial(build, name)
-            if is_accelerator(device):
-                own.footprint = attempt(partial(footprint, make, data, device), own, device)
-            contender = None if own.failure else attempt(make, own, device)
-            if contender is not None:
-                runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
-        gc.collect()
-        interleave(runners, samples, device, settings.warmup, settings.rounds, case.shape)
-
-    def results(self) -> Results:
-        comparisons = self.comparisons
-        lines = [line for case, comparison in comparisons.items() for line in step_table(case, comparison)]
+def measure(bench: Bench) -> None:
+    """Time all contenders on one case after the other."""
+    settings = bench.settings
+    comparisons: dict[Case, Comparison] = {}
+    try:
+        for name in SUITE if settings.suite else (settings.model,):
+            case = settings.case(name)
+            comparisons[case] = Comparison(settings.reference, settings.precision)
+            _measure(bench, case, comparisons[case].samples)
+    finally:
+        bench.tables.update(step_table(*each) for each in comparisons.items())
         cases = {case.name: _facts(case, comparison) for case, comparison in comparisons.items()}
-        facts: dict[str, Any] = {"reference": self.settings.reference, "cases": cases}
-        if self.settings.suite:
-            means = facts["geometric_means"] = suite_means(list(comparisons.values()))
-            lines += _suite_table(means, len(comparisons))
-        return lines, facts
+        bench.facts = {"reference": settings.reference, "cases": cases}
+        if settings.suite:
+            means = bench.facts["geometric_means"] = suite_means(list(comparisons.values()))
+            bench.tables[f"geometric means over {len(comparisons)} cases"] = _suite_rows(means), []
+
+
+def _measure(bench: Bench, case: Case, samples: dict[str, Samples]) -> None:
+    gc.collect()  # wrappers are reference cycles, so this frees the previous case
+    settings, device = bench.settings, bench.device
+    samples.update((name, Samples()) for name in contenders.to_run(settings.contenders))
+    data = case.build_data(settings.accumulate, settings.seed, comm.rank(), device)
+    runners: dict[str, Runner] = {}
+
+    def build(name: str) -> Contender:
+        return contenders.build(name, case.build_model(settings.seed, device), settings.precision, device)
+
+    if is_accelerator(device):  # so that libraries allocate their workspaces before the measurement
+        build(PLAIN).step(data[0])
+    for name, own in samples.items():
+        make = partial(build, name)
+        if is_accelerator(device):
+            own.footprint = attempt(partial(footprint, make, data, device), own, device)
+        contender = None if own.failure else attempt(make, own, device)
+        if contender is not None:
+            runners[name] = lambda number, own=contender: own.step(data[number % POOL])  # type: ignore[misc]
+    gc.collect()
+    interleave(runners, samples, device, settings.warmup, settings.rounds, case.shape)
 
 
 def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
@@ -96,8 +97,8 @@ def suite_means(comparisons: list[Comparison]) -> dict[str, dict[str, float]]:
     return means
 
 
-def step_table(case: Case, comparison: Comparison) -> list[str]:
-    """Return one line per contender, best first: time per step, ratio to the reference, loss difference."""
+def step_table(case: Case, comparison: Comparison) -> tuple[str, Table]:
+    """Return one row per contender, best first: time per step, ratio to the reference, losses."""
     rows, ratios, plain = [], comparison.ratios_to(comparison.reference), comparison.ratios_to(PLAIN)
     for name in comparison.ranked():
         own, ratio = comparison.samples[name], ratios.get(name)
@@ -119,10 +120,10 @@ def step_table(case: Case, comparison: Comparison) -> list[str]:
         rows.append(cells)
     precision = "" if comparison.precision == "fp32" else f" in {comparison.precision}"
     title = f"{case.shape}{precision}, {counted(comparison.rounds, 'round')}"
-    return table(title, rows, comparison.left_out())
+    return title, (rows, comparison.left_out())
 
 
-def _suite_table(means: dict[str, dict[str, float]], cases: int) -> list[str]:
+def _suite_rows(means: dict[str, dict[str, float]]) -> list[Cells]:
     rows = []
     for name in TITLES:
         if any(name in row for row in means.values()):
@@ -130,7 +131,7 @@ def _suite_table(means: dict[str, dict[str, float]], cases: int) -> list[str]:
                 (f"of {TITLES[to]}", f"{row[name]:.2f}" if name in row else "-") for to, row in means.items()
             ]
             rows.append([("", TITLES[name]), *cells])
-    return table(f"geometric means over {cases} cases", rows)
+    return rows
 
 
 def _facts(case: Case, comparison: Comparison) -> dict[str, Any]:
