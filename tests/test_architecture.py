@@ -20,7 +20,7 @@ ENGINE = {"layout": 199, "device": 171, "comm": 3_619, "engine": 3_275, "optim":
 PROGRAM = {
     "job": 3_077,
     "plan": 787,
-    "monitor": 1_159,
+    "monitor": 1_145,
     "train": 780,
     "export": 130,
     "bench": 1_284,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_383, "files": 98, "rooms": 16, "engine and layout": 3_474, "tests": 13_522}
+LARGEST = {"lines": 16_369, "files": 98, "rooms": 16, "engine and layout": 3_474, "tests": 13_523}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

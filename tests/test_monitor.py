@@ -43,6 +43,7 @@ SCALARS = {"train/loss": 0.5, "train/acc1": 80.0, "perf/img_per_s": 123.0, "lr/g
 PARAMETERS = 4_154
 TWO = torch.zeros(2, 1, 8, 8)  # images
 ONE = torch.ones(())
+FOUR: Any = SimpleNamespace(steps=4, steps_per_epoch=2, first_step=0)  # of a job
 
 
 def opened(run_dir: Path, *arguments: str, model: Sequence[str] = VIT) -> tuple[Any, Context, Any]:
@@ -129,14 +130,14 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path) -> None:
 
 
 def test_results_are_written_while_a_run_goes_on_with_null_for_what_json_has_not(tmp_path: Path) -> None:
-    result = writers.ResultFile(tmp_path, 5)
+    result = writers.ResultFile(tmp_path, FOUR)
     result.due = 0.0
-    result.step(3)
     result.log(3, {"train/loss": float("nan"), "grad_norm": float("inf"), "perf/img_per_s": 2.0})
     read = json.loads(result.path.read_text())
     assert (read["status"], read["step"], read["perf/img_per_s"]) == ("running", 3, 2.0)
     assert (read["train/loss"], read["grad_norm"]) == (None, None)
-    assert "train/loss" not in writers.ResultFile(tmp_path, 5, first_step=1).result
+    resumed: Any = SimpleNamespace(steps_per_epoch=2, first_step=1)
+    assert "train/loss" not in writers.ResultFile(tmp_path, resumed).result
 
 
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
@@ -152,14 +153,14 @@ def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
 
 
 def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = writers.Console("lines", steps=4, steps_per_epoch=2)
+    console = writers.Console("lines", FOUR)
     monkeypatch.setattr("time.perf_counter", lambda: console.started + 3000)
     assert (console.left(1), console.left(3)) == ("2:30:00", "0:16:40")
 
 
 def test_scores_of_the_average_are_printed_beside_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0, 90.0))
-    writers.Console("lines", steps=4, steps_per_epoch=2).log(4, evaluation.scalars())
+    writers.Console("lines", FOUR).log(4, evaluation.scalars())
     assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
     best = {tags.BEST_ACC1: 20.0, tags.BEST_STEP: 4, "classes": 10, "run_dir": "here"}
     table = end_table({"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best})
@@ -502,14 +503,14 @@ class Page(writers.Writer):
     def say(self, text: str) -> None:
         self.seen.append(text)
 
-    def picture(self, tag: str, picture: pictures.Picture) -> None:
+    def picture(self, step: int, tag: str, picture: pictures.Picture) -> None:
         assert (picture.dtype, picture.shape[2]) == (np.uint8, 3)
         self.seen.append(tag)
 
 
 def summary_of(folder: Path, first_step: int = 0) -> tuple[writers.SummaryFigure, Monitor, list[str]]:
     """A summary, the monitor that it is drawn for, and what that shows."""
-    summary, page = writers.SummaryFigure(folder, None, first_step, 1000.0), Page()
+    summary, page = writers.SummaryFigure(folder, first_step, 1000.0), Page()
     return summary, Monitor(page, summary), page.seen
 
 
@@ -521,7 +522,7 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     assert len(events_of(tmp_path).Scalars("train/loss")) == 3  # on disk before a checkpoint is saved
     second = writers.TensorBoard(tmp_path, config, FACTS, first_step=2)
     second.log(3, {"train/loss": 30.0})
-    second.facts({"status": "finished"})
+    second.facts({"status": "finished", "step": 3})
     first.facts({"status": "failed"})
     events = events_of(tmp_path)
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]

@@ -132,10 +132,15 @@ def verdict(shares: Mapping[str, float]) -> str:
     return f"{computing:.0f} % of the time is computing: nothing stands out"
 
 
-def scores_in_words(scalars: Mapping[str, Any], names: Sequence[str], classes: int) -> str:
-    """Describe the scores with the tags ``names``; acc5 where there are more than ten classes."""
-    loss, acc1, acc5 = (scalars[tag] for tag in names)
-    return f"loss {loss:.4f}, acc1 {acc1:.2f} %" + (f", acc5 {acc5:.2f} %" if classes > 10 else "")
+def scores_in_words(scalars: Mapping[str, Any], classes: int) -> dict[str, str]:
+    """Return what was scored, and its scores in words; acc5 where there are more than ten classes."""
+    scores = {}
+    for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
+        if names[0] in scalars:
+            loss, acc1, acc5 = (scalars[tag] for tag in names)
+            fifth = f", acc5 {acc5:.2f} %" if classes > 10 else ""
+            scores[name] = f"loss {loss:.4f}, acc1 {acc1:.2f} %{fifth}"
+    return scores
 
 
 class Report(NamedTuple):

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from shardtrain import device, introspect
-from shardtrain.job import tags
+from shardtrain.job import pictures, tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, Reference
-from shardtrain.job.data import Batch
+from shardtrain.job.data import Batch, TrainFeed
 from shardtrain.job.dist_env import versions
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, counted
@@ -30,6 +30,8 @@ from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, SummaryFigure, TensorBoard, Writer
 
+SAMPLES = 32  # images of a batch in the picture
+
 
 class Monitor:
     """Pass each event on to all writers. A writer that cannot write does not end the run.
@@ -37,8 +39,8 @@ class Monitor:
     One line warns of the cause. The writer still gets every event, since a full disk may have space again.
     """
 
-    def __init__(self, *writers: Writer) -> None:
-        self.writers = writers
+    def __init__(self, *writers: Writer, first_step: int = 0) -> None:
+        self.writers, self.latest = writers, first_step
         self.summary = next((each for each in writers if isinstance(each, SummaryFigure)), None)
         self._warned: set[object] = set()
 
@@ -46,7 +48,7 @@ class Monitor:
         self._each(lambda writer: writer.say(text))
 
     def step(self, step: int) -> None:
-        self._each(lambda writer: writer.step(step))
+        self.latest = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._each(lambda writer: writer.log(step, scalars))
@@ -64,7 +66,7 @@ class Monitor:
                 self._warned.add(picture)
                 self.say(picture)
             return False
-        self._each(lambda writer: writer.picture(tag, picture))
+        self._each(lambda writer: writer.picture(self.latest, tag, picture))
         if path is not None:
             self.save(path, picture)
         return True
@@ -96,11 +98,12 @@ class Monitor:
         if self.summary is not None and self.summary.curves:
             self.picture(tags.SUMMARY, self.summary.draw(), self.summary.path)
 
-    def showing(self, feed: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the feed's batches, with a picture of the first one."""
+    def showing(self, feed: TrainFeed) -> Iterator[Batch]:
+        """Yield the feed's batches, with a picture of the first one as the model gets it."""
         for index, batch in enumerate(feed):
             if index == 0 and self.summary is not None:
-                self.picture(tags.SAMPLES, self.summary.samples(batch))
+                sample = pictures.grid(batch.images[:SAMPLES], feed.prepare.mean, feed.prepare.std)
+                self.picture(tags.SAMPLES, sample)
             yield batch
 
     def _each(self, event: Callable[[Writer], None]) -> None:
@@ -130,7 +133,7 @@ def open_monitor(
         yield Monitor()
         return
     if config.dry_run or config.eval_only:
-        yield Monitor(Console("none", job.steps, job.steps_per_epoch))
+        yield Monitor(Console("none", job))
         return
     monitor, result = _open(config, context, job, best)
     status = "failed"
@@ -142,7 +145,7 @@ def open_monitor(
         raise
     finally:
         verdict = judge(metrics.spent) if metrics.spent.steps else {}
-        monitor.facts({"status": status, **verdict})
+        monitor.facts({"status": status, "step": monitor.latest, **verdict})
         if status != "failed":  # after a failure only the exception is reported
             monitor.draw_summary()
             monitor.say(end_table(result))
@@ -170,15 +173,14 @@ def _open(
         "commit": _commit(),
         **({} if best is None else {tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]}),
     }
-    result = ResultFile(context.run_dir, job.steps_per_epoch, job.first_step)
-    length = job.steps, job.steps_per_epoch, job.first_step
-    console = Console(config.monitor.progress, *length, facts["classes"])
+    result = ResultFile(context.run_dir, job)
+    console = Console(config.monitor.progress, job, facts["classes"])
     writers: list[Writer] = [result, console, LogFile(context.run_dir)]
     if config.monitor.tensorboard:
         writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
         memory_mib = device.total_memory(job.device) / MIB
-        writers.append(SummaryFigure(context.run_dir, job.val, job.first_step, memory_mib))
-    monitor = Monitor(*writers)
+        writers.append(SummaryFigure(context.run_dir, job.first_step, memory_mib))
+    monitor = Monitor(*writers, first_step=job.first_step)
     monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
     monitor.facts(facts)
     return monitor, result.result
@@ -249,11 +251,9 @@ def score_table(scored: Sequence[Evaluation], reference: Reference | None, class
 
 def _score_rows(result: Mapping[str, Any], more: str) -> list[tuple[str, str]]:
     """Return rows for the latest evaluation in ``result``, and its comparison with the reference."""
-    rows, ranked = [], "average" if tags.VAL_EMA_LOSS in result else "val"
-    for name, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
-        if names[0] in result:
-            scores = scores_in_words(result, names, result["classes"])
-            rows.append((name, scores + (more if name == ranked else "")))
+    scored = scores_in_words(result, result["classes"])
+    scored["average" if "average" in scored else "val"] += more
+    rows = [*scored.items()]
     if result.get("reference"):
         judged = (tags.TEST_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC1)
         yours, theirs = next(result[tag] for tag in judged if tag in result), result["reference"]

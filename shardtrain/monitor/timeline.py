@@ -157,11 +157,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     def __init__(
         self, config: Config, context: Context, job: Job, metrics: StepMetrics, monitor: Monitor
     ) -> None:
-        self._metrics, self._monitor, self._last_step = metrics, monitor, job.steps
-        self._title = f"{config.model.get('name', 'model')}, {counted(context.rank_info.world_size, 'rank')}"
-        self._rank_0 = context.rank_info.rank == 0
-        self._request, self._folder = context.run_dir / REQUEST, context.run_dir / FOLDER
-        self._profile_at = config.monitor.profile_at
+        self._config, self._context, self._job = config, context, job
+        self._metrics, self._monitor = metrics, monitor
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
         self._named: tuple[int, str] | None = None  # the slow rank that was last named
         self._requested = False
@@ -174,8 +171,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     def requested(self) -> bool:
         """Return whether somebody asked for a trace since the last call. Removes the file."""
         with contextlib.suppress(OSError):
-            if self._rank_0:
-                self._request.unlink()
+            if self._context.rank_info.rank == 0:
+                (self._context.run_dir / REQUEST).unlink()
                 return True
         return False
 
@@ -184,10 +181,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         if report is not None:
             self._requested |= report.profile_requested
             self._name_slow_rank(step, report.slow)
-        self._requested |= step + 1 == self._profile_at
-        if self._tracing is not None and step in (self._tracing[0] + TRACED - 1, self._last_step):
+        self._requested |= step + 1 == self._config.monitor.profile_at
+        if self._tracing is not None and step in (self._tracing[0] + TRACED - 1, self._job.steps):
             self._finish(*self._tracing)
-        if self._requested and self._tracing is None and step < self._last_step:
+        if self._requested and self._tracing is None and step < self._job.steps:
             self._requested = False
             self._tracing = step + 1, self._recording.enter_context(trace.record(self._metrics.device))
 
@@ -196,7 +193,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._tracing = None
         with self._metrics.paused("pictures"):
             lanes = collect(taken.spans(), first_step)
-            if self._rank_0:
+            if self._context.rank_info.rank == 0:
                 self._write(lanes)
             comm.barrier()  # or the others would wait for rank 0 in the next step
 
@@ -210,9 +207,11 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._named = now
 
     def _write(self, lanes: Lanes) -> None:
-        first, last = lanes.steps[0], lanes.steps[-1]
-        path, png = self._folder / f"steps-{first}-{last}.json", self._folder / f"step-{last}.png"
-        drawn = self._monitor.picture(tags.TIMELINE_STEP, picture(lanes, last, self._title), png)
+        first, last, folder = lanes.steps[0], lanes.steps[-1], self._context.run_dir / FOLDER
+        path, png = folder / f"steps-{first}-{last}.json", folder / f"step-{last}.png"
+        ranks = counted(self._context.rank_info.world_size, "rank")
+        title = f"{self._config.model.get('name', 'model')}, {ranks}"
+        drawn = self._monitor.picture(tags.TIMELINE_STEP, picture(lanes, last, title), png)
         if self._monitor.save(path, json.dumps(chrome(lanes))):
             shown = f", {png.name} shows the last" if drawn else ""
             self._monitor.say(f"steps {first} to {last} are in {path} (for ui.perfetto.dev){shown}")

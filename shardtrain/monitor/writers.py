@@ -20,8 +20,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from shardtrain.job import pictures, tags
+from shardtrain.job.build import Job
 from shardtrain.job.config import Config
-from shardtrain.job.data import Batch, EvalFeed
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import PHASES, WAITING, scores_in_words
 from shardtrain.plan.memory import MEMORY_KINDS
@@ -30,27 +30,23 @@ from shardtrain.plan.memory import MEMORY_KINDS
 class Writer:
     """Ignore every event; subclasses override the events that they write.
 
-    ``say``: lines for people. ``step``: a step is done. ``log``: scalars by TensorBoard tag. ``picture``: one
-    of the latest step. ``facts``: what has no curve; the first event, and at the end with the ``status``:
-    ``finished``, ``interrupted`` or ``failed``. Constructors write nothing, and no file stays open between
-    events: an event that raised OSError disturbs no later one.
+    ``say``: lines for people. ``log``: scalars by TensorBoard tag. ``facts``: what has no curve; the first
+    event, and at the end with the last ``step`` and the ``status``: ``finished``, ``interrupted`` or
+    ``failed``. Constructors write nothing, and no file stays open between events: an event that raised
+    OSError disturbs no later one.
     """
 
     def say(self, text: str) -> None: ...
-    def step(self, step: int) -> None: ...
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
-    def picture(self, tag: str, picture: Picture) -> None: ...
+    def picture(self, step: int, tag: str, picture: Picture) -> None: ...
     def facts(self, facts: Mapping[str, Any]) -> None: ...
 
 
 class Console(Writer):
     """Print texts, and progress as ``lines``, one per report, or as ``none``."""
 
-    def __init__(
-        self, progress: str, steps: int, steps_per_epoch: int, first_step: int = 0, classes: int = 10
-    ) -> None:
-        self.progress, self.classes = progress, classes
-        self.steps, self.steps_per_epoch, self.first_step = steps, steps_per_epoch, first_step
+    def __init__(self, progress: str, job: Job, classes: int = 10) -> None:
+        self.progress, self.job, self.classes = progress, job, classes
         self.started = time.perf_counter()
 
     def say(self, text: str) -> None:
@@ -59,10 +55,10 @@ class Console(Writer):
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.progress == "none":
             return
-        where = f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {step / self.steps_per_epoch:.1f}"
-        for part, names in (("val", tags.VAL), ("average", tags.VAL_EMA), ("test", tags.TEST)):
-            if names[0] in scalars:
-                self.say(f"{where}  {part} {scores_in_words(scalars, names, self.classes)}")
+        steps, epoch = self.job.steps, step / self.job.steps_per_epoch
+        where = f"step {step:>{len(str(steps))}}/{steps}  epoch {epoch:.1f}"
+        for name, scores in scores_in_words(scalars, self.classes).items():
+            self.say(f"{where}  {name} {scores}")
         if tags.TRAIN_LOSS not in scalars:
             return
         loss, acc1, speed = (scalars[tag] for tag in (tags.TRAIN_LOSS, tags.TRAIN_ACC1, tags.IMG_PER_S))
@@ -71,8 +67,8 @@ class Console(Writer):
 
     def left(self, step: int) -> str:
         """Return the time to the end, at the mean pace so far."""
-        seconds = (time.perf_counter() - self.started) / (step - self.first_step) * (self.steps - step)
-        return str(datetime.timedelta(seconds=round(seconds)))
+        pace = (time.perf_counter() - self.started) / (step - self.job.first_step)
+        return str(datetime.timedelta(seconds=round(pace * (self.job.steps - step))))
 
 
 class LogFile(Writer):
@@ -100,20 +96,15 @@ MOST_UNWRITTEN = 10_000  # events that are kept for TensorBoard while its disk i
 class ResultFile(Writer):
     """Write result.json: the latest value of every tag, and the facts for comparing runs."""
 
-    def __init__(self, directory: Path, steps_per_epoch: int, first_step: int = 0) -> None:
-        self.path = directory / "result.json"
-        self.steps_per_epoch = steps_per_epoch
-        earlier = self._read() if first_step else {}
+    def __init__(self, directory: Path, job: Job) -> None:
+        self.path, self.steps_per_epoch = directory / "result.json", job.steps_per_epoch
+        earlier = self._read() if job.first_step else {}
         self.started = time.perf_counter() - earlier.pop("seconds", 0.0)
-        self.result: dict[str, Any] = {"status": "running", "step": first_step, "epoch": 0.0, "seconds": 0.0}
-        self.result |= earlier
+        self.result: dict[str, Any] = {"status": "running", "step": job.first_step, **earlier}
         self.due = 0.0
 
-    def step(self, step: int) -> None:
-        self.result["step"] = step
-
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.result.update(scalars)
+        self.result.update(scalars, step=step)
         if tags.VAL_ACC1 in scalars:
             judged = scalars.get(tags.VAL_EMA_ACC1, scalars[tags.VAL_ACC1])
             best = judged > self.result.get(tags.BEST_ACC1, -1.0)
@@ -214,7 +205,7 @@ class TensorBoard(Writer):
         from torch.utils.tensorboard import summary  # here, since it takes 1.5 s
 
         name = f"{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.path, self.latest = directory / f"events.out.tfevents.{name}", first_step
+        self.path = directory / f"events.out.tfevents.{name}"
         self._summary, self._event, self._records = summary, Event, RecordWriter
         self._written = 0  # bytes
         self._unwritten = [Event(wall_time=time.time(), file_version="brain.Event:2")]
@@ -253,22 +244,19 @@ class TensorBoard(Writer):
             self._written = file.tell()
         self._unwritten.clear()
 
-    def step(self, step: int) -> None:
-        self.latest = step
-
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         again = {first: scalars[tag] for tag, first in tags.FIRST.items() if tag in scalars}
         for tag, value in {**scalars, **again}.items():
             self._keep(step, summary=self._summary.scalar(tag, value))
         self._write()
 
-    def picture(self, tag: str, picture: Picture) -> None:
-        self._keep(self.latest, summary=self._summary.image(tag, picture, dataformats="HWC"))
+    def picture(self, step: int, tag: str, picture: Picture) -> None:
+        self._keep(step, summary=self._summary.image(tag, picture, dataformats="HWC"))
         self._write()
 
     def facts(self, facts: Mapping[str, Any]) -> None:
         if facts.get("status") == "finished":  # otherwise TensorBoard shows the run as running
-            self._keep(self.latest, summary=self._end)
+            self._keep(facts["step"], summary=self._end)
         self._write()
 
 
@@ -285,25 +273,19 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
 
 
 REDRAW_S = 100.0  # drawing takes about a second: 1 % of the run's time
-SAMPLES = 32  # images of a batch in the picture
 
 
 class SummaryFigure(Writer):
     """Collect all curves of a run, and draw the summary. ``memory_mib``: the device's memory."""
 
-    def __init__(self, directory: Path, validation: EvalFeed, first_step: int, memory_mib: float) -> None:
-        self.path, self.validation, self.memory_mib = directory / "at_a_glance.png", validation, memory_mib
+    def __init__(self, directory: Path, first_step: int, memory_mib: float) -> None:
+        self.path, self.memory_mib = directory / "at_a_glance.png", memory_mib
         self.curves = _curves_until(directory, first_step) if first_step else {}  # tag → step → value
         self.due_at = time.perf_counter() + REDRAW_S
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
             self.curves.setdefault(tag, {})[step] = value
-
-    def samples(self, batch: Batch) -> Picture:
-        """Return the first images of a training batch, as the model gets them."""
-        prepare = self.validation.prepare
-        return pictures.grid(batch.images[:SAMPLES], prepare.mean, prepare.std)
 
     def draw(self) -> Picture | str:
         """Return the picture, in the proportions of TensorBoard's smallest card."""
