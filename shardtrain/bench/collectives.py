@@ -61,14 +61,14 @@ def _measure(bench: Bench, kind: str, size: int, entrants: Mapping[str, Movement
     cells = [("ms", label)]
     for name, own in samples.items():
         cells.append((titles[name], median(spread(own.values), 3, 1e3 / times)))
-    found = {}
+    compared = {}
     for name in (name for name in samples if name not in (NATIVE, COPY)):
-        to = found[name] = {
+        to = compared[name] = {
             other: ratios(samples[name].values, samples[other].values) for other in (NATIVE, COPY)
         }
         cells.append((f"{titles[name]} / {native}", median(to[NATIVE])))
         cells += [("quartiles", quartiles(to[NATIVE])), (f"{titles[name]} / copy", median(to[COPY]))]
-    facts = {"movement": kind, "bytes": size, "repetitions": times, "ratios": found}
+    facts = {"movement": kind, "bytes": size, "repetitions": times, "ratios": compared}
     bench.add(kind, cells, facts, samples)
 
 
@@ -82,8 +82,8 @@ def movements(
     gathers = partial(comm.all_gather_into_tensor, full, local), partial(all_gather, full, local)
     reductions = partial(comm.reduce_scatter_tensor, local, full), partial(reduce_scatter, local, full)
     ours, (public, native) = (_gather, gathers) if kind == "gather" else (_reduce, reductions)
-    found = {name: ours(transport, layout, local) for name, transport in transports.items()}
-    return {**found, PUBLIC: public, NATIVE: native, COPY: partial(full.clone().copy_, full)}
+    engines = {name: ours(transport, layout, local) for name, transport in transports.items()}
+    return {**engines, PUBLIC: public, NATIVE: native, COPY: partial(full.clone().copy_, full)}
 
 
 def _gather(transport: Transport, layout: Layout, like: Tensor) -> Movement:

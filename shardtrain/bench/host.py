@@ -124,15 +124,15 @@ def _time(bench: Bench, world: int, activity: str, runners: Mapping[str, Runner]
         samples = bench.timed(runners, f"{words}, {world:,} ranks", clock=time.process_time)
     finally:
         gc.enable()
-    found = figures(samples, units)
-    micros, ratio = found["micros_a_unit"], found["ratio"]
+    numbers = figures(samples, units)
+    micros, ratio = numbers["micros_a_unit"], numbers["ratio"]
     cells: Cells = [("ranks", f"{world:,}")]
     cells += [(TITLES[name], median(micros[name], 0)) for name in (OURS, PEER)]
     cells += [("ratio", median(ratio, 3)), ("quartiles", quartiles(ratio))]
     if COLLECTIVES in micros:
         cells.append(("collectives alone", median(micros[COLLECTIVES], 0)))
-        cells.append(("ratio without", median(found["ratio_without_collectives"], 3)))
-    facts = {"activity": activity, "world_size": world, "units": units, **found}
+        cells.append(("ratio without", median(numbers["ratio_without_collectives"], 3)))
+    facts = {"activity": activity, "world_size": world, "units": units, **numbers}
     bench.add(f"{words}, µs of host time per unit", cells, facts, samples)
 
 

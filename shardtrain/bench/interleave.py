@@ -222,8 +222,8 @@ class Comparison:
     def ratios_to(self, reference: str) -> dict[str, Spread]:
         """Return the ratios of contenders with right losses, lowest first; none if the reference is wrong."""
         right = self.right()
-        found = {name: ratios(values, right.get(reference, [])) for name, values in right.items()}
-        known = {name: ratio for name, ratio in found.items() if ratio is not None}
+        spreads = {name: ratios(values, right.get(reference, [])) for name, values in right.items()}
+        known = {name: ratio for name, ratio in spreads.items() if ratio is not None}
         return dict(sorted(known.items(), key=lambda item: item[1].median))
 
     def ranked(self) -> list[str]:

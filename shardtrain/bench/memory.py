@@ -58,8 +58,8 @@ def measure(bench: Bench) -> None:
                 peak, samples.losses = watched
                 samples.values = [peak]
             if ranks.rank == 0:
-                found = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
-                print(f"{TITLES[name]}: {found}", flush=True)
+                outcome = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
+                print(f"{TITLES[name]}: {outcome}", flush=True)
     finally:
         _report(bench, comparison)
 
@@ -96,8 +96,8 @@ def watch_ranks(settings: Settings, name: str, world: int) -> tuple[int, list[fl
         finally:
             for process in ranks.processes:
                 process.kill()
-        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    before, losses = zip(*found, strict=True)
+        reports = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    before, losses = zip(*reports, strict=True)
     return peak - sum(before), list(map(fmean, zip(*losses, strict=True)))
 
 

@@ -144,9 +144,9 @@ def scores_in_words(scalars: Mapping[str, Any], classes: int) -> dict[str, str]:
 
 
 class Report(NamedTuple):
-    """Hold the results of the steps since the last report, the same on all ranks."""
+    """Hold the results of the steps since the last report."""
 
-    scalars: dict[str, float]  # by tag
+    scalars: dict[str, float]  # by tag; memory and speed as this rank measured them, all else equal on all
     slow: SlowRank | None = None
     profile_requested: bool = False  # by any rank
 
