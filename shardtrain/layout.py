@@ -116,27 +116,17 @@ class Layout:
             pieces.append(Piece(start, stop, offset + start - low if stop > start else 0))
         return tuple(pieces)
 
-    def elsewhere(self, rank: int | None) -> tuple[list[list[tuple[slice, int]]], list[int]]:
-        """Return ``spans`` and ``cuts``, which locate what ranks other than ``rank`` own; for None, all.
+    def elsewhere(self, rank: int | None) -> list[list[tuple[slice, slice]]]:
+        """Return, for each parameter, the slices of it that other ranks than ``rank`` own; for None, all.
 
-        ``cuts``: the sizes of consecutive parts of the flat vector; empty if no other rank owns anything.
-        ``spans``: for each parameter, the slices of it that others own, each with the index of its part.
-        Parts without a span are padding or ``rank``'s own.
+        With each comes the slice of the flat vector where it lies.
         """
         pieces = [Piece(0, 0, 0)] * len(self.sizes) if rank is None else self.pieces(rank)
-        end = 0
-        cuts: list[int] = []
-        spans: list[list[tuple[slice, int]]] = [[] for _ in pieces]
-        for offset, index in sorted(zip(self.offsets, range(len(pieces)), strict=True)):
-            piece, size = pieces[index], self.sizes[index]
-            for start, stop in ((0, piece.start), (piece.stop, size)) if piece.numel else ((0, size),):
-                if start < stop:
-                    if offset + start > end:
-                        cuts.append(offset + start - end)
-                    spans[index].append((slice(start, stop), len(cuts)))
-                    cuts.append(stop - start)
-                    end = offset + stop
-        return spans, [*cuts, self.padded - end] if cuts else []
+        places = []
+        for offset, size, (start, stop, _) in zip(self.offsets, self.sizes, pieces, strict=True):
+            others = ((0, start), (stop, size)) if start < stop else ((0, size),)
+            places.append([(slice(a, b), slice(offset + a, offset + b)) for a, b in others if a < b])
+        return places
 
 
 Policy = Literal["even", "whole"]

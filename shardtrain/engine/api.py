@@ -26,7 +26,7 @@ from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
 from shardtrain.engine.unit import Gathered, Unit
-from shardtrain.engine.units import UnitChoice, check_forward, infos_by_unit, parameters_of, unit_modules
+from shardtrain.engine.units import UnitChoice, infos_by_unit, parameters_of, unit_modules
 from shardtrain.layout import Cut, Policy, cut_of
 
 
@@ -267,7 +267,6 @@ def _check(
     for name, child in module.named_modules():
         if is_entrance(child):
             raise ValueError(f"{name or type(child).__name__} is sharded already; shard the root once")
-    check_forward("the root", module)
     lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
     if lazy:
         raise ValueError(f"parameters without a shape yet: {', '.join(lazy)}; run one forward before shard()")
@@ -329,4 +328,3 @@ def _place_uncut(
     for buffer in buffers.values():
         if not buffer.is_meta:
             all_ranks.broadcast(buffer)
-    initial.done()

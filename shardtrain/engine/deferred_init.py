@@ -63,8 +63,8 @@ class InitialValues:
     """
 
     def __init__(self, module: nn.Module, target: torch.device | None) -> None:
-        self._marked = [part for part in module.modules() if _MARK in part.__dict__]
-        self.deferred = {tensor for part in self._marked for tensor in (*part.parameters(), *part.buffers())}
+        marked = [part for part in module.modules() if _MARK in part.__dict__]
+        self.deferred = {tensor for part in marked for tensor in (*part.parameters(), *part.buffers())}
         self._target = target
 
     def device(self, tensor: Tensor) -> torch.device:
@@ -72,11 +72,6 @@ class InitialValues:
         if tensor.is_meta and tensor not in self.deferred:
             return tensor.device
         return self._target or (torch.device("cpu") if tensor.is_meta else tensor.device)
-
-    def done(self) -> None:
-        """Remove the marks of deferred modules, once the model is sharded."""
-        for part in self._marked:
-            del part.__dict__[_MARK]
 
     def placed(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on its `device`, with undefined values if this rank has none."""

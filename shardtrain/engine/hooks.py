@@ -259,22 +259,19 @@ class Engine:
         if any(
             len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
         ):
-            self._refuse_attached()
+            known = self._ignored.union(member.param for member in self.members)
+            new = [name for name, param in self.module.named_parameters() if param not in known]
+            if new:
+                raise ValueError(
+                    f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "
+                    "gradients. Attach them first, then shard"
+                )
             self._modules = _modules_below(self.module)
         on_meta = [member.name for member in self.members if member.local_view.is_meta]
         if on_meta:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
                 "with module.to_empty(device=...) and load or initialise their values first"
-            )
-
-    def _refuse_attached(self) -> None:
-        known = self._ignored.union(member.param for member in self.members)
-        new = [name for name, param in self.module.named_parameters() if param not in known]
-        if new:
-            raise ValueError(
-                f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their gradients. "
-                "Attach them first, then shard"
             )
 
 

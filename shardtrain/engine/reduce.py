@@ -21,7 +21,7 @@ An existing gradient never begins with ``-0.0``: 0.0 is added to the first eleme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -48,11 +48,12 @@ class FlatGradient:
         self.segment, self.members = segment, segment.members
         self.expected = 0
         layout = segment.layout
-        # Which part of the vector takes which slice of a gradient: all others' elements, or all if `_whole`.
-        self._places = [layout.elsewhere(rank) for rank in (segment.transport.rank, None)]
+        # Which slice of a gradient goes to which slice of the vector: other ranks' elements, or all.
+        self._others = dict(zip(self.members, layout.elsewhere(segment.transport.rank), strict=True))
+        self._all = dict(zip(self.members, layout.elsewhere(None), strict=True))
         # Where any rank's piece of a parameter starts: `send` adds 0.0 there, so that none begins with -0.0.
         starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
-        self._starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
+        self._piece_starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
         self.sent: list[tuple[list[torch.Tensor], list[bool | None]]] = []
         self._clear()
@@ -60,35 +61,34 @@ class FlatGradient:
     def _clear(self) -> None:
         self.own: dict[ShardedParam, torch.Tensor] = {}
         self._full: torch.Tensor | None = None
-        self._spans: dict[ShardedParam, list[tuple[slice, int]]] = {}
-        self._parts: Sequence[torch.Tensor] = ()  # views of `_full`
-        self._whole = False  # whether `_full` takes this rank's own part, too
-        self._late: dict[int, tuple[torch.Tensor, bool]] = {}  # gradients to copy into parts, or to add
+        self._places = self._others
+        self._holds_own = False  # whether `_full` takes this rank's own parts, too: on accelerators
+        # There: views of `_full`, with the gradients to copy into them, or to add.
+        self._not_laid_out: dict[ShardedParam, tuple[torch.Tensor, torch.Tensor, bool]] = {}
 
     def _open(self) -> torch.Tensor:
         if self._full is None:
             transport = self.segment.transport
             self._full = transport.gradient(self.segment.layout, self.segment.like_gradient)
-            self._whole = on_accelerator(self._full) and transport.world > 1
-            spans, cuts = self._places[self._whole]
-            self._spans = dict(zip(self.members, spans, strict=True))
-            self._parts = self._full.split_with_sizes(cuts) if cuts else ()
+            self._holds_own = on_accelerator(self._full) and transport.world > 1
+            self._places = self._all if self._holds_own else self._others
         return self._full
 
     def keep(self, member: ShardedParam, grad: torch.Tensor) -> None:
         """Add or copy ``grad`` (1-D): other ranks' parts into the vector, this rank's into ``own``."""
-        self._open()
-        again = member in self.own
+        full, again = self._open(), member in self.own
+        if self._holds_own:
+            self.own[member] = member.no_grad
+            if member in self._not_laid_out:  # a second gradient in one backward, by reentrant checkpointing
+                self.lay_out()
+            for _, place in self._places[member]:  # one, or none if the parameter is empty
+                self._not_laid_out[member] = full[place], grad, again
+            return
         start, stop = member.part.start, member.part.stop
-        for span, part in self._spans[member]:
-            if self._whole:
-                if part in self._late:  # a second gradient in one backward, by reentrant checkpointing
-                    self.lay_out()
-                self._late[part] = grad, again
-            else:
-                given = grad[span] if start < stop else grad
-                self._parts[part].add_(given) if again else self._parts[part].copy_(given)
-        if self._whole or start == stop:
+        for span, place in self._places[member]:
+            given = grad[span] if start < stop else grad
+            full[place].add_(given) if again else full[place].copy_(given)
+        if start == stop:
             self.own[member] = member.no_grad
         elif again:
             self.own[member].add_(grad[start:stop])
@@ -100,19 +100,19 @@ class FlatGradient:
             self.own[member] = own
 
     def lay_out(self) -> None:
-        """Add or copy the late gradients into the vector, in one launch each."""
+        """Add or copy gradients that are not laid out into the vector, in one launch each."""
         for lay_out, again in ((torch._foreach_copy_, False), (torch._foreach_add_, True)):
-            late = [(self._parts[part], grad) for part, (grad, added) in self._late.items() if added is again]
-            if late:
-                lay_out([part for part, _ in late], [grad for _, grad in late])
-        self._late.clear()
+            rows = [row for row in self._not_laid_out.values() if row[2] is again]
+            if rows:
+                lay_out([place for place, _, _ in rows], [grad for _, grad, _ in rows])
+        self._not_laid_out.clear()
 
     def own_part(self, member: ShardedParam) -> torch.Tensor:
         """Return this rank's part (1-D) of a gradient that waits."""
-        if not self._whole or not member.part.numel:
+        if not self._holds_own or not member.part.numel:
             return self.own[member]
-        [(_, part)] = self._spans[member]
-        return self._parts[part][member.part.start : member.part.stop].to(self.segment.local.dtype)
+        [(_, place)] = self._places[member]
+        return self._open()[place][member.part.start : member.part.stop].to(self.segment.local.dtype)
 
     def send(self) -> Gradient:
         """Return the collected gradient, with -0.0 where this rank has none, and begin a new one."""
@@ -120,10 +120,11 @@ class FlatGradient:
         self.lay_out()
         if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
-                self._starts, self._zeros = self._starts.to(full.device), full.new_zeros(len(self._starts))
-            full.index_add_(0, self._starts, self._zeros)
+                self._piece_starts = self._piece_starts.to(full.device)
+                self._zeros = full.new_zeros(len(self._piece_starts))
+            full.index_add_(0, self._piece_starts, self._zeros)
         # Averages over replicas send this rank's own parts, too.
-        if self.own and not self._whole and transport.all_ranks.world > transport.world:
+        if self.own and not self._holds_own and transport.all_ranks.world > transport.world:
             torch._foreach_add_([own[:1] for own in self.own.values()], 0.0)
         there: list[bool | None] = []
         for member in self.members:
@@ -131,13 +132,13 @@ class FlatGradient:
                 there.append(True)
                 continue
             there.append(None if member.param.requires_grad and not transport.silent else False)
-            size = 0 if self._whole else member.part.numel
+            size = 0 if self._holds_own else member.part.numel
             self.own[member] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
-            for _, part in self._spans[member]:
-                self._parts[part].fill_(-0.0)
+            for _, place in self._places[member]:
+                full[place].fill_(-0.0)
         own = [self.own[member] for member in self.members]
         self.sent.append((own, there))
-        mean = segment.local.dtype if self._whole else None
+        mean = segment.local.dtype if self._holds_own else None
         self._clear()
         return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
 
@@ -152,7 +153,7 @@ class FlatGradient:
 class Reduction:
     """Reduce one unit: collect its gradients, then run one reduce-scatter at a time.
 
-    ``_arrived``: parameters whose gradient of this backward has arrived. ``_shown``: what ``.grad`` shows
+    ``arrived``: parameters whose gradient of this backward has arrived. ``_shown``: what ``.grad`` shows
     under `no_sync`, with its version, and whether `show_waiting` put it there.
     """
 
@@ -161,24 +162,34 @@ class Reduction:
         self.flats = [FlatGradient(segment) for segment in unit.segments]
         self._flat_of = {member: flat for flat in self.flats for member in flat.members}
         self.full_bytes = sum(s.layout.padded * s.like_gradient.itemsize for s in unit.segments)
-        self._arrived: set[ShardedParam] = set()
+        self.arrived: set[ShardedParam] = set()
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
         self._moving = Pending()
         # Keeps gradients alive until the reduction has ended: a stream may still read them.
         self._under_way: list[Gradient] = []
 
     def begin_backward(self) -> None:
-        """Expect a gradient of every trainable parameter; check what users did to waiting ones."""
-        self.begin_again()
+        """Expect a gradient of every trainable parameter. Drop a waiting one if a user cleared ``.grad``.
+
+        Raises ValueError if a user changed ``.grad`` in another way.
+        """
+        self.arrived.clear()
         for flat in self.flats:
             flat.expected = sum([member.param.requires_grad for member in flat.members])
         self.expected = sum([flat.expected for flat in self.flats])
-        while self._shown:
-            self._check_waiting(*self._shown.popitem())
-
-    def begin_again(self) -> None:
-        """Expect every gradient again in this backward: reentrant checkpointing uses a unit in parts."""
-        self._arrived.clear()
+        for member, (grad, version, own) in list(self._shown.items()):
+            now = member.held_grad
+            if now is grad and now._version == version:
+                if own:
+                    member.set_grad(None)
+            elif now is None or not now.any():
+                del self._flat_of[member].own[member]
+            else:
+                raise ValueError(
+                    f"the gradient of parameter {member.name} was changed while it waits "
+                    "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
+                )
+            del self._shown[member]
 
     def collect(self, member: ShardedParam) -> bool:
         """Take the gradient just accumulated in a parameter; return whether it is the unit's last one.
@@ -186,16 +197,17 @@ class Reduction:
         Raises ValueError if the gradient is sparse.
         """
         grad, member.param.grad = member.param.grad, None
-        member.show_grad()
+        if member.grad_away is not None:
+            member.show_full(with_grad=True)
         assert grad is not None
         if grad.layout is not torch.strided:
             raise ValueError(
                 f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
                 "use nn.Embedding(..., sparse=False)"
             )
-        self._arrived.add(member)
+        self.arrived.add(member)
         self._flat_of[member].keep(member, in_memory_order(grad, member.part.stride))
-        if len(self._arrived) < self.expected:
+        if len(self.arrived) < self.expected:
             return False
         for flat in self.flats:
             flat.lay_out()
@@ -221,22 +233,6 @@ class Reduction:
                 assert grad is not None
                 self._shown[member] = grad, grad._version, own
 
-    def _check_waiting(self, member: ShardedParam, shown: tuple[torch.Tensor, int, bool]) -> None:
-        """Drop a waiting gradient if a user cleared ``.grad``. Raises ValueError for any other change."""
-        grad, version, own = shown
-        now = member.held_grad
-        if now is grad and now._version == version:
-            if own:
-                member.set_grad(None)
-        elif now is None or not now.any():
-            del self._flat_of[member].own[member]
-        else:
-            self._shown[member] = shown
-            raise ValueError(
-                f"the gradient of parameter {member.name} was changed while it waits "
-                "under no_sync to be reduced; clear it with zero_grad(), or change it once it is reduced"
-            )
-
     def launch(self) -> None:
         """Start reducing what has been collected."""
         trace.begin(REDUCE.traced, self.unit.title)
@@ -253,7 +249,7 @@ class Reduction:
         """Forget everything, after a backward that failed."""
         self._moving.wait()
         self._under_way = []
-        self._arrived.clear()
+        self.arrived.clear()
         for member, (grad, _, own) in self._shown.items():
             if own and member.held_grad is grad:
                 member.set_grad(None)

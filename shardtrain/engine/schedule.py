@@ -134,7 +134,7 @@ class Schedule:
         self._forward = None
         for unit in self.units:
             if unit in self._unannounced and not failed:  # of an earlier forward
-                unit.open_with_grads()
+                unit.open_full(with_grads=True)
             elif unit.state is State.GATHERING:
                 unit.release()
         if not failed:  # an exception must not wait for other ranks
@@ -193,9 +193,10 @@ class Schedule:
         if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self._unannounced.add(unit)
         if unit in self._unannounced:
-            unit.open_with_grads()
+            unit.open_full(with_grads=True)
             return
         if learns:
+            # Backward begins with the last two calls, if this forward is like the one before.
             at_end = bool(self._forward) and len(self._expected) - len(self._entries) in (0, 1)
             stays = (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
         unit.show_local()
@@ -244,7 +245,7 @@ class Schedule:
                 if other not in self._calls and not needed:
                     other.release()
             self._launch_completed(backward)
-        unit.open_with_grads()
+        unit.open_full(with_grads=True)
         self._begin_unit(backward, unit, call.began)
         self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.hooked), None))
 
@@ -285,7 +286,7 @@ class Schedule:
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
         if not member.shows_full:
-            unit.open_with_grads()  # `show_pieces` has shown pieces since forward
+            unit.open_full(with_grads=True)  # `show_pieces` has shown pieces since forward
         backward = self._backward or self._begin_backward(self._record)
         self._begin_unit(backward, unit, backward.first.get(unit, 0))
         backward.arriving[member] = True
@@ -303,7 +304,7 @@ class Schedule:
     def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
         """Record that ``unit`` gets no further gradient, unless another forward called it by ``moment``."""
         trace.end("backward", unit.title)
-        self._reductions[unit].begin_again()
+        self._reductions[unit].arrived.clear()  # reentrant checkpointing may bring every gradient again
         if self._pending_since.get(unit, sys.maxsize) > moment:
             backward.completed.add(unit)
 

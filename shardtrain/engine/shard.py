@@ -80,7 +80,7 @@ class ShardedParam:
         self.version = 0  # autograd's version of the parameter at the last cast or `show_full`
         self._address = 0
 
-    def see(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
+    def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
         """Set the views to show: a piece of this rank's interval ``local`` at rest, and ``full_view``."""
         self.local_view, self.full_view = self.part.shown(self.piece_of(local)), full_view
         self.owners = owners
@@ -91,12 +91,14 @@ class ShardedParam:
         """Return this parameter's piece (1-D) of ``local``, which is laid out as the rank's interval."""
         return local[self.offset : self.offset + self.part.numel]
 
-    def show_full(self) -> None:
-        """Show the full value, and put the piece's gradient away."""
-        self.put_grad_away()
-        param = self.param
-        param.data = self.full_view
-        self.shows_full, self.version = True, param._version
+    def show_full(self, with_grad: bool = False) -> None:
+        """Show the full value. Put the piece's gradient away, or show it, so that users may clear it."""
+        if not with_grad:
+            self.put_grad_away()
+        elif self.grad_away is not None:
+            self.show_local()  # since assigning `.grad` compares shapes
+        self.param.data = self.full_view
+        self.shows_full, self.version = True, self.param._version
 
     def show_local(self) -> None:
         """Show the local piece, with its gradient."""
@@ -109,13 +111,6 @@ class ShardedParam:
         """Set ``.grad`` to None until the parameter shows its local piece again."""
         if self.param.grad is not None:
             self.grad_away, self.param.grad = self.param.grad, None
-
-    def show_grad(self) -> None:
-        """Show the piece's gradient, so that users may clear it, while the parameter shows its full value."""
-        if self.grad_away is not None:
-            self.show_local()  # since assigning `.grad` compares shapes
-            self.param.data = self.full_view
-            self.shows_full = True
 
     @property
     def held_grad(self) -> torch.Tensor | None:
@@ -179,11 +174,6 @@ class ShardedParam:
                 f"same unit is {expected.dtype} on {expected.device}; convert the whole model, or convert it "
                 "before shard()"
             )
-
-    def copied(self, memo: Mapping[int, Any]) -> ShardedParam:
-        """Return the counterpart for copies of its modules; see `Segment.copied`."""
-        holders = tuple((memo[id(module)], attribute) for module, attribute in self.info.holders)
-        return ShardedParam(ParamInfo(self.name, holders), self.part, self.offset)
 
 
 class Segment:
@@ -254,10 +244,10 @@ class Segment:
         self.wire = self.local if self.transport.uploads or self._gathers_int8 else wire  # each gather casts
         self.local.copy_(local)
         self.like_gradient = self.local.new_empty(0, dtype=reduced)
-        other = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
+        another = torch.float16 if local.dtype != torch.float16 else torch.bfloat16
+        self._of_another_dtype = self.local.new_empty(0, dtype=another)
         # If dtype or device differ, `show_full` already makes autograd forget the node.
-        differs = self.full.dtype != local.dtype or self.full.device != self.local.device
-        self._other = None if differs else self.local.new_empty(0, dtype=other)
+        self._shows_alike = self.full.dtype == local.dtype and self.full.device == self.local.device
         self.flat = Flat(self.full, self.wire, self.layout, self._gathers_int8)
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
@@ -265,7 +255,7 @@ class Segment:
         alone = self.transport.all_ranks.world == 1 or self.transport.silent
         owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
         for member, view in zip(self.members, self.views_of(self.full), strict=True):
-            member.see(self.local, view, None if alone else owners)
+            member.set_views(self.local, view, None if alone else owners)
             become(member.param, member.local_view)
         self.hold_full(False)
 
@@ -293,9 +283,9 @@ class Segment:
         that the parameter had when the node was made. Assigning data of another dtype makes it forget the
         node. So a loss on pieces reaches the hook that refuses it by name.
         """
-        if self._other is not None and not self.shows_full:
+        if self._shows_alike and not self.shows_full:
             for member in self.members:
-                member.param.data = self._other
+                member.param.data = self._of_another_dtype
                 member.param.data = member.local_view
 
     # what users change
@@ -329,7 +319,10 @@ class Segment:
         ``memo`` maps ids of modules to their copies, as ``copy.deepcopy`` leaves it.
         """
         twin = copy.copy(self)
-        twin.members = [member.copied(memo) for member in self.members]
+        twin.members = []
+        for member in self.members:
+            holders = tuple((memo[id(module)], attribute) for module, attribute in member.info.holders)
+            twin.members.append(ShardedParam(ParamInfo(member.name, holders), member.part, member.offset))
         twin._adopt(twin.held())  # allocates its own storages
         return twin
 

@@ -142,21 +142,18 @@ class Unit:
             self.moving.wait()
         self.state = State.GATHERED
 
-    def open_full(self) -> None:
-        """Gather the unit unless it is gathered, and let its parameters show their full values."""
+    def open_full(self, with_grads: bool = False) -> None:
+        """Gather the unit unless it is gathered, and let its parameters show their full values.
+
+        ``with_grads``: and the pieces' gradients, which users may clear until backward has ended.
+        """
         if self.state is State.SHARDED:
             self.launch()
         if self.state is State.GATHERING:
             self.finish()
         for member in self.members:
-            if not member.shows_full:
-                member.show_full()
-
-    def open_with_grads(self) -> None:
-        """Call `open_full`, and show the pieces' gradients: users may clear them until backward has ended."""
-        self.open_full()
-        for member in self.members:
-            member.show_grad()
+            if not member.shows_full or (with_grads and member.grad_away is not None):
+                member.show_full(with_grads)
 
     def release(self) -> None:
         """Let the parameters show their local pieces, and free the full vector."""

@@ -30,9 +30,15 @@ def unit_modules(root: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
         absent = [c.__name__ for c in classes if not any(isinstance(m, c) for m in chosen.values())]
         if absent:
             raise ValueError(f"units names {', '.join(absent)}, but the model has no such module")
-    for name, module in chosen.items():
-        check_forward(name, module)
-    return {"": root, **chosen}
+    anchors = {"": root, **chosen}
+    for name, module in anchors.items():
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"{name or 'the root'} is a {type(module).__name__}, which has no forward of its own, so "
+                "nothing tells when its parameters are needed; shard the module that calls it, or its "
+                "children"
+            )
+    return anchors
 
 
 def infos_by_unit(
@@ -138,15 +144,6 @@ def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
                     "units so that both are in one, or read it inside shardtrain.unsharded(model)",
                 )
                 return
-
-
-def check_forward(name: str, module: nn.Module) -> None:
-    """Raise ValueError if ``module`` has no forward, so that it is never called itself."""
-    if type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{name} is a {type(module).__name__}, which has no forward of its own, so nothing tells when "
-            "its parameters are needed; shard the module that calls it, or its children"
-        )
 
 
 def parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
