@@ -26,7 +26,7 @@ from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
 from shardtrain.engine.unit import Gathered, Unit
-from shardtrain.engine.units import UnitChoice, infos_by_unit, parameters_of, unit_modules
+from shardtrain.engine.units import UnitChoice, infos_by_unit, unit_modules
 from shardtrain.layout import Cut, Policy, cut_of
 
 
@@ -83,7 +83,9 @@ def shard(
     """
     precision = precision or Precision()
     _check(module, transport, mesh, precision)
-    left_alone = parameters_of(ignored)
+    left_alone: set[nn.Parameter] = set()
+    for item in ignored:
+        left_alone.update(item.parameters() if isinstance(item, nn.Module) else [item])
     anchors = unit_modules(module, units)
     infos = infos_by_unit(module, anchors, left_alone)
     initial = InitialValues(module, None if device is None else torch.device(device))

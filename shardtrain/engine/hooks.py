@@ -71,7 +71,6 @@ class Engine:
             unit.account = units[0].account
         self._ignored = set(module.parameters()).difference(member.param for member in self.members)
         self._hooked: set[nn.Parameter] = set()
-        self._unhooked: list[nn.Parameter] = []  # frozen parameters
         self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
@@ -195,7 +194,6 @@ class Engine:
 
     def _hook_parameters(self) -> None:
         """Hook the trainable parameters that have no hook yet."""
-        self._unhooked = [member.param for member in self.members if not member.param.requires_grad]
         for member in self.members:
             param = member.param
             if param.requires_grad and param not in self._hooked:
@@ -252,10 +250,8 @@ class Engine:
         if not self.schedule.at_rest:
             return
         for unit in self.units:
-            if unit.take_over():
-                self._hook_parameters()
-        if any(param.requires_grad for param in self._unhooked):
-            self._hook_parameters()
+            unit.take_over()
+        self._hook_parameters()
         if any(
             len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
         ):

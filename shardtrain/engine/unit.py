@@ -98,16 +98,12 @@ class Unit:
             if member.shows_full:
                 member.show_local()
 
-    def take_over(self) -> bool:
-        """Adopt the pieces that users have replaced; return whether there were any.
-
-        Raises ValueError if one does not fit. Then nothing has changed.
-        """
+    def take_over(self) -> None:
+        """Adopt the pieces that users have replaced: all, or none and ValueError if one does not fit."""
         replaced = [s for s in self.segments if not s.shows_full and any(m.was_replaced() for m in s.members)]
         held = [(segment, segment.held()) for segment in replaced]
         for segment, local in held:
             segment.take_over(local)
-        return bool(held)
 
     def take_edits(self) -> bool:
         """Adopt users' changes to local pieces since `Segment.cast`; return whether there were any."""

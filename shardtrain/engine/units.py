@@ -50,30 +50,25 @@ def infos_by_unit(
     root. So it is gathered while either runs, and gathered and reduced once. A module reachable by two names
     is one module, and its parameters stay with it.
     """
-    modules = dict(root.named_modules(remove_duplicate=False))
     units = {module: name for name, module in anchors.items()}
+    innermost: dict[str, str] = {}  # the unit that is, or contains, each module, by the module's name
     uses: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
-    for module_name, module in modules.items():
+    for module_name, module in root.named_modules(remove_duplicate=False):  # outer before inner
+        outer = innermost.get(module_name.rpartition(".")[0], "")
+        innermost[module_name] = units.get(module, outer)
         for attribute, param in module._parameters.items():
             if param is not None and param not in ignored:
                 uses.setdefault(param, []).append((module_name, module, attribute))
     infos: dict[str, list[ParamInfo]] = {name: [] for name in anchors}
     for used in uses.values():
-        homes = [_innermost(module_name, modules, units) for module_name, _, _ in used]
+        homes = [innermost[module_name] for module_name, _, _ in used]
         home = homes[0]
         while home and not all(f"{other}.".startswith(f"{home}.") for other in homes):
-            home = _innermost(home.rpartition(".")[0], modules, units)
+            home = innermost[home.rpartition(".")[0]]
         first, _, attribute = used[0]
         holders = dict.fromkeys((module, attribute) for _, module, attribute in used)
         infos[home].append(ParamInfo(f"{first}.{attribute}".removeprefix("."), tuple(holders)))
     return {name: members for name, members in infos.items() if members or name == ""}
-
-
-def _innermost(name: str, modules: Mapping[str, nn.Module], units: Mapping[nn.Module, str]) -> str:
-    """Return the name of the innermost unit that is, or contains, the module ``name``."""
-    while modules[name] not in units:
-        name = name.rpartition(".")[0]
-    return units[modules[name]]
 
 
 def choose_units(root: nn.Module) -> dict[str, nn.Module]:
@@ -144,8 +139,3 @@ def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
                     "units so that both are in one, or read it inside shardtrain.unsharded(model)",
                 )
                 return
-
-
-def parameters_of(items: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
-    """Return the set of parameters that ``items`` are or contain."""
-    return {p for item in items for p in (item.parameters() if isinstance(item, nn.Module) else [item])}
