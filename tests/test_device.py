@@ -26,8 +26,8 @@ from shardtrain.bench.steps import footprint
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import trace
 from shardtrain.comm.native import Backend
-from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.transport import Pending, Transport
+from shardtrain.comm.wrappers import Offloaded
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
 from shardtrain.job.dist_env import RankInfo

@@ -134,7 +134,7 @@ def test_other_users_learn_nothing_and_disturb_nobody(on_ranks: Ranks, starts: i
 
 
 @each_rank(4, transport="auto")
-def test_two_jobs_with_the_same_names_and_secrets_do_not_meet() -> None:
+def test_two_jobs_with_the_same_names_do_not_meet() -> None:
     """Of one user, at the same time: the kernel's word on who is at the other end keeps them apart."""
     job, rank = divmod(dist.get_rank(), 2)
     group, shared = [dist.new_group([0, 1]), dist.new_group([2, 3])][job], torch.zeros(1)

@@ -112,21 +112,17 @@ def read_text(path: Path, most_bytes: int) -> str:
             raise ValueError(f"{path.name} is not UTF-8 text") from None
 
 
-def problem_with(path: Path, record: Record) -> str:
-    """Return how ``path`` differs from the file that ``record`` describes; an empty text if it does not."""
+def verify(path: Path, record: Record) -> None:
+    """Raise ValueError or OSError unless ``path`` is the file that ``record`` describes."""
     digest = hashlib.sha256()
-    try:
-        with _open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != record.bytes:
-                return f"{path.name} has {size} bytes, expected {record.bytes}"
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-    except ValueError as error:
-        return str(error)
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
-    return "" if digest.hexdigest() == record.sha256 else f"{path.name} does not match its digest"
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != record.bytes:
+            raise ValueError(f"{path.name} has {size} bytes, expected {record.bytes}")
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != record.sha256:
+        raise ValueError(f"{path.name} does not match its digest")
 
 
 def _open(path: Path) -> io.FileIO:

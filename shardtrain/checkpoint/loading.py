@@ -24,7 +24,7 @@ from torch import nn
 
 from shardtrain import comm
 from shardtrain.checkpoint.content import Averages, LocalShard, decode_extra, exchange, local_shards
-from shardtrain.checkpoint.files import DTYPES, problem_with
+from shardtrain.checkpoint.files import DTYPES, verify
 from shardtrain.checkpoint.manifest import DTYPE_NAMED, Damaged, Manifest, file_name, parse, read_manifest
 from shardtrain.comm.transport import Ranks
 from shardtrain.engine.hooks import engine_of
@@ -49,21 +49,24 @@ def open_checkpoint(path: Path, all_ranks: Ranks) -> Opened:
     def damaged(problems: str) -> Damaged:
         return Damaged(f"{path} is damaged: {problems}")
 
-    text, problem = "", ""
+    text, problems = "", list[str]()
     if all_ranks.rank == 0:
         try:
             text = read_manifest(path)
             parse(text)
-        except Damaged as error:
-            problem = str(error)
-    manifest = parse(exchange(damaged, all_ranks, problem, text=text)[0]["text"])
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    manifest = parse(exchange(damaged, all_ranks, "; ".join(problems), text=text)[0]["text"])
     names = [file_name(index) for index in range(all_ranks.rank, manifest.world_size, all_ranks.world)]
-    expected = _expected_tensors(manifest, names)
-    found = [
-        problem_with(path / name, manifest.files[name]) or _header_problem(path / name, expected[name])
-        for name in names
-    ]
-    exchange(damaged, all_ranks, "; ".join(filter(None, found)))
+    for name, tensors in _expected_tensors(manifest, names).items():
+        try:
+            verify(path / name, manifest.files[name])
+            _verify_header(path / name, tensors)
+        except ValueError as error:
+            problems.append(str(error))
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{name}: {error}")
+    exchange(damaged, all_ranks, "; ".join(problems))
     return Opened(path, manifest)
 
 
@@ -89,19 +92,15 @@ def _expected_tensors(manifest: Manifest, files: Iterable[str]) -> dict[str, dic
     return expected
 
 
-def _header_problem(path: Path, expected: Mapping[str, Spec]) -> str:
-    """Return how a data file's header differs from ``expected``; an empty text if it does not."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for key, spec in expected.items():
-                tensor = file.get_slice(key)
-                found = f"{tensor.get_dtype()} {tuple(tensor.get_shape())}"
-                wanted = f"{DTYPES[spec.dtype]} {spec.shape}"
-                if found != wanted:
-                    return f"{path.name} has {key} as {found}, expected {wanted}"
-    except (SafetensorError, OSError) as error:
-        return f"{path.name}: {error}"
-    return ""
+def _verify_header(path: Path, expected: Mapping[str, Spec]) -> None:
+    """Raise ValueError, SafetensorError or OSError unless a data file has the ``expected`` tensors."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for key, spec in expected.items():
+            tensor = file.get_slice(key)
+            found = f"{tensor.get_dtype()} {tuple(tensor.get_shape())}"
+            wanted = f"{DTYPES[spec.dtype]} {spec.shape}"
+            if found != wanted:
+                raise ValueError(f"{path.name} has {key} as {found}, expected {wanted}")
 
 
 def load_into(
@@ -118,12 +117,14 @@ def load_into(
     """
     engine = engine_of(model)
     all_ranks = engine.transport.all_ranks
-    shards, extra = local_shards(engine), None
-    reader = _Reader(opened, all_ranks)
-    problems = _compare(opened.manifest, model, shards)
+    shards, buffers, extra = local_shards(engine), persistent_buffers(model), None
+    reader, saved = _Reader(opened, all_ranks), opened.manifest
+    saved_specs = {name: entry.spec for name, entry in saved.parameters.items()}
+    problems = differences({shard.name: shard.entry.spec for shard in shards}, saved_specs)
+    problems += differences({name: Spec.of(buffer) for name, buffer in buffers}, saved.buffers)
     if optimizer is not None and not problems:
-        problems = _compare_optimizer(opened.manifest, shards, optimizer)
-    if averages is not None and not opened.manifest.ema:
+        problems = _compare_optimizer(saved, shards, optimizer)
+    if averages is not None and not saved.ema:
         problems.append("it was saved without moving averages of the parameters")
     try:
         extra = reader.extra()
@@ -138,7 +139,7 @@ def load_into(
             shard.param.data.copy_(reader.piece("parameters", shard))
         if optimizer is not None:
             _fill_optimizer(reader, shards, optimizer)
-        for name, buffer in persistent_buffers(model):
+        for name, buffer in buffers:
             buffer.copy_(reader.buffer(name))
         if averages is not None:
             for shard in shards:
@@ -148,14 +149,6 @@ def load_into(
     half_loaded = f"{opened.path} became unreadable, the model is half loaded"
     exchange(lambda problems: RuntimeError(f"{half_loaded}: {problems}"), all_ranks, problem)
     return extra
-
-
-def _compare(manifest: Manifest, model: nn.Module, shards: Sequence[LocalShard]) -> list[str]:
-    """Return all differences of the model from the manifest."""
-    expected = {shard.name: shard.entry.spec for shard in shards}
-    problems = differences(expected, {name: entry.spec for name, entry in manifest.parameters.items()})
-    expected = {name: Spec.of(buffer) for name, buffer in persistent_buffers(model)}
-    return problems + differences(expected, manifest.buffers)
 
 
 def _compare_optimizer(
@@ -222,15 +215,14 @@ def _fill_optimizer(reader: _Reader, shards: Sequence[LocalShard], optimizer: to
     assert reader.manifest.optimizer is not None, "compared"
     by_param = {shard.param: shard for shard in shards}
     state: dict[int, dict[str, Any]] = {}
-    groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
-    for ours, group, saved in zip(
-        optimizer.param_groups, groups, reader.manifest.optimizer["groups"], strict=True
-    ):
-        group |= _options(saved, group)
+    own = optimizer.state_dict()  # with numbers for parameters
+    saved = reader.manifest.optimizer["groups"]
+    for ours, group, theirs in zip(optimizer.param_groups, own["param_groups"], saved, strict=True):
+        group |= _options(theirs, group)
         for number, param in zip(group["params"], ours["params"], strict=True):
-            state[number] = dict(reader.state(by_param[param]))
-    state = {number: values for number, values in state.items() if values}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+            if values := dict(reader.state(by_param[param])):
+                state[number] = values
+    optimizer.load_state_dict({**own, "state": state})
 
 
 def _options(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Read the files in this order. Each imports only from those before it:
 - ``guard``, ``reports``: ranks that diverge, and ranks that are lost
 - ``process_group``: the transport between any ranks; ``agreement``: texts between ranks
 - ``signals``, ``shared_memory``: ranks that share memory, and messages between hosts
-- ``replicated``, ``offload``: wrappers of these; simulated ranks
+- ``wrappers``: offload and replicas, around any of these; simulated ranks
 - ``opening``: the choice among them
 - ``public``: public collectives, under torch's names
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (
@@ -41,28 +40,26 @@ from torch.distributed import (
     send,
 )
 
-from shardtrain.comm import native
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.arithmetic import op_name
 from shardtrain.comm.guard import Diverged, PeerLost
 from shardtrain.comm.native import set_time_out
-from shardtrain.comm.offload import Offloaded
 from shardtrain.comm.opening import TRANSPORTS, open_replicated, open_transport
 from shardtrain.comm.process_group import ProcessGroupTransport, guard_world
 from shardtrain.comm.public import (
+    Group,
     all_gather_into_tensor,
     all_to_all,
     all_to_all_single,
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from shardtrain.comm.replicated import Simulated, simulated
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.trace import ALL_REDUCE, BROADCAST, Meter, Wait, count, meter
 from shardtrain.comm.transport import Alone, Flat, Gradient, Pending, Ranks, Tag, Transport
+from shardtrain.comm.wrappers import Offloaded, Simulated, simulated
 
 Op = str | ReduceOp.RedOpType
-Group = dist.ProcessGroup
 
 # Their names in torch from 2.13 on.
 all_gather_single = all_gather_into_tensor

@@ -59,23 +59,23 @@ def gather_texts(text: str, ranks: Ranks) -> list[str]:
 
 
 def require_same(lines: Sequence[str], what: str, ranks: Ranks) -> None:
-    """Check that all ranks have the same ``lines``. Collective: two all-reduces of one number.
+    """Check that all ranks have the same ``lines``. Collective: one all-reduce of two numbers.
 
     Raises:
         ValueError: on every rank, with the first line in which each rank differs from rank 0.
     """
     digest = zlib.crc32("\n".join(lines).encode())
-    low, high = (torch.tensor([digest], device="cpu") for _ in range(2))
-    ranks.all_reduce(low, "min")
-    ranks.all_reduce(high, "max")
-    if low.item() == high.item():
+    extremes = torch.tensor([digest, -digest], device="cpu")
+    ranks.all_reduce(extremes, "max")
+    if extremes.sum() == 0:
         return
     first, *others = (text.split("\n") for text in gather_texts("\n".join(lines), ranks))
     odd = []
     for rank, text in enumerate(others, 1):
         pairs = zip_longest(text, first, fillvalue="no more")
-        theirs, wanted = next(((a, b) for a, b in pairs if a != b), ("", ""))
-        odd += [f"rank {rank} has {theirs} where rank 0 has {wanted}"] if theirs != wanted else []
+        if differing := [pair for pair in pairs if pair[0] != pair[1]]:
+            theirs, wanted = differing[0]
+            odd.append(f"rank {rank} has {theirs} where rank 0 has {wanted}")
     raise ValueError(f"{what} differs between ranks: {'; '.join(odd)}")
 
 
@@ -106,14 +106,15 @@ class Agreement:
             return
         self._pending.wait()
         rows = rows_of(*(ctypes.string_at(came.data_ptr(), len(self._row)) for came in self._came))
-        if not rows.agree:
-            supplied = rows.supply(self._mailbox)
-            moving.wait()
-            self._mailbox.wait(supplied)
-            came, pending = self._share(self._words.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES), TEXT)
-            pending.wait()
-            texts = [bytes(text.tolist()).rstrip().decode(errors="replace") for text in came]
-            raise ValueError("; ".join(rows.complaints(texts)))
+        if rows.agree:
+            return
+        supplied = rows.supply(self._mailbox)
+        moving.wait()
+        self._mailbox.wait(supplied)
+        came, pending = self._share(self._words.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES), TEXT)
+        pending.wait()
+        texts = [bytes(text.tolist()).rstrip().decode(errors="replace") for text in came]
+        raise ValueError("; ".join(rows.complaints(texts)))
 
     def arrived(self) -> list[Tensor]:
         """Return what followed each rank's row, as uint8 with room for the longest part; after `settle`."""
@@ -132,8 +133,7 @@ class Agreement:
     ) -> tuple[list[Tensor], Pending]:
         """Start sending ``mine`` to every rank, followed by ``parts[r]`` to rank r if that is short.
 
-        Returns:
-            The message from each rank, uint8, with ``room`` bytes after its ``mine``.
+        Returns the message from each rank (uint8), with ``room`` bytes after its ``mine``.
         """
         mailbox, group, head = self._mailbox, self._mailbox.group, len(mine)
         assert group is not None, "a rank alone shares nothing"

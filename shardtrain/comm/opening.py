@@ -26,11 +26,11 @@ import torch.distributed as dist
 from shardtrain.comm import native
 from shardtrain.comm.agreement import gather_texts, require_same
 from shardtrain.comm.process_group import ProcessGroupTransport
-from shardtrain.comm.replicated import Replicated
 from shardtrain.comm.reports import Reports
 from shardtrain.comm.shared_memory import HostsTransport, SharedMemoryTransport
 from shardtrain.comm.signals import connect
 from shardtrain.comm.transport import Alone, Transport
+from shardtrain.comm.wrappers import Replicated
 
 
 class Opening:

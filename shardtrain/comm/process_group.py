@@ -1,8 +1,7 @@
 """Move bytes over a process group: by NCCL's own collectives, on gloo by point-to-point messages.
 
-Gloo's own collectives take about twice as long as messages sent directly to the rank that needs them. These
-are in ``messages.py``, guarded by ``reports.py``. The backend's own collectives are in ``native.py``, guarded
-by `Digests`.
+Messages are in ``messages.py``, guarded by ``reports.py``, and the backend's own collectives in
+``native.py``, guarded by `Digests`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardtrain.comm import messages, native
 from shardtrain.comm.arithmetic import decode, encode, merge, merge_packets, new_packets, pack_others
@@ -103,7 +103,7 @@ class ProcessGroupTransport(Transport):
             return self.backend_for(AVERAGE, tag).average(intervals, after)
         return self._swap(tag, intervals) if self.world == 2 else self._average_in_two_stages(tag, intervals)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
         target = tensor.detach()
         dense = target.contiguous()
@@ -113,7 +113,7 @@ class ProcessGroupTransport(Transport):
         if dense is not target:
             target.copy_(dense)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
         with self._handshake(ALL_REDUCE, tensor) as moved:
             dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()), group=self.group)
@@ -123,15 +123,12 @@ class ProcessGroupTransport(Transport):
         self._digests.add(kind, tag)
         return self._backend
 
-    def by_messages(self, fulls: Sequence[torch.Tensor]) -> bool:
+    def by_messages(self, fulls: Sequence[Tensor]) -> bool:
         """Return whether ``fulls`` are sent as messages, not by the backend's own collectives."""
         return self.has_gloo and all(full.is_cpu for full in fulls)
 
     def send_to_all(
-        self,
-        tag: Tag,
-        vectors: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor], bool]],
-        kind: Movement = GATHER,
+        self, tag: Tag, vectors: Sequence[tuple[Tensor, Sequence[Tensor], bool]], kind: Movement = GATHER
     ) -> Pending:
         """Start sending each ``local`` to every rank, and filling ``parts`` from all ranks'.
 
@@ -149,17 +146,15 @@ class ProcessGroupTransport(Transport):
         return self._exchange(kind, tag, moves, steps)
 
     def combine(
-        self, tag: Tag, sets: Sequence[tuple[list[torch.Tensor], bool]], kind: Movement = REDUCE
+        self, tag: Tag, sets: Sequence[tuple[list[Tensor], bool]], kind: Movement = REDUCE
     ) -> Pending:
         """Start sending ``parts[r]`` to rank r, and turning ``parts[rank]`` into the mean.
 
         ``sets``: for each segment the ``parts``, one per rank, and whether int8 is sent. ``kind``: as above.
         """
+        op = dist.ReduceOp.AVG
         if not any(int8 for _, int8 in sets):
-            starts = [
-                partial(start_reduce_scatter, parts=parts, out=parts[self.rank], op=dist.ReduceOp.AVG)
-                for parts, _ in sets
-            ]
+            starts = [partial(start_reduce_scatter, parts=p, out=p[self.rank], op=op) for p, _ in sets]
             return self._watched(kind, tag, starts)
         moves, steps = [], list[Callable[[], None]]()
         for parts, int8 in sets:
@@ -169,7 +164,7 @@ class ProcessGroupTransport(Transport):
             incoming = [o if r == self.rank else torch.empty_like(like) for r, o in enumerate(outgoing)]
             moves.append((outgoing, incoming))
             as_int8 = partial(merge_packets, incoming, mean, self.rank)
-            steps.append(as_int8 if int8 else partial(merge, incoming, mean, dist.ReduceOp.AVG))
+            steps.append(as_int8 if int8 else partial(merge, incoming, mean, op))
         return self._exchange(kind, tag, moves, steps)
 
     def _exchange(
@@ -196,7 +191,7 @@ class ProcessGroupTransport(Transport):
         return Pending(*waits) if reports is None else reports.watch(position, Pending(*waits))
 
     @contextmanager
-    def _handshake(self, kind: Movement, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _handshake(self, kind: Movement, tensor: Tensor) -> Iterator[Tensor]:
         """Make sure that all ranks call the same collective of the backend, on the yielded tensor.
 
         Gloo does not check that. So all ranks exchange messages first, whose tags match only if it is so.
@@ -243,7 +238,7 @@ class ProcessGroupTransport(Transport):
 
         return self.combine(tag, sets, AVERAGE).then(finish)
 
-    def _parts(self, gradient: Gradient) -> list[torch.Tensor]:
+    def _parts(self, gradient: Gradient) -> list[Tensor]:
         gradient.clear_padding()
         parts = intervals(gradient.full, gradient.layout)
         parts[self.rank] = gradient.pack_own(self.rank)

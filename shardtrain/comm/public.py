@@ -47,13 +47,76 @@ R = TypeVar("R")
 ALL, EQUAL, ROWS, LIST = "all", "equal", "rows", "list"
 
 
-class Side(NamedTuple):
-    """Hold what a call reads or writes, as given. ``sizes``: rows per rank; None: equally many."""
+class Side:
+    """Hold what a call reads or writes, as given. ``rows``: rows of each rank's part; None: equally many.
 
-    name: str
-    given: Any
-    parts: str
-    sizes: Sequence[int] | None = None
+    After `check`, ``items`` are its tensors, one or one per rank, and ``sizes`` the bytes of their parts.
+    """
+
+    def __init__(self, name: str, given: Any, parts: str, rows: Sequence[int] | None = None) -> None:
+        self.name, self.given, self.parts, self.rows = name, given, parts, rows
+        self.items: list[Tensor] = []
+        self.sizes: list[int] = []
+
+    def check(self, world: int) -> None:
+        """Raise ValueError unless these are dense, contiguous tensors with a part for each rank."""
+        name, items = self.name, self.given if self.parts == LIST else [self.given]
+        if not isinstance(items, (list, tuple)):
+            raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
+        if self.parts == LIST and len(items) != world:
+            raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(items)}")
+        for item in items:
+            if not isinstance(item, Tensor):
+                raise ValueError(f"expected a tensor in {name}, found {type(item).__name__}")
+            if item.layout is not torch.strided:
+                raise ValueError(f"expected dense tensors, found {item.layout}")
+            if not item.is_contiguous() or item.is_conj() or item.is_neg():
+                raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
+        self.items = [*items]
+        self.sizes = self._parts_in_bytes(world)
+
+    def _parts_in_bytes(self, world: int) -> list[int]:
+        """Return the ``sizes``. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 60 and 20."""
+        first, sizes = self.items[0], [item.nbytes for item in self.items]
+        if self.parts in (LIST, ALL):
+            return sizes if self.parts == LIST else sizes * world
+        rows = first.shape[0] if self.parts == ROWS and first.dim() else first.numel()
+        splits = self.rows or [rows // world] * world
+        if not self.rows and rows % world:
+            raise ValueError(f"expected {self.name} to have equal parts for {world} ranks, found {self}")
+        are_splits = all(isinstance(size, int) and size >= 0 for size in splits)
+        if not are_splits or len(splits) != world or sum(splits) != rows:
+            wanted = f"{world} split sizes of at least 0 that add up to the {rows} rows of {self.name}"
+            raise ValueError(f"expected {wanted}, found {list(splits)}")
+        return [size * (first.nbytes // max(rows, 1)) for size in splits]
+
+    def __str__(self) -> str:
+        """Return dtype and shapes, such as ``float32 [3, 2], [3]``."""
+        first, shapes = self.items[0], ", ".join(str(list(item.shape)) for item in self.items)
+        where = "" if first.is_cpu else f" on {first.device.type}"
+        return f"{str(first.dtype).removeprefix('torch.')} {shapes}{where}"
+
+    def places(self) -> list[Part]:
+        """Return address and size of every rank's part."""
+        if self.parts == LIST:
+            return [(item.data_ptr(), size) for item, size in zip(self.items, self.sizes, strict=True)]
+        start, step = self.items[0].data_ptr(), self.parts != ALL
+        before = accumulate(self.sizes[:-1], initial=0)
+        return [(start + step * offset, size) for offset, size in zip(before, self.sizes, strict=True)]
+
+    def cut(self) -> list[Tensor]:
+        """Return every rank's part as a vector."""
+        flat = self.flat()
+        if self.parts == LIST:
+            return flat
+        if self.parts == ALL:
+            return flat * len(self.sizes)
+        return list(flat[0].split([size // flat[0].itemsize for size in self.sizes]))
+
+    def flat(self) -> list[Tensor]:
+        """Return its tensors as detached vectors, complex values as pairs of real ones."""
+        plain = (item.detach() for item in self.items)
+        return [(torch.view_as_real(each) if each.is_complex() else each).view(-1) for each in plain]
 
 
 class Call(NamedTuple):
@@ -167,17 +230,17 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         return None
     mailbox, parts, own, least = Mailbox(group, rank, world), list[Part](), None, EAGER_BYTES
     try:
-        call, words, row, reads, writes = _check(call, mailbox)
+        words, row = _check(call, mailbox)
         if world == 1:
             least = -1  # no part is sent with a row
         elif row[2]:
-            parts = _places(call.input, reads)
+            parts = call.input.places()
         else:
-            own = _backends_own(call, reads, writes)
-        count(call.movement, [sum(reads) - reads[rank]])
+            own = _backends_own(call)
+        count(call.movement, [sum(call.input.sizes) - call.input.sizes[rank]])
     # The others must learn of any error, or they would wait for this rank until the time-out.
     except Exception as error:
-        words, row, reads = str(error), [1, 0, 0] + [0] * 2 * world, []
+        words, row = str(error), [1, 0, 0] + [0] * 2 * world
     agreement, moving = Agreement(mailbox, row, words, parts), Pending()
 
     def finish() -> None:
@@ -186,21 +249,21 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         except ValueError as refusal:
             raise ValueError(f"{call.name} refused on every rank: {refusal}") from None
         if parts and call.op is None:
-            agreement.deliver(_places(call.output, writes))
-        elif parts and writes[rank] <= EAGER_BYTES:
-            out = _flat(call.output.given)
+            agreement.deliver(call.output.places())
+        elif parts and call.output.sizes[rank] <= EAGER_BYTES:
+            out = call.output.flat()[0]
             values = [came[: out.nbytes].view(out.dtype) for came in agreement.arrived()]
-            values[rank] = _cut(call.input, reads)[rank]
+            values[rank] = call.input.cut()[rank]
             merge(values, out, call.op)
         moving.wait()
 
     if own is not None:
         finish()
         return own(group=group, async_op=async_op)
-    if reads and max(*reads, *writes) > least:
+    if not row[0] and max(row[3:]) > least:
         # Concurrent calls may have one size and so one tag. So each posts all its receives at once, in the
         # order of the calls.
-        sides = _cut(call.input, reads), _cut(call.output, writes)
+        sides = call.input.cut(), call.output.cut()
         outgoing, incoming = ([p[: p.numel() * (p.nbytes > least)] for p in side] for side in sides)
         if call.op is None:
             moving = start_exchange(mailbox, None, outgoing, incoming)
@@ -238,19 +301,21 @@ class Background(Work):
         return self._end.done()
 
 
-def _check(call: Call, mailbox: Mailbox) -> tuple[Call, str, list[int], list[int], list[int]]:
-    """Return the call, its words, its row (see `Agreement`), the bytes for each rank, and those from each.
+def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
+    """Return the call in words, and its row (see `Agreement`).
 
-    Tensors must be dense, contiguous, of one dtype, and on a device that the group supports. An input that
-    shares memory with the output is copied, unless this rank's part has one place there.
+    Tensors must be of one dtype, and on a device that the group supports. An input that shares memory with
+    the output is copied, unless this rank's part has one place there.
 
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
     """
     group, rank, world = mailbox.group, mailbox.rank, mailbox.world
-    outputs, inputs = _tensors(call.output, world), _tensors(call.input, world)
-    device, dtype, read = inputs[0].device, inputs[0].dtype, _shape(inputs)
-    other = next((item.device for item in (*inputs, *outputs) if item.device != device), None)
+    output, input = call.output, call.input
+    output.check(world)
+    input.check(world)
+    every, device, dtype = [*input.items, *output.items], input.items[0].device, input.items[0].dtype
+    other = next((item.device for item in every if item.device != device), None)
     if other is not None:
         raise ValueError(f"expected all tensors on one device, found {device} and {other}")
     by_messages = group is None or world == 1 or (device.type == "cpu" and native.has_gloo(group))
@@ -258,97 +323,27 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[Call, str, list[int], list[int
         moved = ", ".join(native.device_types(group))
         raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
     # torch lets a complex tensor meet its real counterpart.
-    if any(item.dtype.to_real() != dtype.to_real() for item in (*inputs, *outputs)):
-        dtypes = ", ".join(dict.fromkeys(str(item.dtype) for item in (*inputs, *outputs)))
+    if any(item.dtype.to_real() != dtype.to_real() for item in every):
+        dtypes = ", ".join(dict.fromkeys(str(item.dtype) for item in every))
         raise ValueError(f"expected all tensors to have one dtype, found {dtypes}")
     if call.movement is REDUCE:
         check_op(call.op, dtype)
-    reads, writes = _sizes(call.input, inputs, world), _sizes(call.output, outputs, world)
-    if reads[rank] != writes[rank]:
-        fit = f"expected {call.output.name} to fit {call.input.name} between {world} ranks"
-        raise ValueError(f"{fit}, found {_shape(outputs)} for {read}")
-    words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {read}"
+    if input.sizes[rank] != output.sizes[rank]:
+        fit = f"expected {output.name} to fit {input.name} between {world} ranks"
+        raise ValueError(f"{fit}, found {output} for {input}")
+    words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {input}"
     # What must be the same on every rank; of an all-to-all, not the shapes.
     alike = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
-    row = [0, zlib.crc32(alike.encode()), by_messages, *reads, *writes]
-    from_, to = ({item.untyped_storage().data_ptr() for item in items} for items in (inputs, outputs))
-    in_place = _places(call.input, reads)[rank] == _places(call.output, writes)[rank]
+    from_, to = ({item.untyped_storage().data_ptr() for item in side.items} for side in (input, output))
+    in_place = input.places()[rank] == output.places()[rank]
     if from_ & to and by_messages and (call.movement is ALL_TO_ALL or not in_place):
-        copies = [item.detach().clone() for item in inputs]
-        given = copies if call.input.parts == LIST else copies[0]
-        call = call._replace(input=call.input._replace(given=given))
-    return call, words, row, reads, writes
+        input.items = [item.detach().clone() for item in input.items]
+    return words, [0, zlib.crc32(alike.encode()), by_messages, *input.sizes, *output.sizes]
 
 
-def _tensors(side: Side, world: int) -> list[Tensor]:
-    """Return the tensors of ``side``: one, or one per rank."""
-    name, items = side.name, side.given if side.parts == LIST else [side.given]
-    if not isinstance(items, (list, tuple)):
-        raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
-    if side.parts == LIST and len(items) != world:
-        raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(items)}")
-    for item in items:
-        if not isinstance(item, Tensor):
-            raise ValueError(f"expected a tensor in {name}, found {type(item).__name__}")
-        if item.layout is not torch.strided:
-            raise ValueError(f"expected dense tensors, found {item.layout}")
-        if not item.is_contiguous() or item.is_conj() or item.is_neg():
-            raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
-    return [*items]
-
-
-def _sizes(side: Side, items: Sequence[Tensor], world: int) -> list[int]:
-    """Return the bytes of every rank's part. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 60 and 20."""
-    name, first, sizes = side.name, items[0], [item.nbytes for item in items]
-    if side.parts in (LIST, ALL):
-        return sizes if side.parts == LIST else sizes * world
-    rows = first.shape[0] if side.parts == ROWS and first.dim() else first.numel()
-    splits = side.sizes or [rows // world] * world
-    if not side.sizes and rows % world:
-        raise ValueError(f"expected {name} to have equal parts for {world} ranks, found {_shape(items)}")
-    are_splits = all(isinstance(size, int) and size >= 0 for size in splits)
-    if not are_splits or len(splits) != world or sum(splits) != rows:
-        wanted = f"{world} split sizes of at least 0 that add up to the {rows} rows of {name}"
-        raise ValueError(f"expected {wanted}, found {list(splits)}")
-    return [size * (first.nbytes // max(rows, 1)) for size in splits]
-
-
-def _shape(items: Sequence[Tensor]) -> str:
-    """Return dtype and shapes as text, such as ``float32 [3, 2], [3]``."""
-    where = "" if items[0].is_cpu else f" on {items[0].device.type}"
-    shapes = ", ".join(str(list(item.shape)) for item in items)
-    return f"{str(items[0].dtype).removeprefix('torch.')} {shapes}{where}"
-
-
-def _places(side: Side, sizes: Sequence[int]) -> list[Part]:
-    """Return address and size of every rank's part of ``side``, of ``sizes`` bytes."""
-    if side.parts == LIST:
-        return [(item.data_ptr(), size) for item, size in zip(side.given, sizes, strict=True)]
-    start, step = side.given.data_ptr(), side.parts != ALL
-    before = accumulate(sizes[:-1], initial=0)
-    return [(start + step * offset, size) for offset, size in zip(before, sizes, strict=True)]
-
-
-def _cut(side: Side, sizes: Sequence[int]) -> list[Tensor]:
-    """Return every rank's part of ``side``, of ``sizes`` bytes, as a vector."""
-    if side.parts == LIST:
-        return list(map(_flat, side.given))
-    flat = _flat(side.given)
-    if side.parts == ALL:
-        return [flat] * len(sizes)
-    return list(flat.split([size // flat.itemsize for size in sizes]))
-
-
-def _flat(item: Tensor) -> Tensor:
-    """Return ``item`` as a detached vector, complex values as pairs of real ones."""
-    plain = item.detach()
-    return (torch.view_as_real(plain) if plain.is_complex() else plain).view(-1)
-
-
-def _backends_own(call: Call, reads: Sequence[int], writes: Sequence[int]) -> Callable[..., Work | None]:
+def _backends_own(call: Call) -> Callable[..., Work | None]:
     """Return the backend's own collective, bound to its tensors."""
-    sides = (call.output, call.input)
-    flat = [_cut(side, reads) if side.parts == LIST else _flat(side.given) for side in sides]
-    by_rows = [writes, reads] if call.input.parts == ROWS else []
-    size = call.input.given.itemsize if by_rows else 1
+    flat = [side.flat() if side.parts == LIST else side.flat()[0] for side in (call.output, call.input)]
+    by_rows = [call.output.sizes, call.input.sizes] if call.input.parts == ROWS else []
+    size = call.input.items[0].itemsize
     return partial(call.own, *flat, *([each // size for each in sizes] for sizes in by_rows))

@@ -2,8 +2,7 @@
 
 The tag of a message holds its collective's number and position, so messages of different collectives never
 match: ranks on different paths wait for each other. That costs nothing while all goes well. A rank that
-has waited for ``STALL_S`` seconds sends the others its latest collectives, and they answer with theirs. Ranks
-on another path wait, too, and all ranks see where the paths diverge::
+has waited for ``STALL_S`` seconds sends the others its latest collectives, and they answer with theirs::
 
     rank 0   ... 7 gathering layer1   8 gathering layer2   waits    reports 0 to 8
     rank 1   ... 7 gathering layer2                        waits    reports 0 to 7: they differ at 7
@@ -64,8 +63,7 @@ class Wait:
     """Track a wait of this rank for others, and when one of these was last known to be at work.
 
     A rank that waits for nobody is at work, and others wait for as long as it runs. A rank that waits passes
-    on what it knows. So a rank that computes alone is not lost, and ranks that wait for one another (with two
-    models, for example) fail at the time-out::
+    on what it knows. So ranks that wait for one another (with two models, for example) fail at the time-out::
 
         rank 0 waits for rank 1, which waits for rank 2, which computes     both continue to wait
         rank 0 waits for rank 1, which waits for rank 0                     both fail
@@ -166,6 +164,7 @@ class Links:
                     while True:
                         left = max(0.001, deadline - time.monotonic())
                         sent.popleft().wait(datetime.timedelta(seconds=left))
+                sent.clear()  # what has failed would keep gloo's threads alive
             for pulse in self._pulses:
                 with suppress(RuntimeError):
                     pulse.wait(_A_MOMENT)  # at a time-out gloo closes all connections
@@ -229,7 +228,10 @@ class Reports:
 
     @contextmanager
     def waiting(self, position: int) -> Iterator[None]:
-        """Mark the block as a wait of this rank for others at ``position``. Raises as `Signals.wait`."""
+        """Register, for the duration of the block, that this rank waits for others at ``position``.
+
+        Raises `Diverged` or `PeerLost` as `Signals.wait`, also in place of the block's own RuntimeError.
+        """
         with self._changed:
             self._waiting = wait = Wait(position)
         self._raise_failure()

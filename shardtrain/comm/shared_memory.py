@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shardtrain.comm.arithmetic import merge
@@ -38,11 +39,11 @@ class Arena:
     It is far larger than ever used: pages that nobody has written take no physical memory.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self._used: dict[int, int] = {}  # offset → bytes
 
-    def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a vector."""
         size, start = _aligned(elements * dtype.itemsize), 0
         for offset, used in sorted(self._used.items()):
@@ -53,10 +54,10 @@ class Arena:
         self._used[start] = size
         return self.memory[start : start + elements * dtype.itemsize].view(dtype)
 
-    def free(self, tensor: torch.Tensor) -> None:
+    def free(self, tensor: Tensor) -> None:
         del self._used[self.offset_of(tensor)]
 
-    def offset_of(self, tensor: torch.Tensor) -> int:
+    def offset_of(self, tensor: Tensor) -> int:
         """Return the offset of ``tensor``, which lies in this arena. An empty one has no address."""
         offset = int(tensor.storage_offset()) * tensor.itemsize
         assert offset in self._used, "`Transport.gradient` gave it"
@@ -80,17 +81,15 @@ class SharedMemoryTransport(TransportWrapper):
         self.host = sorted([signals.rank, *(peer.rank for peer in signals.peers)])
         self._largest = self._size = 0  # bytes of the largest gradient, and of all
         self._arena: Arena | None = None  # see `_open_arena`
-        self._theirs: dict[int, torch.Tensor] = {}  # every other rank's arena memory
-        self._unread: dict[int, torch.Tensor] = {}  # by position, gradients that others may still read
+        self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
+        self._unread: dict[int, Tensor] = {}  # by position, gradients that others may still read
 
     @property
     def reserved(self) -> int:
         """Bytes of this rank's arena that a step usually uses: three times the largest gradient."""
         return 3 * self._largest
 
-    def allocate(
-        self, layout: Layout, like: torch.Tensor, reduced: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
         if like.is_meta:
             full = like.new_empty(layout.padded)
         elif like.device.type != "cpu":
@@ -104,13 +103,13 @@ class SharedMemoryTransport(TransportWrapper):
             full = self.signals.share(self.host[0], layout.padded * like.element_size()).view(like.dtype)
         return full, full[layout.interval(self.rank)]
 
-    def gradient(self, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
         arena = self._open_arena()
         while self._unread and self.signals.is_done(next(iter(self._unread))):
             self._free_oldest()
         return arena.take(layout.padded, like.dtype)
 
-    def discard(self, gradient: torch.Tensor) -> None:
+    def discard(self, gradient: Tensor) -> None:
         self._open_arena().free(gradient)
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
@@ -148,7 +147,7 @@ class SharedMemoryTransport(TransportWrapper):
             positions.append(self.signals.post(REDUCE, segment_number(tag.number, index), tag.name, offset))
         return positions
 
-    def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[torch.Tensor]:
+    def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[Tensor]:
         """Wait for all ranks' gradients, and turn ``own`` into the mean over the host.
 
         Returns the means of the intervals ``others``, each a new tensor of ``full``'s dtype.
@@ -229,7 +228,7 @@ class HostsTransport(SharedMemoryTransport):
         sets = [(self._host_means(*each), each[1].quantised) for each in offered]
         return self._between.combine(tag, sets)
 
-    def _host_means(self, position: int, gradient: Gradient) -> list[torch.Tensor]:
+    def _host_means(self, position: int, gradient: Gradient) -> list[Tensor]:
         """Return the host's means of the column's intervals, in the column's order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
         means = self._average(position, gradient, others)

@@ -3,7 +3,7 @@
 Every two ranks share a Unix socket. A rank *posts* its collectives in order. A rank that must not continue
 before the others have reached the same collective *waits* for their posts. The kernel provides the rest: a
 waiting rank sleeps, what a rank wrote to shared memory before a post is visible to its receivers, and a rank
-that dies closes its sockets, however it dies.
+that dies closes its sockets.
 
 A post carries a hash of all earlier posts of its rank. If the hashes differ, or a rank skips a position, the
 ranks have diverged, and `Reports` finds out where, as it does for ranks that wait too long. No rank waits for
@@ -11,8 +11,8 @@ gathers in place, so these only enter the hash. Every 128th of them in a row is 
 would not reach back to the position at which ranks differ.
 
 Memory comes from ``memfd_create``: one file each time that some is shared, which peers receive with a post.
-The kernel frees it when all ranks have dropped it. Files and sockets have no name in any file system, so
-nothing is left behind however a rank ends, and the size of ``/dev/shm`` does not matter.
+Files and sockets have no name in any file system, so nothing is left behind however a rank ends, and the size
+of ``/dev/shm`` does not matter.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Signals:
         self._poll = select.poll()
         for number in self._open:
             self._poll.register(number, select.POLLIN)
-        reports.abort = partial(_shut_down, [peer.link for peer in peers])
-        self.close = weakref.finalize(self, _close, tuple(peers))
+        reports.abort = partial(_shut_down, peers)
+        self.close = weakref.finalize(self, _close, peers)
         _all.add(self)
 
     def post(self, kind: Movement, number: int, name: str, value: int = 0, files: Sequence[int] = ()) -> int:
@@ -176,11 +176,11 @@ class Signals:
                 self._poll.unregister(number)
 
 
-def _shut_down(links: Sequence[socket.socket]) -> None:
+def _shut_down(peers: Sequence[Peer]) -> None:
     """End all waits here and on the peers, after a failure. Any thread may call it."""
-    for link in links:
+    for peer in peers:
         with suppress(OSError):
-            link.shutdown(socket.SHUT_RDWR)
+            peer.link.shutdown(socket.SHUT_RDWR)
 
 
 def _close(peers: Sequence[Peer]) -> None:
@@ -202,14 +202,13 @@ def connect(all_ranks: ProcessGroupTransport, own: Sequence[int]) -> Signals:
     on every rank, if some ranks cannot reach one another this way.
     """
     assert all_ranks.reports is not None, "all ranks have gloo"
-    peers, problem = list[Peer](), ""
-    name, secret = f"shardtrain-{secrets.token_hex(16)}", secrets.token_hex(16)
+    peers, problem, name = list[Peer](), "", f"shardtrain-{secrets.token_hex(16)}"
     with socket.socket(*_KIND) as listener:
         with suppress(OSError):  # who needs it will see
             listener.bind(f"\0{name}")
             listener.listen()
             listener.settimeout(_LINK_S)
-        texts = gather_texts(f"{name} {secret} {os.getpid()}", all_ranks)
+        texts = gather_texts(f"{name} {os.getpid()}", all_ranks)
         try:
             _link(listener, {other: texts[other] for other in own}, peers)
         except OSError as error:
@@ -226,13 +225,13 @@ def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> 
     Each rank connects to those before it. The kernel knows which process of which user is at the other end:
     what is no rank is dropped, and told nothing.
     """
-    deadline, missing = time.monotonic() + _LINK_S, dict[tuple[int, int], tuple[int, str, str]]()
+    deadline, missing = time.monotonic() + _LINK_S, dict[tuple[int, int], tuple[int, str]]()
     for other, text in texts.items():
-        name, secret, process = text.split()
-        missing[int(process), os.geteuid()] = other, name, secret
-    rank, _, ours = missing.pop((os.getpid(), os.geteuid()))
+        name, process = text.split()
+        missing[int(process), os.geteuid()] = other, name
+    rank, _ = missing.pop((os.getpid(), os.geteuid()))
     while missing:
-        first, name, _ = min(missing.values())
+        first, name = min(missing.values())
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {first} did not connect")
         if first < rank:
@@ -240,14 +239,9 @@ def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> 
             link.connect(f"\0{name}")
         else:
             link, _ = listener.accept()
-        link.settimeout(_LINK_S)
         found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if (who := _CREDENTIALS.unpack(found)[:2]) in missing:
-            other, _, theirs = missing[who]
-            link.send(theirs.encode())
-            if link.recv(64) == ours.encode():
-                link.settimeout(None)
-                peers.append(Peer(other, link))
-                del missing[who]
-                continue
-        link.close()
+        who = _CREDENTIALS.unpack(found)[:2]
+        if who in missing:
+            peers.append(Peer(missing.pop(who)[0], link))
+        else:
+            link.close()

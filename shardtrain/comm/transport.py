@@ -5,9 +5,6 @@ several replicas there are more ranks than in one shard group::
 
     all ranks      ranks 0, 1, 2, 3
     shard groups   ranks 0, 1   and   ranks 2, 3        `rank` and `world` count within one
-
-A collective is started now and finished later. `fence` is a barrier between ranks that share memory: it keeps
-ranks from writing parameters that others read. Elsewhere it costs nothing.
 """
 
 from __future__ import annotations
@@ -56,11 +53,9 @@ class Gradient(NamedTuple):
     ``full``: 1-D, ``layout.padded`` elements, from `Transport.gradient`. It holds this rank's gradient in the
     other ranks' intervals; the transport may use the rank's own interval. ``own``: this rank's gradient in
     its own interval: one 1-D tensor for each of ``pieces``, which are ``layout.pieces(rank)``, of ``full``'s
-    dtype or a wider one. After the reduction ``own`` holds the mean over all ranks, in the same tensors or in
-    others. ``quantised``: it is sent as int8.
-
-    ``mean``: if given, the mean's dtype; ``full`` then holds this rank's own gradient, too, and ``own`` only
-    empty tensors, since one launch copies all gradients.
+    dtype or a wider one. The reduction turns them into the mean over all ranks, or replaces them by it.
+    ``quantised``: it is sent as int8. ``mean``: if given, the mean's dtype; ``full`` then holds this rank's
+    own gradient, too, and ``own`` only empty tensors, since one launch copies all gradients.
     """
 
     full: Tensor
@@ -96,21 +91,20 @@ class Gradient(NamedTuple):
         Empty pieces keep their tensors: on many ranks most pieces are empty.
         """
         own, length = self.own, self.layout.length(rank)
-        held = [(index, piece.offset, piece.numel) for index, piece in enumerate(self.pieces) if piece.numel]
+        held = [(tensor, piece.offset) for tensor, piece in zip(own, self.pieces, strict=True) if piece.numel]
         if held:
-            first = own[held[0][0]]
+            first = held[0][0]
             memory = first.untyped_storage()
             if memory.nbytes() == length * first.element_size() and all(
-                own[index].untyped_storage()._cdata == memory._cdata and own[index].storage_offset() == offset
-                for index, offset, _ in held
+                tensor.untyped_storage()._cdata == memory._cdata and tensor.storage_offset() == offset
+                for tensor, offset in held
             ):
                 return first.as_strided((length,), (1,), 0)  # the pieces lie in one interval already
-        given = list(own)
         interval = self.new_mean(rank)
         if self.mean is not None:
             return interval.copy_(self.full[self.layout.interval(rank)])
-        for index, _, _ in held:
-            own[index].copy_(given[index])
+        for tensor, offset in held:
+            interval[offset : offset + len(tensor)].copy_(tensor)
         return interval
 
 
@@ -146,7 +140,7 @@ class Transport:
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
     ``sends``: a gather sends bytes, at least between some ranks, so int8 pays. ``silent``: no other rank
-    exists that could send anything.
+    exists. A transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
     """
 
     rank: int
@@ -169,8 +163,6 @@ class Transport:
     def primary_ranks(self) -> Sequence[int]:
         """The ranks of the first shard group, in order. They count for what all replicas hold alike."""
         return self._primary_ranks or range(self.world)
-
-    # A transport whose shard group is all ranks needs these two.
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Overwrite ``tensor`` on every rank with rank ``src``'s. Returns when that is done."""
@@ -211,7 +203,7 @@ class Transport:
         raise NotImplementedError
 
     def fence(self, what: Movement) -> None:
-        """Wait for every rank: at ``ENTER``, before parameters are read, and at ``LEAVE``, afterwards.
+        """Wait for every rank that shares memory: at ``ENTER``, before parameters are read, and at ``LEAVE``.
 
         ``STEP`` does not wait. It tells the other ranks that an optimizer has stepped on this rank.
         """

@@ -59,7 +59,7 @@ def shard(
             Parameters of no unit, and those shared by two units, belong to the root.
         mesh: the ranks to shard over, a 1-D ``DeviceMesh``; ``None`` is the world. With a 2-D mesh of the
             whole world, ``(replicate, shard)``, each row shards one copy of the model (HSDP; see
-            `comm/replicated.py`). N is then the ranks of a row; gradients are the mean over all ranks.
+            `comm/wrappers.py`). N is then the ranks of a row; gradients are the mean over all ranks.
         precision: dtypes to compute and reduce in (see `Precision`); ``None`` changes nothing.
         reshard_after_forward: release each unit after its forward and gather it again for backward.
             ``False`` keeps it gathered, for more memory and one gather less.

@@ -1,0 +1,244 @@
+"""Wrap transports: shards in host memory, several replicas as one, and simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardtrain import device as devices
+from shardtrain.comm.arithmetic import new_packets
+from shardtrain.comm.messages import open_inbox
+from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, LEAVE, REDUCE, Movement, count
+from shardtrain.comm.transport import (
+    Alone,
+    Flat,
+    Gradient,
+    Interval,
+    Pending,
+    Tag,
+    Transport,
+    TransportWrapper,
+    intervals,
+)
+from shardtrain.device import current_stream
+from shardtrain.layout import Layout
+
+
+class Offloaded(TransportWrapper):
+    """Run ``inner``'s collectives on ``device``, for shards that lie in host memory.
+
+    At rest the device holds no shard, and the optimizer steps on the CPU. Two ranks, a unit of 4 elements::
+
+        host of rank 0    a a                       host of rank 1        b b
+        upload            a a . .   on device 0     upload            . . b b   on device 1
+        gather            a a b b                   gather            a a b b
+        reduce            A A                       reduce                B B
+        download          A A       to the host     download              B B   to the host
+
+    On an accelerator copies run on a separate stream, hidden behind the units that compute meanwhile. An
+    upload reads pinned memory, into which the host has copied and cast the shard when the gather began. So
+    users may change shards at any time, and only data on its way is pinned. torch reuses pinned memory once
+    the copies from it are done. The host waits once per backward that reduces, at its end, until the
+    gradients have arrived: whatever follows may read them.
+
+    ``inner`` must not share memory between ranks: such shards are in host memory anyway.
+    """
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        assert not inner.in_place or inner.world == 1
+        super().__init__(inner)
+        self.device, self.in_place, self.uploads = device, False, True
+        self._stream = devices.new_stream(device)
+        self._downloaded: Any = None  # event after the latest copy of a gradient to the host
+
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the full vector on the device, and the interval in host memory."""
+        if like.is_meta:
+            return self.inner.allocate(layout, like, reduced)
+        full, _ = self.inner.allocate(layout, like.to(self.device), reduced)
+        return full, like.new_empty(layout.length(self.rank), device="cpu")
+
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
+        return self.inner.gradient(layout, like.to(self.device))
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        called, moved = current_stream(self.device).record_event(), []
+        with devices.inside(self._stream):
+            current_stream(self.device).wait_event(called)
+            for flat in flats:
+                own = flat.full[flat.layout.interval(self.rank)]
+                own.copy_(self._pinned(own).copy_(flat.local), non_blocking=True)
+                moved.append(flat._replace(local=own))
+            pending = self.inner.gather(tag, moved)
+            uploaded = current_stream(self.device).record_event()
+
+        def join() -> None:
+            """Make both streams wait for each other, since int8 packets are freed in the compute stream."""
+            current_stream(self.device).wait_event(uploaded)
+            read = current_stream(self.device).record_event()
+            with devices.inside(self._stream):
+                current_stream(self.device).wait_event(read)
+
+        return pending.then(join)
+
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        """Start reducing. After the wait the means are on their way to the host; see `fence`."""
+        pending, launched = self.inner.reduce(tag, gradients), current_stream(self.device).record_event()
+
+        def finish() -> None:
+            with devices.inside(self._stream):
+                current_stream(self.device).wait_event(launched)
+                pending.wait()
+                for gradient in gradients:
+                    mean = gradient.pack_own(self.rank)
+                    host = self._pinned(mean).copy_(mean, non_blocking=True)
+                    gradient.own[:] = [host[offset : offset + b - a] for a, b, offset in gradient.pieces]
+                self._downloaded = current_stream(self.device).record_event()
+            # Means are freed in the order of the compute stream, so that must wait for the copies. These are
+            # an earlier unit's, since this runs when a later unit's gradients are complete.
+            current_stream(self.device).wait_event(self._downloaded)
+
+        return Pending(finish, ended=pending.ended)
+
+    def fence(self, what: Movement) -> None:
+        """Call ``inner``'s; at ``LEAVE`` also wait until gradients have arrived in host memory."""
+        super().fence(what)
+        if what is LEAVE and self._downloaded is not None:
+            self._downloaded.synchronize()
+            self._downloaded = None
+
+    def _pinned(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._stream is not None)
+
+
+class Replicated(TransportWrapper):
+    """Train several shard groups, each with a full copy of the model, as one: hybrid sharding (HSDP).
+
+    A rank exchanges parameters ``inside`` its shard group only. Gradients are averaged there first. Then the
+    ranks with the same interval, a *replica group*, average it ``across`` replicas. Two replicas of two
+    ranks, intervals ``[a b]``::
+
+        replica 0    rank 0  owns a    rank 1  owns b
+        replica 1    rank 2  owns a    rank 3  owns b
+
+        gather   ranks 0 and 1 by themselves, ranks 2 and 3 by themselves
+        reduce   rank 0: (a0 + a1) / 2, rank 2: (a2 + a3) / 2; then both the mean of these, bit for bit
+
+    Shard groups are equally large, so a mean of means is the mean over all ranks. Of a gradient of K bytes,
+    with S ranks per group, a rank sends (S-1)/S * K inside its group, and 2 (R-1)/R * K/S across R replicas.
+
+    If a group shares memory, averaging across replicas overlaps with the next unit's computation. If it sends
+    messages, the second stage begins when the first is waited for; on an accelerator it runs in the
+    communication stream. The guard of ``all_ranks`` serves both, since all make the same collectives.
+
+    After Zhao et al., 2023, https://arxiv.org/abs/2304.11277, 3.2.2.
+    """
+
+    def __init__(
+        self, inside: Transport, across: Transport, all_ranks: Transport, primary_ranks: Sequence[int]
+    ) -> None:
+        super().__init__(inside)
+        self._all_ranks, self._primary_ranks = all_ranks, primary_ranks
+        self.across, self.silent = across, across.silent
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        return self.inner.gather(tag, flats)
+
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        moving = self.inner.reduce(tag, gradients)
+        if self.in_place:
+            moving.wait()
+        elif not devices.on_accelerator(gradients[0].full):
+            return Pending(moving.wait, lambda: self._average(tag, gradients, moving).wait())
+        return self._average(tag, gradients, moving)
+
+    def fence(self, what: Movement) -> None:
+        (self.inner if self.world > 1 else self.all_ranks).fence(what)
+
+    def _average(self, tag: Tag, gradients: Sequence[Gradient], after: Pending) -> Pending:
+        intervals = [(each.pack_own(self.rank), each.full.dtype) for each in gradients]
+        return self.across.average(tag, intervals, after)
+
+
+class Simulated(Alone):
+    """Simulate rank ``rank`` of a shard group or replica group of ``world`` ranks that do not exist.
+
+    It allocates the memory and counts the traffic of a real transport, and moves nothing. With tensors
+    without data (torch's ``FakeTensorMode``) one process so computes what one rank of 1,024 holds and sends.
+
+    ``in_place``: simulate `SharedMemoryTransport`; otherwise `ProcessGroupTransport`, over gloo with
+    ``inbox``, over NCCL without.
+    """
+
+    def __init__(self, rank: int, world: int, *, in_place: bool = False, inbox: bool = False) -> None:
+        self.rank, self.world, self.in_place = rank, world, in_place
+        self.sends = not in_place
+        self._inbox = inbox and not in_place
+        self._largest = 0  # bytes of the largest gradient
+        self._arena: Tensor | None = None
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        count(ALL_REDUCE, [2 * tensor.nbytes * (self.world - 1) // self.world])
+
+    def _inbox_of(self, own: Tensor, sent: Tensor) -> list[Tensor]:
+        """Return an inbox for all ranks' parts of ``own``, of ``sent``'s dtype; nothing without ``inbox``."""
+        return [open_inbox(sent, self.world, own.numel())] if self._inbox else []
+
+    def allocate(self, layout: Layout, like: Tensor, reduced: torch.dtype) -> tuple[Tensor, Tensor]:
+        self._largest = max(self._largest, layout.padded * reduced.itemsize)
+        full = like.new_empty(layout.padded)
+        local = full[layout.interval(self.rank)]
+        return full, local if self.in_place else torch.empty_like(local)
+
+    @property
+    def reserved(self) -> int:
+        return 3 * self._largest if self.in_place else 0
+
+    def gradient(self, layout: Layout, like: Tensor) -> Tensor:
+        """Return a full gradient; over shared memory a view of one vector, as the arena is `reserved`."""
+        if not self.in_place:
+            return like.new_empty(layout.padded)
+        if self._arena is None:
+            self._arena = like.new_empty(self._largest, dtype=torch.uint8)
+        return self._arena[: layout.padded * like.element_size()].view(like.dtype)
+
+    def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
+        count(GATHER, (flat.sent for flat in flats))
+        held = [new_packets(intervals(flat.full, flat.layout)) for flat in flats if flat.quantised]
+        return Pending(held.clear)
+
+    def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        """Allocate the memory of a reduction until it is waited for; some of it becomes the gradient."""
+        count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
+        held: list[Tensor] = []
+        for gradient in [] if self.in_place else gradients:
+            interval = gradient.pack_own(self.rank)
+            if gradient.quantised:
+                held += new_packets([*intervals(gradient.full, gradient.layout), *[interval] * self.world])
+            else:
+                held += [interval, *self._inbox_of(interval, gradient.full)]
+        return Pending(held.clear)
+
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
+        """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
+        sizes = [values.numel() * wire.itemsize for values, wire in intervals]
+        count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
+        swaps, held = self._inbox and self.world == 2, list[Tensor]()
+        for values, wire in intervals:
+            moved = values.to(wire, copy=swaps)
+            part = moved if swaps else moved.tensor_split(self.world)[self.rank]
+            held += [moved, *self._inbox_of(part, part)]
+        return Pending(held.clear)
+
+
+def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox: bool) -> Transport:
+    """Return the simulated transport of rank ``rank``, in the first of ``replicas`` shard groups."""
+    group = world // replicas
+    inside = Alone() if group == 1 else Simulated(rank, group, in_place=in_place, inbox=inbox)
+    if replicas == 1:
+        return inside
+    across = Simulated(0, replicas, inbox=inbox or in_place)
+    return Replicated(inside, across, Simulated(rank, world), range(group))
