@@ -78,16 +78,13 @@ def write_text(path: Path, text: str) -> None:
 
 def _write(path: Path, blocks: Iterable[memoryview]) -> Record:
     digest, size = hashlib.sha256(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    try:
+    with path.open("xb", buffering=0) as file:
         for block in blocks:
             digest.update(block)
             size += len(block)
             while block:  # a disk that is nearly full writes only a part
-                block = block[os.write(handle, block) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+                block = block[os.write(file.fileno(), block) :]
+        os.fsync(file.fileno())
     return Record(size, digest.hexdigest())
 
 

@@ -10,12 +10,11 @@ cached. Only a refusal needs texts. Two ranks, one gathering int64 ``[2]``, the 
     row of rank 1    0   another digest                            1   24 24   24 24
 
 On gloo a row is the head of a message, and a part of at most ``EAGER_BYTES`` follows in the same message: a
-small call needs no extra round trip. Receives have room for the longest such message, and gloo lets a shorter
-one fill it in part, so these match whatever ranks call. Longer parts are messages of their own, sent at once.
-If ranks disagree that is harmless: tags hold sizes, so only messages of one size match, and a refusal sends
-or receives the missing counterparts. On other backends the rows are one small all-gather before the payload,
-for which the host waits. Over torch's fake process group, which moves nothing, a rank only checks its own
-arguments.
+small call needs no extra round trip. Gloo lets a shorter message fill a receive in part, so these match
+whatever ranks call. Longer parts are messages of their own, sent at once. If ranks disagree that is harmless:
+tags hold sizes, and a refusal sends or receives the missing counterparts. On other backends the rows are one
+small all-gather before the payload, for which the host waits. Over torch's fake process group, which moves
+nothing, a rank only checks its own arguments.
 """
 
 from __future__ import annotations

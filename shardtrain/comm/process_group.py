@@ -57,8 +57,8 @@ class ProcessGroupTransport(Transport):
     def part(self, members: Sequence[int], backend: dist.ProcessGroup | None = None) -> ProcessGroupTransport:
         """Return a transport between the ranks ``members`` of the group, this one included, with its guard.
 
-        All ranks of the group make the same collectives, each within its part. Messages need no process group
-        of the members; the backend's own collectives need ``backend``.
+        All ranks of the group make the same collectives, each within its part. ``backend``: a process group
+        of the members, for the backend's own collectives; messages need none.
         """
         part = copy.copy(self)
         part._members = members
@@ -248,9 +248,8 @@ class ProcessGroupTransport(Transport):
 class Digests:
     """Guard collectives that carry no tag, by comparing a hash of each rank's collectives.
 
-    Ranks compare in one small all-gather when a forward or a backward ends, in steps 1, 2 and every 100th. A
-    difference is found there, unless the backend already fails at unequal sizes. If one rank swaps two units
-    of equal size between two checks, nothing notices.
+    Ranks compare in one small all-gather when a forward or a backward ends, in steps 1, 2 and every 100th. If
+    one rank swaps two units of equal size between two checks, nothing notices.
     """
 
     def __init__(self) -> None:

@@ -7,10 +7,9 @@ Communication that computation does not hide is *exposed*: the time from asking 
 until it is there, on the CPU with the summation. On an accelerator it is the time for which the compute
 stream waits, measured by events, so that the host does not wait.
 
-Whoever computes a unit, or starts a collective and waits for it, calls `begin` and `end`. They cost nothing
-while no trace is open. Times are those of ``time.perf_counter``. On an accelerator a moment is an event in
-the compute stream, so a span begins when the device reaches it, not the host. A collective ends at an event
-in its own stream.
+Whoever computes a unit, or starts a collective and waits for it, calls `begin` and `end`. On an accelerator a
+moment is an event in the compute stream, so a span begins when the device reaches it, not the host. A
+collective ends at an event in its own stream.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.calls, self.bytes = Counter[str](), Counter[str]()
         self.during = ""
         self._seconds: dict[Wait, float] = {}
         self._moments: list[tuple[Wait, Any, Any]] = []  # begins and ends not yet added to the seconds
