@@ -181,7 +181,7 @@ UNREADABLE = {
     "train:\n\tepochs: 3": "found character '\\t' that cannot start any token in",
     "train: {epochs: 3}\ntrain: {epochs: 4}": "found duplicate key train",
     "seed: !!python/object/apply:os.getpid []": "could not determine a constructor for the tag",
-    "data: &a {limit: *a}": "more than 10,000 values; an alias may contain itself",
+    "data: &a {limit: *a}": "maximum recursion depth exceeded",
     "seed: " + "[" * 1100: "recursion",
     "defaults: [mine]": ": a defaults list contains its own file",
     "caf\xe9: 1": "codec can't decode byte 0xe9",

@@ -28,7 +28,7 @@ from shardtrain.job.build import completed, loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
 from shardtrain.job.data import Batch, DataSet, Share, load
 from shardtrain.job.data.batches import Arrays
-from shardtrain.job.data.feed import Draws, Mix
+from shardtrain.job.data.feed import Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.pictures import plot
@@ -399,16 +399,16 @@ def test_what_an_average_refuses(tmp_path: Path) -> None:
 
 
 def mixed_by_hand(
-    images: torch.Tensor, labels: torch.Tensor, draws: Draws, classes: int
+    images: torch.Tensor, labels: torch.Tensor, draws: torch.Tensor, classes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Image after image, by the formulas of the papers as torchvision has them."""
     height, width = images.shape[2:]
     mixed, soft = images.clone(), torch.zeros(len(images), classes)
     for i in range(len(images)):
-        j, kept = i ^ 1, float(draws.kept[i])
-        if draws.boxed[i]:
+        j, (kept, boxed, down, right) = i ^ 1, draws[i].tolist()
+        if boxed:
             r = 0.5 * math.sqrt(1 - kept)
-            y, x = (int(float(draws.centres[i, axis]) * size) for axis, size in ((0, height), (1, width)))
+            y, x = int(down * height), int(right * width)
             y1, y2 = max(0, y - int(r * height)), min(height, y + int(r * height))
             x1, x2 = max(0, x - int(r * width)), min(width, x + int(r * width))
             mixed[i, :, y1:y2, x1:x2] = images[j, :, y1:y2, x1:x2]
@@ -425,12 +425,12 @@ def test_mixing_is_that_of_the_papers(mixup: float, cutmix: float) -> None:
     mix = Mix(mixup, cutmix, 7, Share(24, 1, 0, 1), seed=3)
     images, labels = torch.randn(24, 2, 9, 11), torch.arange(24) % 7
     draws = mix.draws(5)
-    assert draws.boxed.any().item() == (cutmix > 0)
-    assert draws.boxed.all().item() == (mixup == 0)
+    assert draws[:, 1].any().item() == (cutmix > 0)
+    assert draws[:, 1].all().item() == (mixup == 0)
     found, expected = mix(images, labels, draws), mixed_by_hand(images, labels, draws, 7)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
-    assert not torch.equal(draws.kept, mix.draws(6).kept)
+    assert not torch.equal(draws[:, 0], mix.draws(6)[:, 0])
 
 
 def test_an_image_without_a_partner_stays_as_it_is() -> None:

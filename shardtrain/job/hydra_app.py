@@ -18,14 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import hydra
-import yaml
 from hydra._internal.core_plugins.bash_completion import BashCompletion
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 import shardtrain
@@ -38,7 +34,6 @@ HELP, CFG = ("--help", "-h"), ("--cfg", "-c")
 COMPLETION, FOLDER = ("--shell-completion", "-sc"), ("--config-dir", "-cd")
 PRINTING = {*HELP, *CFG, *COMPLETION}
 FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *COMPLETION, *FOLDER), 1)  # number of values
-MOST_VALUES = 10_000  # of a YAML file, with its aliases written out
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
 
 
@@ -66,6 +61,9 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     folders = [folder, *own_folders]
     choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
     groups = {*ConfigStore.instance().repo, *(group for group, _ in choices)}
+    for file in (file for each in own_folders for file in each.glob("*/*.yaml")):
+        if file.parent.name in ("model", *os.listdir(folder)):
+            load_yaml(file)  # since Hydra's message would be the first line of several
     _register_resolvers(folders, choices)
     helping, printing = not set(HELP).isdisjoint(flags), not PRINTING.isdisjoint(flags)
     section = overrides.pop(0) if helping and overrides and "=" not in overrides[0] else ""
@@ -73,7 +71,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
     texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
     texts += [f"{name}=own" for name in ("model", "optim") if f"{name}._target_" in keys and name not in keys]
-    searched = ",".join(f'"own://{path}"' for path in own_folders)
+    searched = ",".join(f'"file://{path}"' for path in own_folders)
     texts.append(f"hydra.searchpath=[{searched}]")
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
@@ -111,29 +109,10 @@ def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
     return override if as_it_is else f"++{override}"
 
 
-class OwnFiles(FileConfigSource):
-    """Read the files of `--config-dir`, whose scheme is ``own``."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "own"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        load_yaml(Path(self.path, self._normalize_file_name(config_path)))
-        return super().load_config(config_path)
-
-
 def load_yaml(path: Path) -> Any:
-    """Read a user's YAML file. Raises UserError if that fails, or if its aliases never end."""
+    """Read a user's YAML file. Raises UserError if that fails."""
     with reading(str(path), "expected a YAML file of keys"):
-        nodes, values = [yaml.compose(plain_file(path).read_text("utf-8"), Loader=yaml.SafeLoader)], 0
-        while nodes:
-            node, values = nodes.pop(), values + 1
-            if values > MOST_VALUES:
-                raise ValueError(f"more than {MOST_VALUES:,} values; an alias may contain itself")
-            for child in node.value if isinstance(node, yaml.CollectionNode) else ():
-                nodes += child if isinstance(child, tuple) else [child]  # a mapping has pairs
-        return OmegaConf.load(path)
+        return OmegaConf.load(plain_file(path))
 
 
 def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, str]]) -> None:
@@ -145,7 +124,6 @@ def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, 
     }
     for name, resolve in resolvers.items():
         OmegaConf.register_new_resolver(name, resolve, replace=True)
-    SourcesRegistry.instance().register(OwnFiles)
 
 
 def read_config(arguments: Sequence[str], speak: bool) -> Config | None:

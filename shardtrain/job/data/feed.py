@@ -77,12 +77,6 @@ class Seeded:
         return torch.stack(images), torch.cat(labels)
 
 
-class Draws(NamedTuple):
-    kept: Tensor  # float32 [images]: the fraction of an image that stays its own
-    boxed: Tensor  # bool [images]: whether cutmix is used, not mixup
-    centres: Tensor  # float32 [images, 2]: the box's centre, as fractions of height and width
-
-
 class Mix:
     """Mix each image of a batch, and its label, with those of a partner: mixup and cutmix.
 
@@ -101,8 +95,12 @@ class Mix:
         self.mixup, self.cutmix, self.classes = mixup, cutmix, classes
         self.share, self.seed = share, seed
 
-    def draws(self, step: int) -> Draws:
-        """Return the draws for this rank's images of ``step``, counted from 0."""
+    def draws(self, step: int) -> Tensor:
+        """Return the draws for this rank's images of ``step``, counted from 0: float32 [images, 4].
+
+        Columns: the fraction of an image that stays its own; 1 for cutmix, 0 for mixup; the centre of
+        cutmix's box, as fractions of height and width.
+        """
         images = self.share.batch_size
         random = np.random.default_rng(generator("mix", self.seed, step).initial_seed())
         part_boxed = 0.5 if self.mixup and self.cutmix else float(self.cutmix > 0)
@@ -110,12 +108,11 @@ class Mix:
         centres = random.random((images, 2))
         alpha = np.where(boxed, self.cutmix, self.mixup)
         kept = random.beta(alpha, alpha)
-        rows = torch.from_numpy(kept).float(), torch.from_numpy(boxed), torch.from_numpy(centres).float()
-        return Draws(*map(self.share.of, rows))
+        return self.share.of(torch.from_numpy(np.column_stack((kept, boxed, centres))).float())
 
-    def __call__(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, labels: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """images: float32 [batch, channels, height, width]; labels: int64 [batch]; returns soft labels."""
-        here = Draws(*(each.to(images.device, non_blocking=True) for each in draws))
+        here = draws.to(images.device, non_blocking=True)
         weight = kept_pixels(here, images.shape[2], images.shape[3])
         partner = (torch.arange(len(images), device=images.device) ^ 1).clamp(max=len(images) - 1)
         mixed = torch.lerp(images[partner], images, weight[:, None].to(images.dtype))
@@ -123,20 +120,20 @@ class Mix:
         return mixed, torch.lerp(one_hot[partner], one_hot, weight.mean((1, 2))[:, None])
 
 
-def kept_pixels(draws: Draws, height: int, width: int) -> Tensor:
+def kept_pixels(draws: Tensor, height: int, width: int) -> Tensor:
     """Return the fraction of each pixel that stays the image's own: float32 [batch, height, width].
 
     A box has ``1 - kept`` of the area before it is clipped at the image's edge.
     """
-    kept, boxed, centres = draws
+    kept, boxed, *centres = draws.unbind(1)
     half = 0.5 * (1 - kept).sqrt()
     inside = torch.ones(len(kept), height, width, dtype=torch.bool, device=kept.device)
-    for axis, size in ((0, height), (1, width)):
-        centre, reach = (centres[:, axis] * size).floor(), (half * size).floor()
+    for axis, size in enumerate((height, width)):
+        centre, reach = (centres[axis] * size).floor(), (half * size).floor()
         at = torch.arange(size, device=kept.device)
         within = (at >= (centre - reach)[:, None]) & (at < (centre + reach)[:, None])
         inside &= within[:, :, None] if axis == 0 else within[:, None, :]
-    return torch.where(boxed[:, None, None], 1.0 - inside.float(), kept[:, None, None])
+    return torch.where(boxed[:, None, None] > 0, 1.0 - inside.float(), kept[:, None, None])
 
 
 class TrainFeed:
@@ -176,8 +173,8 @@ class TrainFeed:
                 labels = labels.to(self.prepare.device, non_blocking=True)
                 if self.augment:
                     images = self.augment(images, uniform[rows].to(self.prepare.device))
-                if self.mix and mixing:
-                    images, labels = self.mix(images, labels, Draws(*(each[rows] for each in mixing)))
+                if self.mix and mixing is not None:
+                    images, labels = self.mix(images, labels, mixing[rows])
                 yield Batch(images, labels, len(labels))
 
     def _uniform(self, step: int) -> Tensor:
