@@ -10,7 +10,7 @@ import torch
 
 from shardtrain import comm
 from shardtrain.doctor import __main__ as program
-from shardtrain.doctor.twin import Twins, difference
+from shardtrain.doctor.__main__ import Twins, difference
 from shardtrain.job.build import Job, build
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import counted

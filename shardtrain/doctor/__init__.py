@@ -1,4 +1,1 @@
-"""Check that sharding changes nothing: ``python -m shardtrain.doctor +recipe=resnet``.
-
-`twin.py` takes the same steps with a sharded and an unsharded model; ``__main__`` is the program.
-"""
+"""Compare a job with an unsharded one: ``python -m shardtrain.doctor +recipe=resnet``."""

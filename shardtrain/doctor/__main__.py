@@ -1,23 +1,234 @@
-"""Print one line and exit with 0 or 1: ``-m shardtrain.doctor +recipe=resnet``, alone or under torchrun."""
+"""Check that sharding changes nothing: ``-m shardtrain.doctor +recipe=resnet``, alone or under torchrun.
+
+It prints one line, and exits with 0 or 1. Every rank holds an unsharded twin of the model beside its shards,
+and runs the same steps with both on its share of the batch. The twin's gradients are averaged as replicas'
+are: summed in rank order and divided by the number of ranks. Tensors are compared in the order of their
+computation, and the first that differs ends the check::
+
+    output           of each unit, in the order of forward
+    own gradient     of each parameter, on this rank, last unit first
+    mean gradient    over ranks
+    parameter        after the update
+    buffer
+
+Shared memory on one host and messages over gloo sum in that order, too, so outputs and gradients are equal
+bit for bit. Elsewhere (NCCL's sums, several hosts, bf16 with micro-batches, CUDA's convolutions) rounding may
+differ, and tensors must be equal to TOLERANCE of their largest element. Updates may always round differently,
+since a fused optimizer's vector instructions end at a shard's end. They have UPDATE_TOLERANCE, and then the
+twin gets the sharded parameters, so that each step begins equal. In bf16 and fp16 the twin is the engine on a
+single rank, since nothing else casts as the engine does.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as clip_unsharded
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
 
-from shardtrain.doctor.twin import Twins
+import shardtrain
+from shardtrain import comm, introspect
+from shardtrain.device import is_accelerator
 from shardtrain.job import launch
-from shardtrain.job.build import build
+from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.format import counted
 from shardtrain.job.hydra_app import read_beside
-from shardtrain.job.model import uncompiled
+from shardtrain.job.model import (
+    PRECISIONS,
+    converted,
+    initial_model,
+    parameter_groups,
+    shard_with_optimizer,
+    uncompiled,
+)
 from shardtrain.job.schema import UserError, at_least
+from shardtrain.job.step import accumulate
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # fractions of the largest element
+UPDATE_TOLERANCE = 1e-6  # also a fraction of the largest element
+ADVICE = {
+    "initial value": "parameters were changed between shard() and the first step, on one rank perhaps",
+    "output": "the unit computed with other parameters or inputs; does it use parameters of another unit?",
+    "own gradient": "something on that rank changed it before it was reduced: a hook, a fault, a random draw",
+    "mean gradient": "the reduction over ranks went wrong; compare parallel.transport=process_group",
+    "parameter": "the optimizer treats pieces otherwise than whole parameters; compare optim=sgd",
+    "buffer": "a module changes it otherwise when sharded",
+}
+Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step, phase, found, expected
+
+
+class Recorded:
+    """Hold a model and its optimizer, and record units' outputs and this rank's own gradients."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str]) -> None:
+        """``units``: names of the modules whose outputs are recorded."""
+        self.model, self.optimizer = model, optimizer
+        self.params = dict(model.named_parameters())
+        self.outputs: dict[str, Tensor] = {}  # by unit and number, in the order in which forward leaves units
+        self.gradients: dict[str, Tensor] = {}  # summed over micro-batches, in the order of backward
+        modules = [(name, model.get_submodule(name)) for name in units]
+        trained = [(name, param) for name, param in self.params.items() if param.requires_grad]
+        self.hooks = [m.register_forward_hook(partial(self._record_output, name)) for name, m in modules]
+        self.hooks += [p.register_hook(partial(self._record_gradient, name)) for name, p in trained]
+
+    def _record_output(self, unit: str, _: nn.Module, __: object, output: object) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):  # a copy, as later code may change it
+                self.outputs[f"{unit}#{len(self.outputs)}"] = leaf.detach().clone()
+
+    def _record_gradient(self, name: str, gradient: Tensor) -> None:
+        before = self.gradients.get(name)
+        self.gradients[name] = gradient.detach().clone() if before is None else before + gradient
+
+    def held_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that the parameters hold, last parameter first."""
+        return {name: p.grad for name, p in reversed(self.params.items()) if p.grad is not None}
+
+
+class Twins:
+    """Compare a job's sharded model with its unsharded twin."""
+
+    def __init__(self, job: Job, config: Config) -> None:
+        self.job, self.config = job, config
+        inside = introspect(job.model)
+        self.world, self._unit_of = inside.transport.all_ranks.world, inside.unit_of_parameter
+        whole = converted(initial_model(config), config, job.device).to(job.device)
+        units = [unit.name.removeprefix("(root)") for unit in inside.units]
+        self.sharded = Recorded(job.model, job.optimizer, units)
+        if PRECISIONS[config.parallel.precision] is None:
+            optimizer = config.optim.make(parameter_groups(whole, config.optim), config.allow)
+            self.twin, self._engines = Recorded(whole, optimizer, units), [job.model]
+        else:
+            optimizer = shard_with_optimizer(whole, config, comm.Alone())
+            self.twin, self._engines = Recorded(whole, optimizer, units), [job.model, whole]
+
+    def examine(self, steps: int) -> tuple[bool, str]:
+        """Run ``steps`` steps; return whether all is equal, and a line about it. Collective."""
+        compared = 0
+        with contextlib.closing(self._comparisons(steps)) as comparisons:
+            for step, phase, found, expected in comparisons:
+                names = [name for name in found if name in expected]
+                compared += len(names)
+                texts = (self._difference(phase, name, found[name], expected[name]) for name in names)
+                first = next(filter(None, texts), "")
+                if found_by := _ranks_with(f"step {step}, {phase} of {first}" if first else ""):
+                    return False, f"failed   {found_by}: {ADVICE[phase]}"
+        others, updates = self._tolerance("output"), self._tolerance("parameter")
+        how = f"outputs and gradients {f'to {others:g}' if others else 'bit for bit'}, updates to {updates:g}"
+        ranks = counted(self.world, "rank")
+        text = f"{steps} steps sharded over {ranks} equal unsharded ones ({how}); {compared:,} tensors"
+        return True, f"ok       {text}"
+
+    def _difference(self, phase: str, key: str, found: Tensor, expected: Tensor) -> str:
+        """Return the name of a tensor that differs, and by how much; "" if within the tolerance."""
+        text = difference(found.detach(), expected.detach(), self._tolerance(phase))
+        name = key.partition("#")[0]
+        unit = self._unit_of.get(name, name if phase == "output" else "") or "the root"
+        return f"{name or 'the model'} in unit {unit}: {text}" if text else ""
+
+    def _tolerance(self, phase: str) -> float:
+        """Return the allowed difference of tensors, as a fraction of the largest element."""
+        transport, precision = introspect(self.job.model).transport, self.config.parallel.precision
+        gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
+        in_rank_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
+        one_rounding = precision == "fp32" or self.config.train.accumulate == 1
+        if not (in_rank_order and one_rounding) or is_accelerator(self.job.device):
+            return TOLERANCE[precision]
+        return UPDATE_TOLERANCE if phase == "parameter" else 0.0
+
+    def _comparisons(self, steps: int) -> Generator[Comparison, None, None]:
+        """Run the steps with both models, and yield each comparison as soon as its tensors exist."""
+        sharded, twin, count = self.sharded, self.twin, self.config.train.accumulate
+        batches = iter(self.job.train)
+        try:
+            with self._unsharded():
+                yield 0, "initial value", sharded.params, twin.params
+            for step in range(1, steps + 1):
+                micro = list(islice(batches, count))
+                for recorded in (sharded.outputs, sharded.gradients, twin.outputs, twin.gradients):
+                    recorded.clear()
+                with torch.random.fork_rng():  # so that both draw the same dropout masks
+                    accumulate(twin.model, self.job.loss, iter(micro), count, contextlib.nullcontext)
+                no_sync = partial(shardtrain.no_sync, sharded.model)
+                accumulate(sharded.model, self.job.loss, iter(micro), count, no_sync)
+                yield step, "output", sharded.outputs, twin.outputs
+                yield step, "own gradient", sharded.gradients, twin.gradients
+                self._average()
+                with self._unsharded():
+                    yield step, "mean gradient", sharded.held_gradients(), twin.held_gradients()
+                self._update()
+                with self._unsharded():
+                    yield step, "parameter", sharded.params, twin.params
+                    for name, param in sharded.params.items():
+                        twin.params[name].detach().copy_(param.detach())
+                found, expected = (dict(side.model.named_buffers()) for side in (sharded, twin))
+                yield step, "buffer", found, expected
+        finally:
+            for hook in (*sharded.hooks, *twin.hooks):
+                hook.remove()
+
+    def _unsharded(self) -> contextlib.ExitStack:
+        """Return a context in which both models have full parameters and gradients."""
+        stack = contextlib.ExitStack()
+        for model in self._engines:
+            stack.enter_context(shardtrain.unsharded(model, grads=True))
+        return stack
+
+    def _average(self) -> None:
+        """Replace the twin's gradients by their means over ranks, summed in rank order."""
+        for param in self.twin.params.values():
+            if self.world > 1 and param.requires_grad:
+                own = torch.zeros_like(param) if param.grad is None else param.grad
+                gathered = own.new_empty((self.world, *own.shape))
+                comm.all_gather_into_tensor(gathered, own.contiguous())
+                param.grad = functools.reduce(torch.add, gathered) / self.world
+
+    def _update(self) -> None:
+        """Clip and update both models, at the schedule's learning rate."""
+        max_norm, optimizers = self.config.train.clip_grad_norm, (self.job.optimizer, self.twin.optimizer)
+        for sharded, twin in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
+            twin["lr"] = sharded["lr"]
+        if max_norm is not None:
+            shardtrain.clip_grad_norm_(self.job.model, max_norm)
+            clip_unsharded(self.twin.params.values(), max_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.job.schedule.step()
+
+
+def _ranks_with(text: str) -> str:
+    """Return the first text that is not empty, after its ranks' numbers unless all have it. Collective."""
+    texts = comm.gather_texts(text, comm.plain_transport())
+    first = next(filter(None, texts), "")
+    ranks = [str(rank) for rank, own in enumerate(texts) if own == first]
+    return first if len(ranks) == len(texts) else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {first}"
+
+
+def difference(found: Tensor, expected: Tensor, tolerance: float = 0.0) -> str:
+    """Return how two tensors of one shape and dtype differ; NaN equals NaN.
+
+    Returns "" if they are equal to ``tolerance`` of the largest expected magnitude.
+    """
+    largest = expected.double().nan_to_num(0, 0, 0).abs().max().item()
+    try:
+        assert_close(found, expected, rtol=0, atol=tolerance * largest, equal_nan=True)
+    except AssertionError as error:
+        return "; ".join(line for line in str(error).splitlines()[1:] if line)
+    return ""
 
 
 @dataclass(frozen=True)
