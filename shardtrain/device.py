@@ -88,7 +88,7 @@ def current_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def inside(stream: Any) -> Iterator[None]:
-    """Make ``stream`` this thread's current one inside; ``None`` changes nothing."""
+    """Launch this thread's work on ``stream`` within the context. ``None`` leaves the current stream."""
     if stream is None:
         yield
         return

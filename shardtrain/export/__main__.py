@@ -91,11 +91,7 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
 
 
 def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a new file, complete or absent.
-
-    Raises:
-        UserError: the file exists, or cannot be written.
-    """
+    """Write a new file, complete or absent. Raises UserError if it exists or cannot be written."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
     if path.exists():

@@ -187,10 +187,7 @@ def feeds(
 
 
 def loss_of(name: str, smoothing: float) -> Loss:
-    """Return the loss that `train.loss` names.
-
-    Smoothing by 0.1 turns the targets 1 and 0 of 10 classes into 0.91 and 0.01.
-    """
+    """Return the loss `name`. Smoothing by 0.1 turns the targets 1 and 0 of 10 classes into 0.91 and 0.01."""
     if name == "cross_entropy":
         return nn.CrossEntropyLoss(label_smoothing=smoothing)
 

@@ -139,10 +139,7 @@ def meet(store: Store, rank: int, world_size: int, patience: datetime.timedelta 
     torchrun keeps one store over its restarts (pytorch issue 135712), and its count of restarts may differ
     between hosts. So keys of an earlier attempt, addresses included, look like this attempt's. Therefore each
     rank sets a new token, rank 0 answers it with the name of a session, and waits until every rank has set
-    that name.
-
-    Raises:
-        UserError: after ``patience``, naming the missing ranks.
+    that name. Raises UserError after ``patience``, naming the missing ranks.
     """
     key = "shardtrain/meeting/{}".format
     session = token = uuid.uuid4().hex  # a session on rank 0, a token on other ranks

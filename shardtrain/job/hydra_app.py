@@ -184,10 +184,7 @@ def _hints(section: str) -> dict[str, str]:
 def read_beside(
     cls: type[Frozen], arguments: Sequence[str], *, speak: bool, folder: Path
 ) -> tuple[Frozen, Config] | None:
-    """Return a program's own configuration, a ``cls`` from ``folder``, and the training program's.
-
-    For programs that take the keys of both. Returns None if a flag asks for output.
-    """
+    """Return a program's own keys, a ``cls`` from ``folder``, and the training program's; or None."""
     own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
     keys = compose(mine, speak=speak, folder=folder)

@@ -140,10 +140,7 @@ def shard_with_optimizer(
 
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """Return parameter groups by weight decay and, for Muon, by kind: hidden matrices or not.
-
-    Matrices and filters decay. Biases and normalisation layers decay only with ``optim.decay_all``.
-    """
+    """Return groups by weight decay (of biases and norms: ``optim.decay_all``) and, for Muon, by kind."""
     kinds = muon_groups(model) if isinstance(optim, MuonConfig) else [{"params": [*model.parameters()]}]
     groups = []
     for decays, kind in itertools.product((True, False), kinds):
@@ -175,11 +172,7 @@ def named_weights(weights: str, model: str) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the state dict in ``path``, on the CPU.
-
-    Raises:
-        UserError: the file is missing, unreadable, or holds more than tensors.
-    """
+    """Return the state dict in ``path``, on the CPU. Raises UserError if it is not one of tensors alone."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     with reading(str(path), "no weights that can be read without running code"), warnings.catch_warnings():
@@ -197,8 +190,7 @@ def load_weights(
 ) -> None:
     """Load ``weights`` into an unsharded ``model``. With ``reset_head`` the last layer keeps its values.
 
-    Raises:
-        UserError: naming keys that are missing, unexpected, or of another shape or dtype. Nothing is loaded.
+    Raises UserError for keys that are missing, unexpected, or of another shape or dtype, and loads nothing.
     """
     ours = model.state_dict()
     counts = {key: value for key, value in ours.items() if key.endswith("num_batches_tracked")}

@@ -60,8 +60,7 @@ def start_messages(start: Start, job: Job, config: Config) -> list[str]:
 def find_start(config: Config, context: Context) -> Start:
     """Find the start that `resume` in the configuration names. Changes nothing. Collective.
 
-    Raises:
-        UserError: there are no complete checkpoints where `resume` requires one, or another job writes there.
+    Raises UserError if `resume` requires a complete checkpoint and there is none, or if another job writes.
     """
 
     def look() -> None:  # now, since the other job may remove the checkpoint before this one has loaded it
@@ -110,10 +109,7 @@ def open_named(path: Path) -> Newest:
 
 
 def disk_in_words(directory: Path, checkpoint: int) -> str:
-    """Return a sentence: the bytes of a ``checkpoint`` per rank, and the free space of ``directory``'s disk.
-
-    Raises UserError if it is not writable.
-    """
+    """Return a sentence about the bytes of a ``checkpoint`` per rank, and ``directory``'s free space."""
     place, free = free_space(directory)
     return f"{checkpoint / MIB:,.2f} MiB of a rank per checkpoint, {free / MIB:,.0f} MiB free on {place}"
 
@@ -130,12 +126,9 @@ def free_space(directory: Path) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def run_directory(start: Start, config: Config, context: Context) -> Iterator[list[str]]:
-    """Lock the run directory for this job, and prepare it for checkpoints. Collective.
+    """Lock the run directory for this job, prepare it for checkpoints, and yield lines to print about that.
 
-    Yields lines to print about that. A run that writes nothing changes nothing here.
-
-    Raises:
-        UserError: on every rank: another job writes there, or it is not writable.
+    Collective. Raises UserError on every rank if another job writes there, or it is not writable.
     """
     messages: list[str] = []
     with contextlib.ExitStack() as held:
@@ -166,13 +159,10 @@ def _set_aside(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make ``directory``, and lock it against processes of all hosts.
+    """Make ``directory``, and lock it against processes of all hosts. Raises UserError if that fails.
 
     The lock belongs to this process alone (`lockf`, not `flock`): it ends with the process, even if a data
     loader's workers outlive it for seconds.
-
-    Raises:
-        UserError: another process holds the lock, or the directory is not writable.
     """
     path = directory / LOCK
     with writing("run.dir", directory):

@@ -82,11 +82,7 @@ class Saver:
             self._store.settle()
 
     def evaluate_pending(self, step: int) -> None:
-        """Evaluate the step from which this process resumes, if the earlier one did not. Collective.
-
-        Raises:
-            Stopped: on every rank: a rank got a signal again.
-        """
+        """Evaluate the step from which this process resumes; raise Stopped on a signal. Collective."""
         self._evaluate(step)
         if self.pending_evaluation:
             self._stop(step, self._evaluation_signal)
@@ -94,9 +90,8 @@ class Saver:
     def step_done(self, step: int, evaluate: bool) -> None:
         """Evaluate, save or stop as due after ``step``. Collective.
 
-        Raises:
-            Stopped: on every rank: a rank got a signal, and the step is saved.
-            SaveFailed: on every rank, if the configuration says that failures stop the run.
+        Raises on every rank Stopped if one got a signal, with the step saved, and SaveFailed if the
+        configuration says that failures stop the run.
         """
         better = evaluate and self._evaluate(step)
         signal, busy = self._exchange()
@@ -118,9 +113,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until the last save is committed, and evaluate the test images, if there are any.
 
-        Raises:
-            SaveFailed: on every rank: the last save failed.
-            Stopped: on every rank: a rank got a signal meanwhile; the same command evaluates again.
+        Raises SaveFailed on every rank if it failed, and Stopped if one got a signal while evaluating.
         """
         with self._metrics.paused("checkpoint"):
             self._try(self._store.finish, final=True)

@@ -77,12 +77,7 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
 
 
 def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
-    """Run the jobs in turn; return the best objective. Collective.
-
-    Raises:
-        UserError: all jobs failed.
-        RuntimeError: ranks left a job for different reasons.
-    """
+    """Run the jobs in turn; return the best objective. Collective. Raises UserError if all jobs failed."""
     rank, world_size = rank_info.rank, rank_info.world_size
     store = meet(rank_info.store, rank, world_size) if world_size > 1 else HashStore()
     directory = launch.run_dir(sweep.first, rank_info)

@@ -33,10 +33,7 @@ class Batch(NamedTuple):
 
 
 class Prepare:
-    """Turn uint8 batches into normalised float32 batches on ``device``, square with ``side`` pixels.
-
-    Images of other sizes are resized here, on the device, one batch at a time.
-    """
+    """Turn uint8 batches into normalised float32 batches on ``device``, resized there to ``side`` pixels."""
 
     def __init__(self, data: DataSet, side: int, device: torch.device) -> None:
         self.side, self.device = side, device
@@ -121,11 +118,9 @@ class Mix:
 
 
 def kept_pixels(draws: Tensor, height: int, width: int) -> Tensor:
-    """Return the fraction of each pixel that stays the image's own: float32 [batch, height, width].
-
-    A box has ``1 - kept`` of the area before it is clipped at the image's edge.
-    """
+    """Return the fraction of each pixel that stays the image's own: float32 [batch, height, width]."""
     kept, boxed, *centres = draws.unbind(1)
+    # A box has ``1 - kept`` of the area before it is clipped at the image's edge.
     half = 0.5 * (1 - kept).sqrt()
     inside = torch.ones(len(kept), height, width, dtype=torch.bool, device=kept.device)
     for axis, size in enumerate((height, width)):
@@ -213,10 +208,7 @@ class EvalFeed:
 def _loader(
     batches: Any, sampler: Any, rank: int, workers: int, device: torch.device, seed: int
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return a loader of uint8 images and labels in the order of ``sampler``.
-
-    The loader's samples are lists of indices, so that a data set loads a batch at once.
-    """
+    """Return a loader in the order of ``sampler``, whose lists of indices a data set loads at once."""
     return DataLoader(
         batches,
         sampler=sampler,

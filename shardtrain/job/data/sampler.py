@@ -49,10 +49,7 @@ def generator(*key: int | str) -> torch.Generator:
 
 
 def epoch_order(seed: int, epoch: int, images: int, repeats: int = 1) -> Tensor:
-    """Return the indices that ``epoch`` visits, in order: int64 [images].
-
-    It is a permutation; with repeats its beginning, with each index `repeats` times in a row.
-    """
+    """Return a permutation, or of its beginning each index `repeats` times in a row: int64 [images]."""
     order = torch.randperm(images, generator=generator("order", seed, epoch))
     return order.repeat_interleave(repeats)[:images]
 
