@@ -248,7 +248,7 @@ def test_every_combination_in_hydras_words() -> None:
 
 def test_flags_and_single_values_are_every_jobs(tmp_path: Path) -> None:
     found = read("seed=1,2", "train.epochs=3", "--config-dir", str(tmp_path))
-    assert found.fixed == ["--config-dir", str(tmp_path), "train.epochs=3"]
+    assert found.fixed == ["train.epochs=3", "--config-dir", str(tmp_path)]
     assert (found.first.train.epochs, found.first.seed, found.device, found.threads) == (3, 1, "auto", None)
     with redirect_stdout(io.StringIO()) as said:
         assert sweep.read(["-m", "seed=1,2", "--cfg", "job"], True) is None

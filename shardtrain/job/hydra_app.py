@@ -6,6 +6,7 @@ here. Only rank 0 prints the output of `--help` and `--cfg job`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -13,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,17 +30,13 @@ from shardtrain.job.schema import Frozen, UserError, checked, not_valid, path_of
 if TYPE_CHECKING:
     from shardtrain.job.config import Config
 
-HELP, CFG = ("--help", "-h"), ("--cfg", "-c")
-COMPLETION, FOLDER = ("--shell-completion", "-sc"), ("--config-dir", "-cd")
-PRINTING = {*HELP, *CFG, *COMPLETION}
-FLAGS = dict.fromkeys(HELP, 0) | dict.fromkeys((*CFG, *COMPLETION, *FOLDER), 1)  # number of values
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
 
 
 def printed(arguments: Sequence[str]) -> bool:
     """Print what a flag asks for, without torch; return whether there was one. `compose` reports mistakes."""
-    if not PRINTING.isdisjoint(arguments):
-        with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError):
+        if split(arguments)[0].printing:
             return compose(arguments, speak=os.environ.get("RANK", "0") == "0") is None
     return False
 
@@ -55,7 +51,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         with program_configs() as own:
             return compose(arguments, speak=speak, folder=own)
     flags, overrides = split(arguments)
-    own_folders = [path_of(flag, text).absolute() for flag, text in pairwise(flags) if flag in FOLDER]
+    own_folders = [path_of("--config-dir", text).absolute() for text in flags.config_dir]
     if missing := [str(path) for path in own_folders if not path.is_dir()]:
         raise UserError(f"--config-dir: there is no folder {missing[0]}")
     folders = [folder, *own_folders]
@@ -65,8 +61,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
         if file.parent.name in ("model", *os.listdir(folder)):
             load_yaml(file)  # since Hydra's message would be the first line of several
     _register_resolvers(folders, choices)
-    helping, printing = not set(HELP).isdisjoint(flags), not PRINTING.isdisjoint(flags)
-    section = overrides.pop(0) if helping and overrides and "=" not in overrides[0] else ""
+    section = overrides.pop(0) if flags.help and overrides and "=" not in overrides[0] else ""
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
     texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
@@ -75,7 +70,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     texts.append(f"hydra.searchpath=[{searched}]")
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-            config = hydra.compose("config", texts, return_hydra_config=helping)
+            config = hydra.compose("config", texts, return_hydra_config=flags.help)
             if config.get("allow"):
                 raise UserError(f"allow={config.allow}: the command line alone says whose code may run")
             if "sched.warmup_epochs" in keys:
@@ -85,17 +80,18 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
                         f"sched.warmup_epochs={warmup}: longer than the run, train.epochs={epochs}"
                     )
             config.merge_with_dotlist([text.lstrip("+") for text in allow])
-            text = described(config, folders, section) if helping else OmegaConf.to_yaml(config)
-            if "query=bash" in flags:
+            text = described(config, folders, section) if flags.help else OmegaConf.to_yaml(config)
+            if flags.shell_completion == "query=bash":
                 BashCompletion(GlobalHydra.instance().config_loader()).query("config")
                 return None
     except UserError:
         raise
     except Exception as error:  # nothing but parsers runs here
         raise _explain(error) from None
-    if printing and speak:
-        print((folder / "completion.bash").read_text() if "install=bash" in flags else text)
-    return None if printing else config
+    if flags.printing and speak:
+        installing = flags.shell_completion == "install=bash"
+        print((folder / "completion.bash").read_text() if installing else text)
+    return None if flags.printing else config
 
 
 def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
@@ -132,21 +128,21 @@ def read_config(arguments: Sequence[str], speak: bool) -> Config | None:
     return None if raw is None else from_hydra(raw)
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags with their values, and the overrides. Raises UserError for an unknown flag."""
-    flags: list[str] = []
-    overrides: list[str] = []
-    rest = iter(
-        part for text in arguments for part in (text.split("=") if text.startswith("--c") else [text])
-    )
-    for text in rest:
-        if text in FLAGS:
-            flags += [text, *islice(rest, FLAGS[text])]
-        elif text.startswith("-"):
-            key, valid = text.lstrip("-").partition("=")[0], ", ".join([*FLAGS, "-m"])
+def split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags, and the overrides. Raises UserError for an unknown flag."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", nargs="?", const="job")
+    parser.add_argument("--shell-completion", "-sc", nargs="?", const="")
+    parser.add_argument("--config-dir", "-cd", nargs="?", const="", action="append", default=[])
+    with reading("the flags", "see --help", argparse.ArgumentError):
+        flags, overrides = parser.parse_known_args(arguments)
+    flags.printing = flags.help or flags.cfg is not None or flags.shell_completion is not None
+    for text in overrides:
+        if text.startswith("-"):
+            valid = "--help, -h, --cfg, -c, --shell-completion, -sc, --config-dir, -cd, -m"
+            key = text.lstrip("-").partition("=")[0]
             raise UserError(f"unknown flag {text}; keys go without dashes: {key}=VALUE (valid: {valid})")
-        else:
-            overrides.append(text)
     return flags, overrides
 
 

@@ -125,26 +125,25 @@ def table(done: Sequence[Outcome]) -> str:
 
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the arguments that all jobs share, and each job's own, whose last key changes fastest."""
-    fixed, overrides = split(arguments)
-    values: list[list[str]] = []
+    swept: dict[str, list[str]] = {}
     random.seed(0)  # for shuffle(…), which must be the same on all ranks
     with program_configs() as folder, hydra.initialize_config_dir(str(folder), version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # for glob(…) over groups
-        for text in overrides:
+        for text in split(arguments)[1]:
             try:
                 (override,) = parser.parse_overrides([text])
             except (HydraException, OverrideParseException):
                 raise unreadable(text) from None
             if not override.is_sweep_override():
-                fixed.append(text)
                 continue
             if override.key_or_group in SHARED:
                 raise UserError(f"{text}: all jobs of a sweep have one {override.key_or_group}")
             if override.is_interval_sweep():
                 raise UserError(f"{text}: an interval has infinitely many values; list some")
             key = override.get_key_element()
-            values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-    return fixed, [list(job) for job in itertools.product(*values)]
+            swept[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    fixed = [text for text in arguments if text not in swept]
+    return fixed, [list(job) for job in itertools.product(*swept.values())]
 
 
 def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
