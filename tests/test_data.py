@@ -23,7 +23,7 @@ from torchvision.datasets import CIFAR10
 from shardtrain.job import data
 from shardtrain.job.build import completed
 from shardtrain.job.config import Cifar, Digits, Fake, HuggingFace, ImageFolder, Npz, WebDataset
-from shardtrain.job.data.batches import Arrays
+from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.schema import UserError
 from shardtrain.recipes.augment import Photo

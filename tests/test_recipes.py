@@ -27,8 +27,7 @@ from shardtrain.job import model
 from shardtrain.job.build import completed, loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
 from shardtrain.job.data import Batch, DataSet, Share, load
-from shardtrain.job.data.batches import Arrays
-from shardtrain.job.data.feed import Mix
+from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.pictures import plot

@@ -15,7 +15,7 @@ from shardtrain import comm, shard
 from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
-from shardtrain.job.data.batches import Arrays, DataSet
+from shardtrain.job.data.feed import Arrays, DataSet
 from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
 from shardtrain.job.model import parameter_groups
 from shardtrain.job.schema import UserError

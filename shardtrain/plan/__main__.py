@@ -13,7 +13,7 @@ from shardtrain import device
 from shardtrain.job import data, launch
 from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config, Data
-from shardtrain.job.data.batches import Arrays
+from shardtrain.job.data.feed import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import read_beside
 from shardtrain.job.schema import UserError, above, at_least

@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 
 from shardtrain import comm
 from shardtrain.job.config import HuggingFace, ImageFolder, Photos, WebDataset
-from shardtrain.job.data.batches import Batches, DataSet
+from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.dist_env import together
 from shardtrain.job.schema import UserError, not_valid, path_of, plain_file, reading
 

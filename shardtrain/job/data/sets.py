@@ -11,7 +11,7 @@ import torch
 from numpy.lib.npyio import NpzFile
 
 from shardtrain.job.config import Cifar, Data, Digits, Fake, ImageFolder, Npz, WebDataset
-from shardtrain.job.data.batches import Arrays, Chosen, DataSet, of_length
+from shardtrain.job.data.feed import Arrays, Chosen, DataSet, of_length
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.schema import UserError, path_of, plain_file, reading
