@@ -160,6 +160,7 @@ def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
     first, none = PIXELS.transpose(0, 3, 1, 2), PIXELS[..., 0]
     for name, train in (("last", PIXELS), ("first", first), ("none", none)):
         held_out = {"val_images": train[2:5], "val_labels": CLASSES[2:5].astype(np.uint8)}
+        held_out["test_images"] = train[:2]
         np.savez(tmp_path / f"{name}.npz", **{**MEDMNIST, "train_images": train, **held_out})
         found = data.load(npz(tmp_path / f"{name}.npz"))
         assert (len(found.train), len(found.val), found.classes) == (7, 3, 3)  # val goes before test
@@ -180,6 +181,7 @@ def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
         ({"train_images": PIXELS.reshape(7, -1)}, r"uint8 \[7, 48\], not \[n, height, width\] with channels"),
         ({"train_images": np.zeros((7, 4, 4, 4), np.uint8)}, r"\[7, 4, 4, 4\], not \[n, height, width\] w"),
         ({"test_images": PIXELS[:2, :, :, 0]}, r"test_images have another size or other channels than"),
+        ({"val_images": PIXELS, "val_labels": CLASSES, "test_images": PIXELS[:2, ..., 0]}, "test_images"),
         ({"train_labels": CLASSES[:6]}, r"train_labels are int64 \[6\], not the class of each image"),
         ({"train_labels": np.eye(7, 3, dtype=int)}, r"train_labels are int64 \[7, 3\], not the class of"),
         ({"train_labels": CLASSES / 2}, r"train_labels are float64 \[7\], not the class of each image"),

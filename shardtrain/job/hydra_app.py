@@ -12,8 +12,9 @@ import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,9 +77,8 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
             if "sched.warmup_epochs" in keys:
                 warmup, epochs = config.sched.warmup_epochs, config.train.epochs
                 if float(warmup) > float(epochs or 0):
-                    raise UserError(
-                        f"sched.warmup_epochs={warmup}: longer than the run, train.epochs={epochs}"
-                    )
+                    found = f"sched.warmup_epochs={warmup}"
+                    raise UserError(f"{found}: longer than the run, train.epochs={epochs}")
             config.merge_with_dotlist([text.lstrip("+") for text in allow])
             text = described(config, folders, section) if flags.help else OmegaConf.to_yaml(config)
             if flags.shell_completion == "query=bash":
@@ -113,13 +113,10 @@ def load_yaml(path: Path) -> Any:
 
 def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, str]]) -> None:
     """Register what `config.yaml` asks of the files in ``folders``. ``choices``: their groups and names."""
-    resolvers: dict[str, Callable[..., str]] = {
-        "own_or_none": lambda group, name: name if (group, name) in choices else "none",
-        "bf16_or_fp32": lambda: importlib.import_module("shardtrain.device").fastest_precision(),
-        "recipes": lambda: recipe_table(folders),
-    }
-    for name, resolve in resolvers.items():
-        OmegaConf.register_new_resolver(name, resolve, replace=True)
+    register = partial(OmegaConf.register_new_resolver, replace=True)
+    register("own_or_none", lambda group, name: name if (group, name) in choices else "none")
+    register("bf16_or_fp32", lambda: importlib.import_module("shardtrain.device").fastest_precision())
+    register("recipes", lambda: recipe_table(folders))
 
 
 def read_config(arguments: Sequence[str], speak: bool) -> Config | None:

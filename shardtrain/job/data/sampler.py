@@ -13,6 +13,7 @@ batch apart, so that they are on different ranks if there are at least two:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -48,6 +49,7 @@ def generator(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
+@functools.lru_cache(maxsize=2)  # the loader may be an epoch ahead
 def epoch_order(seed: int, epoch: int, images: int, repeats: int = 1) -> Tensor:
     """Return a permutation, or of its beginning each index `repeats` times in a row: int64 [images]."""
     order = torch.randperm(images, generator=generator("order", seed, epoch))
@@ -85,7 +87,6 @@ class TrainSampler:
     ) -> None:
         self.images, self.share, self.seed, self.repeats, self.side = images, share, seed, repeats, side
         self.steps, self.steps_per_epoch = steps, images // share.batch_size
-        self._ordered_epoch, self._order = -1, torch.empty(0)
 
     def __len__(self) -> int:
         return len(self.steps) * self.share.accumulate
@@ -104,11 +105,9 @@ class TrainSampler:
     def indices(self, step: int) -> Tensor:
         """Return the indices of this rank's images in ``step``: int64 [per_rank]."""
         epoch, batch = divmod(step, self.steps_per_epoch)
-        if epoch != self._ordered_epoch:
-            self._order = epoch_order(self.seed, epoch, self.images, self.repeats)
-            self._ordered_epoch = epoch
-        start = batch * self.share.batch_size
-        return self.share.of(copies_apart(self._order[start : start + self.share.batch_size], self.repeats))
+        order = epoch_order(self.seed, epoch, self.images, self.repeats)
+        whole = order[batch * self.share.batch_size :][: self.share.batch_size]
+        return self.share.of(copies_apart(whole, self.repeats))
 
 
 class EvalSampler:

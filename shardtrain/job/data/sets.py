@@ -73,34 +73,33 @@ def _read(config: Data) -> DataSet:
     return photos.hugging_face(config)
 
 
-def _arrays(file: IO[bytes], name: str) -> DataSet:
+def _arrays(file: IO[bytes], title: str) -> DataSet:
     """Read an `.npz` that has MedMNIST's keys. Raises ValueError if anything in it is wrong."""
     found = np.load(file, allow_pickle=False)
     if not isinstance(found, NpzFile):
         raise ValueError("it holds a single array")
-    held_out = "val" if "val_images" in found else "test"
     with found:
-        train, val = _part(found, "train"), _part(found, held_out)
-        test = _part(found, "test") if held_out == "val" and "test_images" in found else None
+        held_out = [name for name in ("val", "test") if f"{name}_images" in found] or ["test"]
+        parts = {name: _part(found, name) for name in ("train", *held_out)}
+    train = parts["train"]
     classes = 1 + int(train.labels.max())
-    parts = [("train", train.labels, len(train)), (held_out, val.labels, classes)]
-    parts += [("test", test.labels, classes)] if test is not None else []
-    for part, labels, bound in parts:
-        if labels.min() < 0 or labels.max() >= bound:
-            raise ValueError(f"{part}_labels are from {labels.min()} to {labels.max()}, not 0 to {bound - 1}")
-    if train.images.shape[1:] != val.images.shape[1:]:
-        raise ValueError(f"{held_out}_images have another size or other channels than train_images")
+    for name, part in parts.items():
+        bound, low, high = len(train) if part is train else classes, part.labels.min(), part.labels.max()
+        if low < 0 or high >= bound:
+            raise ValueError(f"{name}_labels are from {low} to {high}, not 0 to {bound - 1}")
+        if part.images.shape[1:] != train.images.shape[1:]:
+            raise ValueError(f"{name}_images have another size or other channels than train_images")
     some = train.images[:: 1 + len(train) // 2048].float()
     std, mean = torch.std_mean(some, (0, 2, 3), correction=0)
     return DataSet(
         train=train,
-        val=val,
-        name=name,
+        val=parts[held_out[0]],
+        name=title,
         classes=classes,
         channels=len(mean),
         mean=tuple(round(value, 2) for value in mean.tolist()),
         std=tuple(round(value, 2) or 1.0 for value in std.tolist()),
-        test=test,
+        test=parts["test"] if len(held_out) > 1 else None,
     )
 
 
