@@ -278,7 +278,7 @@ def test_ranks_of_one_host_listen_on_loopback_only_and_leave_no_thread(
 def taken(folder: Path, *arguments: str) -> list[str]:
     """What a job says of its run directory once it has it."""
     config, place = configure(*arguments), context(folder)
-    with run_directory(find_start(config, place), config, place) as news:
+    with run_directory(*find_start(config, place), config, place) as news:
         comm.barrier()
         return news
 
@@ -330,9 +330,9 @@ def test_every_job_of_a_sweep_starts_anew_once(monkeypatch: pytest.MonkeyPatch, 
         place = Context(rank_info, CPU, tmp_path / job)
         old = tmp_path / job / "checkpoints/step-00000004"
         old.mkdir(parents=True)
-        start = find_start(config, place)
+        store, start = find_start(config, place)
         assert old.is_dir()  # a mistake that is found now has changed nothing
-        with run_directory(start, config, place) as news:
+        with run_directory(store, start, config, place) as news:
             assert news == [
                 f"resume=none: the checkpoints of an earlier run are in {tmp_path}/{job}/checkpoints.1 now"
             ]

@@ -109,19 +109,19 @@ def train(config: Config, context: Context) -> float | None:
     """Run one job; return its best accuracy in percent, or None without an evaluation."""
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
-    start = find_start(config, context)
+    store, start = find_start(config, context)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
-    state = restore(start, config, job, metrics)
+    state = restore(store, start, config, job, metrics)
     with (
-        run_directory(start, config, context) as messages,
+        run_directory(store, start, config, context) as messages,
         open_monitor(config, context, job, metrics, state.best) as monitor,
         StopSignals() as signals,
     ):
         table = [start_table(config, context, job)] if context.first else []
         monitor.say("\n".join([*table, *messages, *start_messages(start, job, config)]))
         training = Training(config, job, metrics, monitor)
-        saver = Saver(training, start.store, state, signals)
+        saver = Saver(training, store, state, signals)
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))

@@ -11,14 +11,14 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
 from shardtrain import comm
 from shardtrain.checkpoint import Damaged
-from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
+from shardtrain.checkpoint.loading import load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Newest, Store, newest, steps_in
 from shardtrain.job.build import Job
@@ -35,16 +35,7 @@ CHECKPOINTS, LOCK = "checkpoints", ".lock"
 DECISIVE = ("model._target_", "model.name", "seed", "data.name", "train.batch_size", "data.repeats")
 
 
-class Start(NamedTuple):
-    """Describe where a run starts: after ``step`` steps, from the checkpoint ``opened``, or anew."""
-
-    step: int
-    opened: Opened | None
-    store: Store
-    damaged: list[tuple[Path, str]]  # newer checkpoints that are not complete, and why
-
-
-def start_messages(start: Start, job: Job, config: Config) -> list[str]:
+def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     """Return the lines that a run prints about its start."""
     aside = "" if config.eval_only or config.dry_run else "; it is set aside"
     warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
@@ -57,8 +48,8 @@ def start_messages(start: Start, job: Job, config: Config) -> list[str]:
     return [*warnings, f"{where} ({start.opened.path})"]
 
 
-def find_start(config: Config, context: Context) -> Start:
-    """Find the start that `resume` in the configuration names. Changes nothing. Collective.
+def find_start(config: Config, context: Context) -> tuple[Store, Newest]:
+    """Return where the run saves, and what it starts from as `resume` says. Changes nothing. Collective.
 
     Raises UserError if `resume` requires a complete checkpoint and there is none, or if another job writes.
     """
@@ -77,14 +68,14 @@ def find_start(config: Config, context: Context) -> Start:
         asynchronous=config.checkpoint.asynchronous,
     )
     if config.resume == "none" and (config.eval_only or not _restarted(context)):
-        return Start(0, None, store, [])
+        return store, Newest(None, 0, [])
     with reading(f"resume={config.resume}", "resume=none starts anew", (Damaged, OSError)):
         found = store.newest()
         if found.opened is None and config.resume not in ("auto", "none"):
             found = open_named(path_of("resume", config.resume))
             if found.opened is None:
                 raise Damaged("neither a checkpoint nor a run with checkpoints")
-    return Start(found.step, found.opened, store, found.damaged)
+    return store, found
 
 
 def _restarted(context: Context) -> bool:
@@ -125,7 +116,7 @@ def free_space(directory: Path) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def run_directory(start: Start, config: Config, context: Context) -> Iterator[list[str]]:
+def run_directory(store: Store, start: Newest, config: Config, context: Context) -> Iterator[list[str]]:
     """Lock the run directory for this job, prepare it for checkpoints, and yield lines to print about that.
 
     Collective. Raises UserError on every rank if another job writes there, or it is not writable.
@@ -136,9 +127,9 @@ def run_directory(start: Start, config: Config, context: Context) -> Iterator[li
         def take() -> None:
             held.enter_context(locked(context.run_dir))
             if config.resume == "none" and start.opened is None:
-                messages.extend(_set_aside(start.store.directory))
-            start.store.clear(start.damaged)
-            if config.checkpoint.keep and free_space(start.store.directory)[1] < MIB:
+                messages.extend(_set_aside(store.directory))
+            store.clear(start.damaged)
+            if config.checkpoint.keep and free_space(store.directory)[1] < MIB:
                 messages.append(f"warning: the disk of {context.run_dir} is full; training goes on meanwhile")
 
         if not (config.dry_run or config.eval_only):
@@ -184,7 +175,7 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> RunState:
+def restore(store: Store, start: Newest, config: Config, job: Job, metrics: StepMetrics) -> RunState:
     """Load the checkpoint of ``start`` into the job, and return the run's state. Collective.
 
     The command's settings replace the saved ones: a new `optim.weight_decay` takes effect.
@@ -197,7 +188,7 @@ def restore(start: Start, config: Config, job: Job, metrics: StepMetrics) -> Run
     if opened is None:
         if evaluating and config.model.get("weights") is None:
             raise UserError(
-                f"eval_only=true: there is no checkpoint in {start.store.directory}; name the run "
+                f"eval_only=true: there is no checkpoint in {store.directory}; name the run "
                 "(run.name=NAME), a checkpoint or a run (resume=PATH), or plain weights (model.weights=FILE)"
             )
         return RunState()
