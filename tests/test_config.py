@@ -29,7 +29,7 @@ from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.sweep import Outcome, Sweep
 
-from tiny import CPU, VIT, composed, context, result_of
+from tiny import CPU, TINY, composed, context, result_of
 
 
 def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
@@ -201,11 +201,7 @@ def test_a_recipe_that_cannot_be_read_is_named(own: Path) -> None:
 # sweeps: which jobs, one group for all of them, what fails and what follows
 
 
-TINY = (
-    *("+recipe=resnet", *VIT, "data=fake", "data.train_images=24", "data.val_images=7"),
-    *("train.batch_size=12", "train.max_steps=2", "checkpoint.keep=0"),
-    *("monitor.progress=none", "monitor.tensorboard=false"),
-)
+TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.tensorboard=false")
 
 
 def read(*arguments: str) -> Sweep:
@@ -258,7 +254,7 @@ def test_flags_and_single_values_are_every_jobs(tmp_path: Path) -> None:
 def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
     """One job is refused, one gives a loss that is no number; the other two train as they would alone."""
     swept = ("optim.lr=0.001,1e30", "train.batch_size=12,13")
-    (best, said), (other, silent) = on_ranks(2, run, str(tmp_path / "sweep"), train, *TINY, *swept)
+    (best, said), (other, silent) = on_ranks(2, run, str(tmp_path / "sweep"), train, *TWO_STEPS, *swept)
     assert best == other
     assert silent == ""
     assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in said

@@ -30,7 +30,6 @@ from shardtrain.comm.transport import Pending, Transport
 from shardtrain.comm.wrappers import Offloaded
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
-from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.launch import Context
 from shardtrain.optim import Ema
 from shardtrain.train.loop import train
@@ -38,7 +37,7 @@ from shardtrain.train.saving import Saver
 
 from simulated_device import DEVICE, Event, SimulatedDevice, Stream
 from small import Block, OddNet, images
-from tiny import TINY, configure
+from tiny import ALONE, TINY, configure
 
 WORLD, RANK = 8, 2
 Patch = tuple[Any, str, Any]  # of `monkeypatch.setattr`
@@ -163,7 +162,7 @@ def test_the_program_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             settle(saver)
 
         monkeypatch.setattr(Saver, "before_update", before_update)
-        train(config, Context(RankInfo(0, 1, 0, 1), DEVICE, tmp_path))
+        train(config, Context(ALONE, DEVICE, tmp_path))
     assert waits[2:] == [[]] * 6
     assert list(device.findings) == []
 
@@ -211,7 +210,7 @@ def test_planted_faults_are_found(device: SimulatedDevice, monkeypatch: Any, nam
     scene, patch = MUTANTS[name]
     monkeypatch.setattr(*patch)
     waits = play(device, scene, LOW, OddNet())
-    assert device.findings or waits
+    assert device.findings or len(waits) > 2 * (scene == "offload")  # without a fault it waits twice
 
 
 def resnet50() -> nn.Module:
@@ -240,10 +239,7 @@ def launches(model: nn.Module, dtype: torch.dtype) -> int:
 
 @pytest.mark.parametrize(
     ("make", "plain", "precision", "dtype", "budget"),
-    [
-        (resnet50, lambda model: model, None, torch.float32, 89),
-        (vit24, in_bf16, LOW, torch.bfloat16, 231),
-    ],
+    [(resnet50, lambda model: model, None, torch.float32, 89), (vit24, in_bf16, LOW, torch.bfloat16, 231)],
     ids=["resnet50 fp32", "vit24 bf16"],
 )
 def test_launches_beyond_the_plain_model_keep_their_budget(

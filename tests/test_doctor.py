@@ -12,15 +12,13 @@ from shardtrain import comm
 from shardtrain.doctor import __main__ as program
 from shardtrain.doctor.__main__ import Twins, difference
 from shardtrain.job.build import Job, build
-from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import counted
 from shardtrain.job.schema import UserError
 from shardtrain.recipes import models
 
 from pool import each_rank
-from tiny import CPU, VIT, composed, small_model
+from tiny import ALONE, CPU, VIT, composed, small_model
 
-HERE = RankInfo(0, 1, 0, 1)
 TINY = ["+recipe=resnet", "data=fake", "data.train_images=48", "data.image_size=8", "train.batch_size=12"]
 LOW = ["train.accumulate=2"]
 MESSAGES, LONG = "parallel.transport=process_group", pytest.mark.long
@@ -122,10 +120,10 @@ def test_a_difference_counts_beyond_the_tolerance() -> None:
 
 def test_the_program_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     settings = program.read([*TINY, *VIT, "steps=2", "train.max_steps=1"], False)  # the run has fewer steps
-    program.examine(settings, HERE, CPU)
+    program.examine(settings, ALONE, CPU)
     assert capsys.readouterr().out.startswith("ok       1 steps sharded over 1 rank equal unsharded ones")
     monkeypatch.setattr(Twins, "examine", lambda *_: (False, "failed   it is broken: mend it"))
     with pytest.raises(SystemExit) as leaving:
-        program.examine(settings, HERE, CPU)
+        program.examine(settings, ALONE, CPU)
     assert leaving.value.code == 1
     assert capsys.readouterr().out == "failed   it is broken: mend it\n"

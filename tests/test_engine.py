@@ -7,6 +7,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -419,8 +420,7 @@ def test_the_engine_does_what_the_naive_twin_does() -> None:
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05, momentum=0.9)
     losses = train(sharded, optimizer, 6)
     for step, loss in enumerate(losses):
-        x, y = images(step)
-        assert twin.step(lambda m, x=x, y=y: F.cross_entropy(m(x), y)) == pytest.approx(loss, rel=1e-5)
+        assert twin.step(partial(classify, step=step)) == pytest.approx(loss, rel=1e-5)
     twin.gather()
     assert_same_parameters(sharded, twin.model)
 
@@ -439,11 +439,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nested units": {"units": _nested},
     "every leaf": {"units": leaves},
     "whole parameters, every leaf": {"layout": "whole", "units": leaves},
-    "whole parameters in the root, kept": {
-        "layout": "whole",
-        "units": [],
-        "reshard_after_forward": False,
-    },
+    "whole parameters in the root, kept": {"layout": "whole", "units": [], "reshard_after_forward": False},
     "whole parameters, some frozen": {"layout": "whole", "make": freeze},
 }
 
@@ -511,8 +507,8 @@ def test_automatic_units_are_blocks() -> None:
             assert largest(models.get_model(name)) < 0.26, name
 
 
-def attends() -> nn.Module:
-    """Its first part holds layers and has no forward of its own."""
+def test_automatic_units_are_modules_that_are_called() -> None:
+    """Not a holder without a forward; nor the projection inside an attention that never calls it."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = self.layers.second(self.layers.first(x))
@@ -520,9 +516,5 @@ def attends() -> nn.Module:
 
     layers = nn.Module()
     layers.first, layers.second = nn.Linear(99, 99), nn.Linear(99, 99)
-    return Parts(forward, layers=layers, attention=nn.MultiheadAttention(99, 3))
-
-
-def test_automatic_units_are_modules_that_are_called() -> None:
-    """Not a holder without a forward; nor the projection inside an attention that never calls it."""
-    assert units_of(attends()) == ["layers.first", "layers.second", "attention"]
+    attends = Parts(forward, layers=layers, attention=nn.MultiheadAttention(99, 3))
+    assert units_of(attends) == ["layers.first", "layers.second", "attention"]

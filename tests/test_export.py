@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import io
-import os
 import shutil
 import sys
 import urllib.error
@@ -23,7 +22,7 @@ from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
 from pool import once
-from test_checkpoint import rewrite
+from test_checkpoint import Plant, rewrite
 from tiny import SHORT, configure, context, result_of
 
 STOCK = (
@@ -201,12 +200,8 @@ def test_a_run_of_another_version_is_exported(tmp_path: Path, trained: Path, exp
 
 
 def test_weights_never_run_code(tmp_path: Path) -> None:
-    class Plant:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "planted"),)
-
     for name in ("x.pth", "x.safetensors"):
-        torch.save({"a": Plant()}, tmp_path / name)
+        torch.save({"a": Plant(tmp_path / "planted")}, tmp_path / name)
         with pytest.raises(UserError, match="no weights that can be read without running code"):
             read_weights(tmp_path / name)
     assert not (tmp_path / "planted").exists()

@@ -28,7 +28,6 @@ from shardtrain.plan.memory import memory_of_step
 from pool import each_rank
 from small import (
     Block,
-    Deep,
     OddNet,
     Parts,
     Vit,
@@ -226,7 +225,7 @@ def test_many_kinds_of_one_class() -> None:
 @each_rank(3, transport="auto")
 def test_checkpointed_units_hold_less_and_move_the_same() -> None:
     """What a step moves, without and with."""
-    model, _ = sharded_and_replica(lambda: Deep(6))
+    model, _ = sharded_and_replica(lambda: OddNet(blocks=6))
     moved, kept, batch = [], [], images(0, n=32)
     for inside in (nothing, checkpointed):
         inside(model)

@@ -52,14 +52,8 @@ def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual
     """Equal units swapped, or one skipped, in the first step or a later one."""
     model = shard(TwoPaths(), units=[nn.Linear])
     usual = "first second"
-    for _ in range(usual_steps):
-        model(torch.randn(2, 9), usual).sum().backward()
-
-    def strayed_step_and_another() -> None:
-        model(torch.randn(2, 9), order if is_last() else usual).sum().backward()
-        model(torch.randn(2, 9), usual).sum().backward()
-
-    text = raised_soon(comm.Diverged, strayed_step_and_another)
+    model.take(*[usual] * usual_steps)
+    text = raised_soon(comm.Diverged, lambda: model.take(order if is_last() else usual, usual))
     head, body = text.split(": rank 0 is ")
     assert head == f"step {usual_steps + 1}: ranks 0 and 1 take different paths"
     first, second = re.fullmatch(r"(.*), rank 1 is (.*)", body).groups()

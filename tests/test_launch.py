@@ -38,9 +38,7 @@ from shardtrain.train.resume import find_start, locked, run_directory
 
 from pool import Ranks, each_rank, ended
 from test_data import cifar, encoded, shards, write_tar
-from tiny import CPU, configure, context
-
-ALONE = RankInfo(0, 1, 0, 1)
+from tiny import ALONE, CPU, configure, context
 
 
 @pytest.fixture(autouse=True)

@@ -37,19 +37,18 @@ from shardtrain.monitor.timeline import Lanes, Watch
 from pool import each_rank, ended, once
 from small import Block, OddNet, sgd, shard
 from small import train as steps_of
-from tiny import CPU, SHORT, TINY, VIT, configure, events_of, run
+from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
 SCALARS = {"train/loss": 0.5, "train/acc1": 80.0, "perf/img_per_s": 123.0, "lr/group0": 0.1, "grad_norm": 2.0}
-PARAMETERS = 4_154
 TWO = torch.zeros(2, 1, 8, 8)  # images
 ONE = torch.ones(())
 FOUR: Any = SimpleNamespace(steps=4, steps_per_epoch=2, first_step=0)  # of a job
 
 
 def opened(run_dir: Path, *arguments: str, model: Sequence[str] = VIT) -> tuple[Any, Context, Any]:
-    context = Context(RankInfo(0, 1, 0, 1), CPU, run_dir)
+    place = context(run_dir)
     job, config = build(configure(*model, "monitor.tensorboard=false", *arguments), 0, 1, CPU)
-    return open_monitor(config, context, job, StepMetrics(job)), context, job
+    return open_monitor(config, place, job, StepMetrics(job)), place, job
 
 
 def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +61,7 @@ def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     result = json.loads((tmp_path / "a/run/result.json").read_text())
     assert (result["status"], result["step"], result["steps"]) == ("finished", 1, job.steps)
     assert (result["val/acc1"], result["best_val/acc1"], result["train/loss"]) == (98.5, 98.5, 0.5)
-    assert (result["parameters"], result["best_val/step"]) == (PARAMETERS, 1)
+    assert (result["parameters"], result["best_val/step"]) == (4_154, 1)
     assert result["command"] == shlex.join(sys.argv)
     assert abs(datetime.datetime.fromisoformat(result["started"]).timestamp() - time.time()) < 600
     assert result["commit"] is None or re.fullmatch("[0-9a-f]{40}", result["commit"])
@@ -141,8 +140,8 @@ def test_results_are_written_while_a_run_goes_on_with_null_for_what_json_has_not
 
 
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
-    _, context, job = opened(tmp_path, "optim=adamw", "train.accumulate=2", model=())
-    table = start_table(configure("optim=adamw"), context, job)
+    _, place, job = opened(tmp_path, "optim=adamw", "train.accumulate=2", model=())
+    table = start_table(configure("optim=adamw"), place, job)
     for expected in (
         "11,172,810 parameters",
         "42.6 MiB parameters, 42.6 gradients",
@@ -286,7 +285,7 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
     said: list[str] = []
     monitor: Any = SimpleNamespace(say=said.append)
     job: Any = SimpleNamespace(steps=99)
-    context = Context(RankInfo(0, 2, 0, 2), CPU, tmp_path)
+    place = Context(RankInfo(0, 2, 0, 2), CPU, tmp_path)
     course = {
         "none": None,
         "slow": SlowRank(1, "data", "slow"),
@@ -294,7 +293,7 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
         "elsewhere": SlowRank(1, "backward", "elsewhere"),
     }
     reports = "none slow none slow slower slow elsewhere slow none slow none none"
-    with Watch(configure(), context, job, SimpleNamespace(), monitor) as watch:
+    with Watch(configure(), place, job, SimpleNamespace(), monitor) as watch:
         for step, what in enumerate(reports.split(), 1):
             watch.step_done(step, Report({}, course[what]))
     assert said == ["step 5: slower", "step 12: rank 1 keeps up again"]

@@ -24,7 +24,6 @@ from shardtrain.bench import host
 from shardtrain.bench.contenders import BLOCKS
 from shardtrain.bench.host import simulated_group
 from shardtrain.job.build import build
-from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.schema import UserError
 from shardtrain.job.step import Step
 from shardtrain.plan import __main__ as command
@@ -34,7 +33,7 @@ from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, held_by_rows, simulate
 
 from small import Block, OddNet, TwoPaths, sgd
-from tiny import CPU, VIT, composed
+from tiny import ALONE, CPU, VIT, composed
 
 MIB = 2**20
 RESNET = ["model=resnet18", "data.image_size=16"]
@@ -154,7 +153,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     pytest.importorskip("matplotlib")
     asked = ["world_size=4", "bandwidth=10", "flops=2", "memory=0.03", "data.grow=[16,24]"]
     with patch.object(command, "WORLD_SIZES", (1, 4, 1024)):
-        plan(settings(*VIT, *asked, f"out={tmp_path}/here"), RankInfo(0, 1, 0, 1), CPU)
+        plan(settings(*VIT, *asked, f"out={tmp_path}/here"), ALONE, CPU)
     said = capsys.readouterr().out
     for expected in (
         "vit, 6,362 parameters",
@@ -192,7 +191,7 @@ def test_mistakes(arguments: list[str], message: str) -> None:
 
 def test_mistakes_that_show_later_and_a_plan_without_the_data_set() -> None:
     with pytest.raises(UserError, match="out=~nobody-here: Could not determine home directory"):
-        plan(settings("out='~nobody-here'"), RankInfo(0, 1, 0, 1), CPU)
+        plan(settings("out='~nobody-here'"), ALONE, CPU)
     message = r"does not take images of shape 1×3×8×8: Expected more than 1 value per channel .*\(micro_batch"
     with pytest.raises(UserError, match=message):
         planned("model=resnet18", "data.image_size=8", "micro_batch=1")
@@ -375,6 +374,6 @@ def test_a_parameter_that_gets_no_gradient_can_be_planned() -> None:
     """Nobody can be asked whether another rank has one, and what is lacking here has no values to look at."""
     with FakeTensorMode():
         model = shardtrain.shard(TwoPaths(), units=(), transport=comm.Simulated(2, 3))
-        model(torch.randn(2, 9), "first").sum().backward()
+        model.take("first")
         got = {name for name, param in model.named_parameters() if param.grad is not None}
     assert got == {"first.weight", "first.bias"}  # an empty piece has an empty gradient

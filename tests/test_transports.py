@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardtrain
@@ -37,7 +36,6 @@ from shardtrain.optim import Ema
 from pool import Ranks, each_rank
 from small import (
     Block,
-    Deep,
     OddNet,
     Parts,
     TwoPaths,
@@ -229,7 +227,7 @@ def test_hosts_exchange_uneven_intervals() -> None:
 @each_rank(3, transport="auto")
 def test_gradients_that_wait_together_share_the_arena() -> None:
     """Ten units whose gradients all wait under `no_sync`."""
-    model, replica = sharded_and_replica(lambda: Deep(9), transport="shared_memory")
+    model, replica = sharded_and_replica(lambda: OddNet(blocks=9), transport="shared_memory")
     assert train_in_micro_batches(model) == pytest.approx(train_in_micro_batches(replica), rel=1e-5)
     assert_same_parameters(model, replica)
 
@@ -379,7 +377,7 @@ def test_traffic_is_as_theory_says(sizes: tuple[int, int]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train(model, optimizer, 1)
     with comm.meter() as waiting, shardtrain.no_sync(model):
-        F.cross_entropy(model(images(1)[0]), images(1)[1]).backward()
+        classify(model, 1).backward()
     assert waiting.bytes["reduce_scatter"] == waiting.bytes["all_reduce"] == waiting.calls["all_reduce"] == 0
     with comm.meter() as found:
         train(model, optimizer, 1)
@@ -451,19 +449,11 @@ def test_a_rank_or_replica_on_another_path_is_named(
 ) -> None:
     """Some ranks take another path when rank 1 already waits for rank 0."""
     model = shard(TwoPaths(), mesh=mesh(*sizes), units=[nn.Linear])
-    rank = dist.get_rank()
-
-    def step(own: str) -> None:
-        model(torch.randn(2, 9), own).sum().backward()
-
-    def strayed_step_and_another() -> None:
-        step(order if rank in odd else "first second")
-        step("first second")
-
-    step("first second")
+    rank, usual = dist.get_rank(), "first second"
+    model.take(usual)
     late_s = [0.4, 0.0, 0.2, 0.2][rank]
     model.first.register_forward_hook(lambda *a: a[2].register_hook(lambda _: time.sleep(late_s)) and None)
-    text = raised_soon(comm.Diverged, strayed_step_and_another)
+    text = raised_soon(comm.Diverged, lambda: model.take(order if rank in odd else usual, usual))
     assert text.startswith("step 2: "), text
     if len(odd) == 1:
         # Of two ranks in a group, neither is odd; that is known once another has come as far.

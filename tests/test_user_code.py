@@ -412,10 +412,7 @@ def test_arguments_of_shard_are_refused() -> None:
         ("^units names LSTM, but the model has no such module", lambda: sharded(units=[nn.LSTM, Unit])),
         (classes, lambda: sharded(units=["Unit"])),
         (classes, lambda: sharded(units="Unit")),
-        (
-            "^transport must be 'auto', .*, got 'pigeon'",
-            lambda: sharded(transport="pigeon"),
-        ),
+        ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
         ("^parameters without a shape yet: 0.weight, 0.bias", lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
     ):
@@ -475,16 +472,14 @@ def test_edits_are_refused_by_name() -> None:
     with refused("forward changed blocks.1.inside.weight, .* while the root was whole"):
         model(batch(0))
     moved = "is no longer where shard.. found it.*before shard"
-    edits: list[tuple[Callable[[Any], object], str]] = [
-        (lambda m: parametrize.register_parametrization(m.head, "weight", nn.Tanh()), f"head.weight {moved}"),
-        (lambda m: setattr(m.head.weight, "data", torch.ones(3)), r"head.weight now has shape \(3,\) on"),
-    ]
-    added: list[tuple[Callable[[Any], object], str]] = [
-        (lambda m: m.blocks[0].register_parameter("extra", nn.Parameter(torch.ones(3))), "blocks.0.extra"),
-        (lambda m: m.blocks.append(Unit()), "blocks.3.inside.weight, blocks.3.inside.bias"),
-    ]
-    edits += [(edit, rf"^parameters attached after shard\(\): {names}") for edit, names in added]
-    for edit, message in edits:
+    added = r"^parameters attached after shard\(\):"
+    edits: dict[str, Callable[[Any], object]] = {
+        f"head.weight {moved}": lambda m: parametrize.register_parametrization(m.head, "weight", nn.Tanh()),
+        r"head.weight now has shape \(3,\) on": lambda m: setattr(m.head.weight, "data", torch.ones(3)),
+        f"{added} blocks.0.extra": lambda m: setattr(m.blocks[0], "extra", nn.Parameter(torch.ones(3))),
+        f"{added} blocks.3.inside.weight, blocks.3.inside.bias": lambda m: m.blocks.append(Unit()),
+    }
+    for message, edit in edits.items():
         model = sharded()
         edit(model)
         with refused(message):

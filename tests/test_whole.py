@@ -74,21 +74,13 @@ class Clipping(torch.optim.SGD):
         return super().step(closure)
 
 
-def two_matrices() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
-
-
-def backward(net: nn.Module) -> torch.Tensor:
-    loss = net(torch.ones(2, 7)).square().sum()
-    loss.backward()
-    return loss
-
-
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Clipping])
 @each_rank(3)
 def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
-    model = shard(two_matrices(), layout="whole", units=[nn.Linear])
-    optimizer, loss = kind(model.parameters(), lr=0.1), backward(model)
+    two_matrices = nn.Sequential(nn.Linear(7, 7, bias=False), nn.Linear(7, 5, bias=False))
+    model = shard(two_matrices, layout="whole", units=[nn.Linear])
+    optimizer, loss = kind(model.parameters(), lr=0.1), model(torch.ones(2, 7)).square().sum()
+    loss.backward()
     with pytest.raises(ValueError, match=f"^{kind.__name__} .*this optimizer looks at all together"):
         optimizer.step(lambda: loss)
 

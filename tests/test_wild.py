@@ -124,7 +124,7 @@ def follow(target: nn.Module, source: nn.Module, momentum: float = 0.9) -> None:
             ours.mul_(momentum).add_(theirs, alpha=1 - momentum)
 
 
-def images(n: int = 4, size: int = 16) -> torch.Tensor:
+def photos(n: int = 3, size: int = 32) -> torch.Tensor:
     return torch.randn(n, 3, size, size)
 
 
@@ -143,7 +143,7 @@ def dcgan(wrap: Wrap, sync: Sync) -> list[Any]:
     for step in STEPS:
         seed(step)
         made = generator(torch.randn(4, 9, 1, 1))
-        loss = F.softplus(-critic(images())).mean() + F.softplus(critic(made.detach())).mean()
+        loss = F.softplus(-critic(photos(4, 16))).mean() + F.softplus(critic(made.detach())).mean()
         update(for_critic, loss, sync, critic)
         update(for_generator, F.softplus(-critic(made)).mean(), sync, generator)
     return [generator, critic]
@@ -222,7 +222,7 @@ def detr(wrap: Wrap, sync: Sync) -> list[Any]:
     model = wrap(Detr())
 
     def loss() -> torch.Tensor:
-        out, boxes, total = model(images(2)), torch.rand(2, 3, 4), torch.zeros(())
+        out, boxes, total = model(photos(2, 16)), torch.rand(2, 3, 4), torch.zeros(())
         for part in (out, *out["aux_outputs"]):
             match = torch.cdist(part["pred_boxes"].detach(), boxes, p=1).argmin(1)
             matched = part["pred_boxes"].gather(1, match[..., None].expand(-1, -1, 4))
@@ -385,7 +385,7 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
 
     def loss() -> torch.Tensor:
         y = torch.randint(5, (4,))
-        x, mixed = mixup(images(4, 32), y)
+        x, mixed = mixup(photos(4), y)
         out = model(x)
         accuracy.update(out, y)
         return SoftTargetCrossEntropy()(out, mixed)
@@ -477,16 +477,12 @@ def tokens(**more: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, **more}
 
 
-def photos(size: int = 32, n: int = 3) -> torch.Tensor:
-    return torch.randn(n, 3, size, size)
-
-
 def labelled() -> dict[str, torch.Tensor]:
     return {"pixel_values": photos(), "labels": torch.randint(2, (3,))}
 
 
 def pairs() -> dict[str, Any]:
-    return {"input_ids": tokens()["input_ids"], "pixel_values": photos(n=2), "return_loss": True}
+    return {"input_ids": tokens()["input_ids"], "pixel_values": photos(2), "return_loss": True}
 
 
 def speech() -> dict[str, torch.Tensor]:
@@ -589,16 +585,16 @@ TIMM: dict[str, dict[str, Any]] = {
 def detection(model: nn.Module) -> torch.Tensor:
     at = torch.rand(2, 2) * 40
     target = {"boxes": torch.cat([at, at + 15], dim=1), "labels": torch.tensor([1, 2])}
-    return sum(model(list(photos(64, n=2)), [target, target]).values())
+    return sum(model(list(photos(2, 64)), [target, target]).values())
 
 
 def segmentation(model: nn.Module) -> torch.Tensor:
-    out = model(photos(64, n=2))
+    out = model(photos(2, 64))
     return sum(F.cross_entropy(part, torch.randint(5, (2, 64, 64))) for part in out.values())
 
 
 def with_auxiliary_heads(model: nn.Module) -> torch.Tensor:
-    out = model(photos(64))
+    out = model(photos(size=64))
     return sum(F.cross_entropy(part, torch.tensor([0, 1, 2])) for part in out)
 
 

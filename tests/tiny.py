@@ -17,7 +17,8 @@ from shardtrain.job.launch import Context
 from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")
-ALONE = Share(2, 1, 0, 1)  # one rank, two images per step
+ALONE = RankInfo(0, 1, 0, 1)
+TWO_IMAGES = Share(2, 1, 0, 1)  # per step, on one rank
 SHORT = (
     *("data=fake", "data.train_images=60", "data.val_images=11", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
@@ -51,7 +52,7 @@ def run(folder: str, *arguments: str) -> dict[str, Any]:
     return result_of(folder)
 
 
-def train_feed(found: DataSet, size: int, share: Share = ALONE, **options: Any) -> TrainFeed:
+def train_feed(found: DataSet, size: int, share: Share = TWO_IMAGES, **options: Any) -> TrainFeed:
     """Return the micro-batches of two steps, of images with ``size`` pixels per side."""
     keys = {key: options.pop(key, usual) for key, usual in (("grow", ()), ("repeats", 1), ("workers", 0))}
     images = Images(name="", image_size=size, eval_size=None, validation=0.0, limit=None, **keys)

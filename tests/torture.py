@@ -34,10 +34,6 @@ def start(folder: Path) -> subprocess.Popen[str]:
         return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, text=True)
 
 
-def ranks_of(launcher: int) -> list[int]:
-    return [int(rank) for rank in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-
-
 def is_alive(process: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
@@ -52,7 +48,8 @@ def disturb(torchrun: subprocess.Popen[str], choice: random.Random) -> str:
         torchrun.wait(seconds)
         return "ended"
     except subprocess.TimeoutExpired:
-        ranks = ranks_of(torchrun.pid)
+        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children")
+        ranks = [int(rank) for rank in children.read_text().split()]
         victim, name = choice.choice(VICTIMS)
         os.kill([torchrun.pid, *ranks][min(victim, len(ranks))], getattr(signal, name))
     torchrun.wait(LIMIT_S)
