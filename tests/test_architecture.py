@@ -16,19 +16,19 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 199, "device": 171, "comm": 3_619, "engine": 3_275, "optim": 306, "checkpoint": 1_272}
+ENGINE = {"layout": 189, "device": 171, "comm": 3_575, "engine": 3_233, "optim": 306, "checkpoint": 1_246}
 PROGRAM = {
-    "job": 3_077,
+    "job": 3_002,
     "plan": 787,
     "monitor": 1_145,
-    "train": 780,
-    "export": 130,
+    "train": 748,
+    "export": 126,
     "bench": 1_284,
-    "doctor": 292,
+    "doctor": 285,
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_369, "files": 98, "rooms": 16, "engine and layout": 3_474, "tests": 13_523}
+LARGEST = {"lines": 16_129, "files": 95, "rooms": 16, "engine and layout": 3_422, "tests": 13_445}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
