@@ -266,7 +266,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "no shape": (
         lambda m: m["parameters"]["fc.weight"].pop("shape"),
-        "manifest.json says what cannot be: KeyError 'shape'",
+        "manifest.json is invalid: KeyError 'shape'",
     ),
 }
 # The same of the optimizer: it is found when options and state are tried.
@@ -287,7 +287,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (_flip(f / DATA), _flip(f / OTHER)),
         f"rank 0: {OTHER} does not match its digest; rank 1: {DATA} does not match its digest",
     ),
-    "a pipe": (lambda f: ((f / DATA).unlink(), os.mkfifo(f / DATA)), f"{DATA} is no plain file"),
+    "a pipe": (lambda f: ((f / DATA).unlink(), os.mkfifo(f / DATA)), f"{DATA} is not a regular file"),
     "an endless manifest": (
         lambda f: os.truncate(f / "manifest.json", 1 << 40),
         "manifest.json has 1099511627776 bytes, expected at most 268435456",
@@ -302,7 +302,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a planted pickle": (lambda f: _plant(f, DATA), f"{DATA}: Error while deserializing header"),
     "a planted manifest": (lambda f: _plant(f, "manifest.json"), "manifest.json is not UTF-8"),
-    "a deep nesting": (lambda f: write_manifest(f, "[" * 100_000), "manifest.json is no JSON"),
+    "a deep nesting": (lambda f: write_manifest(f, "[" * 100_000), "manifest.json is not valid JSON"),
 }
 
 

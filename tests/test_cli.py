@@ -107,7 +107,7 @@ def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
     run = ("+recipe=resnet", *VIT, *data, "train.batch_size=4", "run.name=here", "augment=none")
     done = ended(2, "main.py", *run, folder=tmp_path)
     pipe = "photos/train/class1/0.png"
-    assert done.errors == f"error: cannot read the image {pipe}: {pipe} is no plain file\n"
+    assert done.errors == f"error: cannot read the image {pipe}: {pipe} is not a regular file\n"
     assert done.codes == [2, 2]
     assert result_of(tmp_path / "outputs/here")["status"] == "failed"
 
@@ -322,6 +322,6 @@ def test_a_job_that_has_to_leave_saves_and_is_queued_again(
         running.send_signal(number)
         output, _ = running.communicate(timeout=20)
     assert running.returncode == 1
-    assert f"asked to leave ({reason}): queued again, to go on from outputs/digits-54321" in output
+    assert f"asked to leave ({reason}): queued again, to resume from outputs/digits-54321" in output
     assert [(tmp_path / f"saved.{node}").exists() for node in (0, 1)] == [True, True]
     assert (tmp_path / "requeued").read_text() == "requeue 54321\n"

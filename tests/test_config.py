@@ -185,7 +185,7 @@ UNREADABLE = {
     "seed: " + "[" * 1100: "recursion",
     "defaults: [mine]": ": a defaults list contains its own file",
     "caf\xe9: 1": "codec can't decode byte 0xe9",
-    "": "mine.yaml is no plain file; expected a YAML file of keys",
+    "": "mine.yaml is not a regular file; expected a YAML file of keys",
 }
 
 

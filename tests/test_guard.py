@@ -160,7 +160,7 @@ def test_a_rank_that_is_busy_alone_is_waited_for() -> None:
         where = "step 3, (entering|gathering) the [a-z]+"
         by = rf"rank {dist.get_rank()} has waited [1-3] s at {where} for rank {dist.get_world_size() - 1}"
         assert len(said) == 1
-        assert re.match(f"{by}, still at work: it goes on waiting", said[0]), said
+        assert re.match(f"{by}, still at work: it keeps waiting", said[0]), said
 
 
 @each_rank(2)

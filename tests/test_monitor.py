@@ -116,10 +116,10 @@ def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path) -> None:
     if done.codes == [77]:
         pytest.skip("mounts need root")
     assert (done.codes, done.errors.count("\n")) == ([0], 1), done.errors
-    assert re.fullmatch(r"warning: .*No space left on device.*; training goes on\n", done.errors)
+    assert re.fullmatch(r"warning: .*No space left on device.*; training continues\n", done.errors)
     assert "warning: the disk of disk/run is full" in done.output
-    for step, newest in ((2, "there is none"), (8, "the newest is of step [45]")):
-        failed = f"step-{step:08} was not saved: .*No space left on device; {newest}; training goes on"
+    for step, newest in ((2, "there is none"), (8, "the latest is of step [45]")):
+        failed = f"step-{step:08} was not saved: .*No space left on device; {newest}; training continues"
         assert re.search(failed, done.output)
     assert (tmp_path / "run/checkpoints/step-00000010/manifest.json").exists()
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "finished"
@@ -552,7 +552,7 @@ def test_pictures_that_cannot_be_are_said_of(tmp_path: Path, monkeypatch: Any, c
     assert not summary.path.exists()
     (tmp_path / "timeline").write_text("")  # a file where the folder should be
     assert not monitor.save(tmp_path / "timeline/step-4.png", "")
-    assert re.search("^warning: step-4.png: .*File exists.*; training goes on$", capsys.readouterr().err)
+    assert re.search("^warning: step-4.png: .*File exists.*; training continues$", capsys.readouterr().err)
 
 
 def test_grids_show_pixels_as_they_were() -> None:

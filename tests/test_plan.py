@@ -157,7 +157,7 @@ def test_the_command_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     for expected in (
         "vit, 6,362 parameters",
-        "4 ranks × 1 micro-batch × 4 images of 3×32×32 = 16 images a step",
+        "4 ranks × 1 micro-batch × 4 images of 3×32×32 = 16 images per step",
         "The peak of ",
         "At 2 TFLOP/s and 10 GB/s a step takes at least ",
         "0.03 GiB of tensors hold at most ",

@@ -277,9 +277,9 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
 @pytest.mark.parametrize(
     ("argument", "text"),
     [
-        ("train.batch_size=6", "the checkpoint is of a run with train.batch_size=12, this one has 6"),
-        ("data.repeats=2", "the checkpoint is of a run with data.repeats=1, this one has 2"),
-        ("seed=3", "the checkpoint is of a run with seed=0, this one has 3, so its place among the images"),
+        ("train.batch_size=6", "the checkpoint was saved by a run with train.batch_size=12, this one has 6"),
+        ("data.repeats=2", "the checkpoint was saved by a run with data.repeats=1, this one has 2"),
+        ("seed=3", "was saved by a run with seed=0, this one has 3, so its place among the images"),
         ("model=squeezenet1_1", "of a run with model.name=mobilenet_v3_small, this one has squeezenet1_1"),
         ("optim=sgd", "its optimizer is AdamW, expected SGD; resume=none starts anew"),
         ("resume=/nowhere", "resume=/nowhere: neither a checkpoint nor a run with checkpoints; resume=none"),
@@ -308,7 +308,7 @@ def test_a_dry_run_looks_where_the_run_would(tmp_path: Path, undisturbed: Path, 
     assert "The peak of " in said
     assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
     assert ": dry_run" in said
-    assert re.search(r"0\.\d*[1-9] MiB of a rank per checkpoint, [\d,]+ MiB free on ", said), said
+    assert re.search(r"0\.\d*[1-9] MiB per rank and checkpoint, [\d,]+ MiB free on ", said), said
     assert "its optimizer is AdamW, expected SGD" in run(str(undisturbed), "dry_run=true", "optim=sgd")
     assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     (tmp_path / "file").write_text("")
@@ -356,7 +356,7 @@ def test_training_goes_on_without_a_checkpoint_or_stops(on_ranks: Any, tmp_path:
     folder = tmp_path / "on"
     assert on_ranks(2, on_a_full_disk, str(folder)) == ["finished"] * 2
     reason = "step-00000008 was not saved: rank 1: rank-00001.safetensors: No space left on device"
-    assert f"{reason}; the newest is of step 4; training goes on" in (folder / "log.txt").read_text()
+    assert f"{reason}; the latest is of step 4; training continues" in (folder / "log.txt").read_text()
     assert steps_in(folder / "checkpoints") == [4, 10]
     ending = on_ranks(2, on_a_full_disk, str(tmp_path / "off"), "checkpoint.on_failure=stop")
     assert [text.partition("checkpoints/")[2] for text in ending] == [reason] * 2

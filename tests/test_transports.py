@@ -520,7 +520,7 @@ def loaded(path: str, setup: Setup, expected: State) -> tuple[int, list[float]]:
 def test_a_checkpoint_goes_from_any_mesh_and_layout_to_any_other(
     on_ranks: Ranks, tmp_path: Path, before: Setup, after: Setup
 ) -> None:
-    """With the same setup, training goes on as if it had never stopped; one replica writes what all hold."""
+    """With the same setup, training continues as if never stopped; one replica writes what all hold."""
     path = str(tmp_path / "step")
     before_all = on_ranks(math.prod(before.sizes), saved, path, before)
     assert len(before_all[0][0]) > 20

@@ -10,8 +10,8 @@ Moving averages of the weights, if any, are `ema/w`, sharded like `parameters/w`
 replica writes what is sharded, and the files of other ranks hold only the last line.
 
 What all ranks hold alike is in one file: rank 0's, or for a parameter, that of the first rank with a piece of
-it. Empty pieces are not written. The optimizer state of a rank with an empty piece is not compared: that rank
-cannot know whether there was a gradient, so its step count may differ, or its state be missing.
+it. Empty pieces are not written. Optimizer state of a rank with an empty piece is not compared: that rank
+cannot know whether a gradient existed, so its step count may lag, or its state be missing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Content(NamedTuple):
     tensors: dict[str, torch.Tensor]
     extra: str
     manifest: Manifest  # without files and optimizer state
-    state: dict[str, dict[str, Any]]  # describes that of parameters of which this rank holds elements
+    state: dict[str, dict[str, Any]]  # describes the state of parameters of which this rank has elements
 
     def take_state(self, by_rank: Sequence[Mapping[str, Any]]) -> str:
         """Add all ranks' optimizer state to the manifest; return how it differs, or an empty text."""

@@ -134,5 +134,5 @@ def _open(path: Path) -> io.FileIO:
         raise ValueError(f"{path.name} {reason}") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise ValueError(f"{path.name} is no plain file")
+        raise ValueError(f"{path.name} is not a regular file")
     return io.FileIO(handle)

@@ -113,7 +113,7 @@ def load_into(
 
     Raises:
         ValueError: on every rank, naming everything that does not fit. Then nothing has been loaded.
-        RuntimeError: on every rank; a file became unreadable, and the model is half loaded.
+        RuntimeError: on every rank, if a file became unreadable; the model is then partly loaded.
     """
     engine = engine_of(model)
     all_ranks = engine.transport.all_ranks
@@ -146,8 +146,8 @@ def load_into(
                 averages[shard.param].copy_(reader.piece("ema", shard))
     except (OSError, SafetensorError) as error:
         problem = str(error)
-    half_loaded = f"{opened.path} became unreadable, the model is half loaded"
-    exchange(lambda problems: RuntimeError(f"{half_loaded}: {problems}"), all_ranks, problem)
+    partly_loaded = f"{opened.path} became unreadable; the model is partly loaded, and must not be used"
+    exchange(lambda problems: RuntimeError(f"{partly_loaded}: {problems}"), all_ranks, problem)
     return extra
 
 

@@ -127,9 +127,9 @@ def parse(text: str) -> Manifest:
     except Damaged:
         raise
     except (json.JSONDecodeError, RecursionError):
-        raise Damaged(f"{NAME} is no JSON") from None
+        raise Damaged(f"{NAME} is not valid JSON") from None
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise Damaged(f"{NAME} says what cannot be: {type(error).__name__} {error}") from None
+        raise Damaged(f"{NAME} is invalid: {type(error).__name__} {error}") from None
 
 
 def _manifest(node: Mapping[str, Any]) -> Manifest:

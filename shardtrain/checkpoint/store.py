@@ -51,7 +51,7 @@ class SaveFailed(RuntimeError):
 
 
 class Snapshot:
-    """Keep host memory for copies from one save to the next, which halves the time of a copy."""
+    """Reuse host memory from save to save: copying into it takes half as long."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}

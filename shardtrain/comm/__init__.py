@@ -13,8 +13,8 @@ Read the files in this order. Each imports only from those before it:
 - ``public``: public collectives, under torch's names
 
 The functions below serve code outside the engine, over the default process group. Without one they act as
-a single rank. ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``. The
-few other names that these need are torch's own, and their traffic is not metered.
+a single rank. ``from shardtrain import comm as dist`` serves programs written for ``torch.distributed``.
+Names that are not defined here are torch's own, and the meter does not count their traffic.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def all_reduce(tensor: Tensor, op: Op = "sum", group: Group | None = None, async
         ``tensor``; with ``async_op``, torch's ``Work``, at once.
 
     Raises:
-        ValueError: ``op`` is none of these, and not the ``ReduceOp`` of such a name.
+        ValueError: ``op`` is neither one of these names nor the ``ReduceOp`` of one.
     """
     name = op if isinstance(op, str) else op_name(op).lower()
     if name not in ("sum", "max", "min"):

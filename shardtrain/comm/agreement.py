@@ -2,19 +2,20 @@
 
 Texts are sent as bytes in small collectives, never as pickles.
 
-In a public collective every rank sends every other one a row of numbers: what it is about to do, or that its
-arguments are wrong. All ranks have the same table of rows, so they reach the same verdict. Known tables are
-cached. Only a refusal needs texts. Two ranks, one gathering int64 ``[2]``, the other ``[3]``::
+Before a public collective moves data, each rank sends every other rank a row of numbers. It describes the
+call, or says that this rank's arguments are wrong. All ranks have the same table of rows, so they reach the
+same verdict. Known tables are cached. Only a refusal needs texts. Two ranks, one gathering int64 ``[2]``, the
+other ``[3]``::
 
     row of rank 0    0   digest of (all_gather, int64, [2], cpu)   1   16 16   16 16
     row of rank 1    0   another digest                            1   24 24   24 24
 
 On gloo a row is the head of a message, and a part of at most ``EAGER_BYTES`` follows in the same message: a
-small call needs no extra round trip. Gloo lets a shorter message fill a receive in part, so these match
-whatever ranks call. Longer parts are messages of their own, sent at once. If ranks disagree that is harmless:
-tags hold sizes, and a refusal sends or receives the missing counterparts. On other backends the rows are one
-small all-gather before the payload, for which the host waits. Over torch's fake process group, which moves
-nothing, a rank only checks its own arguments.
+small call needs no extra round trip. Each receive has room for the longest first message, and gloo accepts a
+shorter one, so first messages match whatever ranks call. Longer parts are messages of their own, sent at
+once. If ranks disagree that is harmless: tags hold sizes, and a refusal sends or receives the missing
+counterparts. On other backends the rows are one small all-gather before the payload, for which the host
+waits. Over torch's fake process group, which moves nothing, a rank only checks its own arguments.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Agreement:
         raise ValueError("; ".join(rows.complaints(texts)))
 
     def arrived(self) -> list[Tensor]:
-        """Return what followed each rank's row, as uint8 with room for the longest part; after `settle`."""
+        """After `settle`, return what followed each rank's row: uint8, padded to the longest part."""
         return [came[len(self._row) :] for came in self._came]
 
     def deliver(self, into: Sequence[Part]) -> None:

@@ -22,7 +22,7 @@ from shardtrain.comm.trace import MOVEMENTS, STEP, Movement
 from shardtrain.comm.transport import Tag
 
 MESSAGE = struct.Struct("<qiqq64s")  # position, then an `Entry`
-KEPT = 256  # collectives in a report: more than ranks may be apart, see `Signals`
+KEPT = 256  # collectives in a report: more than a rank can be ahead of another, see `Signals`
 
 _STEP_HINT = (
     ". Ranks must step alike: torch.amp.GradScaler lets each rank decide by itself, use shardtrain.GradScaler"
@@ -85,7 +85,7 @@ class Paths:
         self._compare(log)
 
     def _compare(self, positions: Iterable[int]) -> None:
-        """Compare all ranks at ``positions``. Others may differ where this rank has not come yet."""
+        """Compare all ranks at ``positions``, which this rank may not have reached yet."""
         for position in positions:
             entries = [log[position] for log in (self.own, *self.theirs.values()) if position in log]
             is_first = self.difference is None or position < self.difference

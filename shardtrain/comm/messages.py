@@ -37,7 +37,7 @@ FOREVER = timedelta(days=300)
 class Mailbox(NamedTuple):
     """Send and receive messages within ``group``, which may be None for a single rank.
 
-    Sender and receiver must use the same tag. Without one a message's size is its tag, so that messages of
+    Sender and receiver must use the same tag. Without one, the message's size serves as tag, so messages of
     different sizes never match.
 
     ``members``: the ranks of ``group`` that take part, if not all do; ``rank`` and peers count among them.

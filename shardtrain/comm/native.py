@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Import it before any group exists. Its functions keep the default group at import as a default argument, and
-# Dynamo imports it at the first step of any torch optimizer. A group that exists then would live until the
-# interpreter ends, with gloo's threads, which sometimes abort the process there.
+# Import this before any process group exists: its functions capture the default group as a default argument,
+# and Dynamo imports it at an optimizer's first step. A captured group would live until the interpreter exits,
+# where gloo's threads can abort the process.
 import torch.distributed.nn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -122,7 +122,7 @@ class Backend:
             for outgoing, incoming in moves:
                 if outgoing[rank].data_ptr() != incoming[rank].data_ptr():
                     incoming[rank].copy_(outgoing[rank])
-                # The own part may be of another dtype. In its place another part is sent to this rank itself.
+                # This rank's own part may have another dtype, so another part takes its place in the call.
                 into, out = [*incoming], [*outgoing]
                 into[rank], out[rank] = torch.empty_like(out[rank - 1]), out[rank - 1]
                 dist.all_to_all(into, out, group=self.group)

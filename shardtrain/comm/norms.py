@@ -30,7 +30,7 @@ _SAME_NORMS = {*_SAME, torch.stack}
 
 
 class Owners(NamedTuple):
-    """Name the ranks over which gradients are cut (``whole``: only between them), and the norms' device."""
+    """Name the ranks that share gradients (``whole``: each has one owner), and the norms' device."""
 
     transport: ReferenceType[Transport]  # weak, so that a gradient does not keep a model's threads alive
     device: torch.device

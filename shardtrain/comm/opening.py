@@ -1,7 +1,7 @@
 """Open the transport between ranks. All functions here are collective, and choose the same on all ranks.
 
-``"auto"`` shares memory where it can. Without gloo it does not try, since there are accelerators. Otherwise
-ranks exchange which host they are on::
+``"auto"`` shares memory where it can. Ranks without gloo use accelerators, and share none. Other ranks
+exchange which host they are on::
 
     all on one host                          `SharedMemoryTransport`
     several hosts of equally many ranks      `HostsTransport`: memory inside a host, messages between hosts

@@ -194,7 +194,7 @@ class ProcessGroupTransport(Transport):
     def _handshake(self, kind: Movement, tensor: Tensor) -> Iterator[Tensor]:
         """Make sure that all ranks call the same collective of the backend, on the yielded tensor.
 
-        Gloo does not check that. So all ranks exchange messages first, whose tags match only if it is so.
+        Gloo does not check that, so ranks first exchange messages, whose tags match only if the calls do.
         The yielded tensor is ``tensor``, or a copy of it on a device that the backend supports.
         """
         assert self._members is None, "a part of a group moves by messages and between shards only"
@@ -249,7 +249,7 @@ class Digests:
     """Guard collectives that carry no tag, by comparing a hash of each rank's collectives.
 
     Ranks compare in one small all-gather when a forward or a backward ends, in steps 1, 2 and every 100th. If
-    one rank swaps two units of equal size between two checks, nothing notices.
+    one rank swaps two units of equal size between two checks, that goes unnoticed.
     """
 
     def __init__(self) -> None:

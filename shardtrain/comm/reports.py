@@ -60,10 +60,11 @@ _A_MOMENT = datetime.timedelta(milliseconds=20)
 
 
 class Wait:
-    """Track a wait of this rank for others, and when one of these was last known to be at work.
+    """Track how long this rank waits for others, and when one of these was last known to be at work.
 
-    A rank that waits for nobody is at work, and others wait for as long as it runs. A rank that waits passes
-    on what it knows. So ranks that wait for one another (with two models, for example) fail at the time-out::
+    A rank that waits for nobody is at work, and others wait for as long as it runs. A rank that waits reports
+    when those that it waits for were last at work. So ranks that wait for one another (with two models, for
+    example) fail at the time-out::
 
         rank 0 waits for rank 1, which waits for rank 2, which computes     both continue to wait
         rank 0 waits for rank 1, which waits for rank 0                     both fail
@@ -72,7 +73,7 @@ class Wait:
     def __init__(self, position: int) -> None:
         self.position = position
         self.since = self.at_work = time.monotonic()
-        self.is_told = False  # whether the log says that the wait exceeds the time-out
+        self.is_logged = False  # whether the log says that the wait exceeds the time-out
 
     @property
     def seconds(self) -> float:
@@ -170,7 +171,7 @@ class Links:
                     pulse.wait(_A_MOMENT)  # at a time-out gloo closes all connections
 
     def leave(self) -> None:
-        """Report that this rank has dropped the model. Threads end once the peers have reported so, too."""
+        """Report that this rank has dropped the model. Its threads end when all peers have done so."""
         self.send(LEAVES)
         self._stop.set()
 
@@ -311,11 +312,11 @@ class Reports:
                 recent = now - limit_s / 2
                 silent = [rank for rank in self._heard_s if max(self._heard_s[rank], wait.since) < recent]
                 self._lose(silent or awaited, SILENT if silent else ELSEWHERE, wait.position)
-            elif wait.seconds > limit_s and not wait.is_told:
-                wait.is_told = True
+            elif wait.seconds > limit_s and not wait.is_logged:
+                wait.is_logged = True
                 where, text = self.paths.where(wait.position), "rank %d has waited %.0f s at %s for %s"
                 facts = self.paths.rank, wait.seconds, where, named(awaited)
-                logging.getLogger("shardtrain").warning(f"{text}, still at work: it goes on waiting", *facts)
+                logging.getLogger("shardtrain").warning(f"{text}, still at work: it keeps waiting", *facts)
 
     def receive(self, peer: int, report: bytes) -> None:
         """Take in a peer's report, and answer it. An empty one means that the connection is closed."""
@@ -339,7 +340,7 @@ class Reports:
             self._changed.notify_all()
 
     def _differ(self) -> None:
-        """Report to all ranks that some differ, or a rank that fails for this would be taken for ended."""
+        """Tell all ranks that some differ, or one that fails because of it would look as if it had ended."""
         if self._diverged_at is None:
             self._diverged_at = time.monotonic()
             self._links.send(DIFFERS)

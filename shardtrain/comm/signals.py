@@ -80,7 +80,7 @@ class Signals:
     def __init__(self, reports: Reports, peers: list[Peer]) -> None:
         self.rank, self.reports, self.peers = reports.paths.rank, reports, peers
         self._digests: dict[int, int] = {}  # by position, of posts that `wait` will ask for
-        self._unheard = 0  # posts since the last one that was sent
+        self._unsent = 0  # posts since the last one that was sent
         self._open = {peer.link.fileno(): peer for peer in peers}
         self._poll = select.poll()
         for number in self._open:
@@ -95,12 +95,12 @@ class Signals:
         The caller must wait for all kinds but ``GATHER`` and ``STEP``.
         """
         position = self.reports.post(kind, Tag(number, name))
-        self._unheard = self._unheard + 1 if kind in (GATHER, STEP) else 0
-        if self._unheard in (0, _UNHEARD):
+        self._unsent = self._unsent + 1 if kind in (GATHER, STEP) else 0
+        if self._unsent in (0, _UNHEARD):
             self._digests[position] = digest = self.reports.paths.digest
             self._send(_POST.pack(False, position, digest, value), files)
-        if self._unheard == _UNHEARD:
-            self._unheard = 0
+        if self._unsent == _UNHEARD:
+            self._unsent = 0
             self.wait(position)
         return position
 
@@ -141,7 +141,7 @@ class Signals:
         if owner == self.rank:
             files.append(os.memfd_create("shardtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(files[0], length)
-            # It must not shrink: to read what is gone kills a rank.
+            # Sealed against shrinking: reading a truncated mapping kills the process.
             fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         try:
             self.wait(self.post(SHARE, size, f"{size} bytes", files=files))
@@ -198,8 +198,8 @@ os.register_at_fork(after_in_child=lambda: [each.close() for each in _all])
 def connect(all_ranks: ProcessGroupTransport, own: Sequence[int]) -> Signals:
     """Connect this rank with the others of ``own``, those of its host. Collective over ``all_ranks``.
 
-    Names are random, and told when their owners listen already: nobody else can take them. Raises ValueError,
-    on every rank, if some ranks cannot reach one another this way.
+    Each rank listens under a random name before it announces it, so no other process can take the name.
+    Raises ValueError, on every rank, if some ranks cannot reach one another this way.
     """
     assert all_ranks.reports is not None, "all ranks have gloo"
     peers, problem, name = list[Peer](), "", f"shardtrain-{secrets.token_hex(16)}"
@@ -222,8 +222,8 @@ def connect(all_ranks: ProcessGroupTransport, own: Sequence[int]) -> Signals:
 def _link(listener: socket.socket, texts: dict[int, str], peers: list[Peer]) -> None:
     """Add every other rank of ``texts`` to ``peers``.
 
-    Each rank connects to those before it. The kernel knows which process of which user is at the other end:
-    what is no rank is dropped, and told nothing.
+    Each rank connects to those before it. The kernel reports process and user at the other end. A connection
+    of any other process is closed without an answer.
     """
     deadline, missing = time.monotonic() + _LINK_S, dict[tuple[int, int], tuple[int, str]]()
     for other, text in texts.items():

@@ -49,7 +49,7 @@ class Movement(Enum):
         self.number = len(type(self).__members__)
 
 
-# Globals, since every unit of every step uses them: `Movement.GATHER` takes ten times as long (Python 3.11).
+# Module-level names, since every unit uses them in every step: `Movement.GATHER` takes ten times as long.
 MOVEMENTS = tuple(Movement)
 GATHER, REDUCE, AVERAGE, ALL_REDUCE, BROADCAST, ALL_TO_ALL, ENTER, LEAVE, STEP, SHARE = Movement
 

@@ -1,4 +1,4 @@
-"""Define what the engine needs of a transport: memory for flat vectors, and two collectives.
+"""Define what the engine needs of a transport: memory for flat vectors, gathers and reductions.
 
 A transport moves the intervals of one shard group. Buffers and the gradient's norm concern all ranks. With
 several replicas there are more ranks than in one shard group::
@@ -161,7 +161,7 @@ class Transport:
 
     @property
     def primary_ranks(self) -> Sequence[int]:
-        """The ranks of the first shard group, in order. They count for what all replicas hold alike."""
+        """The ranks of the first shard group, in order. They count or save what replicas hold alike."""
         return self._primary_ranks or range(self.world)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:

@@ -97,14 +97,14 @@ class Offloaded(TransportWrapper):
                     host = self._pinned(mean).copy_(mean, non_blocking=True)
                     gradient.own[:] = [host[offset : offset + b - a] for a, b, offset in gradient.pieces]
                 self._downloaded = current_stream(self.device).record_event()
-            # Means are freed in the order of the compute stream, so that must wait for the copies. These are
-            # an earlier unit's, since this runs when a later unit's gradients are complete.
+            # The allocator reuses means in the order of the compute stream, so that must wait for the copies.
+            # These are an earlier unit's, since this runs when a later unit's gradients are complete.
             current_stream(self.device).wait_event(self._downloaded)
 
         return Pending(finish, ended=pending.ended)
 
     def fence(self, what: Movement) -> None:
-        """Call ``inner``'s; at ``LEAVE`` also wait until gradients have arrived in host memory."""
+        """Run ``inner``'s fence; at ``LEAVE``, also wait until gradients have arrived in host memory."""
         super().fence(what)
         if what is LEAVE and self._downloaded is not None:
             self._downloaded.synchronize()

@@ -43,7 +43,7 @@ class Job(NamedTuple):
     ema: Ema | None
     train: data.TrainFeed
     val: data.EvalFeed
-    test: data.EvalFeed | None  # images that nothing is chosen by: evaluated once, at the end
+    test: data.EvalFeed | None  # images evaluated once, at the end; they influence no decision
     share: data.Share
     device: torch.device  # of computation and batches; shards may lie in host memory
     channels: int  # per image
@@ -120,7 +120,7 @@ def build(
 def seed_process(device: torch.device, seed: int, rank: int, step: int) -> None:
     """Seed what draws random numbers on ``rank`` in ``step``: torch, Python, NumPy and the device.
 
-    So a model's random numbers, as of dropout, depend neither on evaluations nor on where the run resumed.
+    So dropout depends neither on evaluations nor on the step at which a run resumed.
     """
     seed = generator("step", seed, rank, step).initial_seed()
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes ten times as long

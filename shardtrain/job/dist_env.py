@@ -74,7 +74,7 @@ class RankInfo:
     def add(self, key: str, number: int) -> int:
         """Add ``number`` to this attempt's counter ``key``, and return its value; 0 if the store is gone.
 
-        Where the link to it is cut, torch would wait for ever.
+        With a cut link torch would wait for ever, so a thread asks.
         """
         attempt, values = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), [0]
 
@@ -90,7 +90,7 @@ class RankInfo:
         return values[-1]
 
     def agree(self, key: str, proposal: str) -> str:
-        """Return the first rank's proposal for ``key``, the same on every rank and across restarts.
+        """Return the proposal of the rank that came first, the same on every rank and across restarts.
 
         A single rank agrees with earlier attempts that torchrun may have started.
         """

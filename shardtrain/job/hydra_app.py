@@ -95,7 +95,7 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
 
 
 def _as_hydra_takes_it(override: str, groups: Collection[str]) -> str:
-    """Return ``override`` in the form that sets any key. The schema refuses unknown keys later."""
+    """Return ``override`` in the form in which Hydra sets any key; the schema refuses unknown ones later."""
     key = override.partition("=")[0].lstrip("+~")
     if key.partition(".")[0].partition("/")[0] == "hydra":
         raise UserError(f"{override}: Hydra only composes here; run.name and run.dir say where a run writes")

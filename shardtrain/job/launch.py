@@ -98,7 +98,7 @@ def start(
         with process_group(rank_info, device):
             try:
                 return job(config, rank_info, device)
-            except Exception as error:  # inside, since to the others a rank that leaves the group has died
+            except Exception as error:  # inside the group, since others take a rank that leaves it for dead
                 if isinstance(error, UserError) or rank_info.add("speaker", 0):
                     _exit_with(error, rank_info)
                 raise

@@ -131,7 +131,7 @@ def shard_with_optimizer(
         offload=parallel.offload,
         mesh=mesh,
     )
-    with reading("parallel", "this model is not for these keys", ValueError):
+    with reading("parallel", "the model cannot be sharded with these settings", ValueError):
         if parallel.compile:
             shardtrain.compile_units(model)
         if parallel.activation_checkpoint:
@@ -188,7 +188,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], source: object, reset_head: bool = False
 ) -> None:
-    """Load ``weights`` into an unsharded ``model``. With ``reset_head`` the last layer keeps its values.
+    """Load ``weights`` into an unsharded ``model``. With ``reset_head`` the last layer stays as it is.
 
     Raises UserError for keys that are missing, unexpected, or of another shape or dtype, and loads nothing.
     """

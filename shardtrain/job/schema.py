@@ -43,7 +43,7 @@ BOUNDS = {
     "at_most": (operator.le, "at most"),
     "below": (operator.lt, "less than"),
 }
-WHOLE = 1 << 63  # torch's whole numbers are below
+MOST_INT = 1 << 63  # torch's integers are below this
 MOST_REASON = 400  # characters of a parser's message
 MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all of a hundred models
 ANNOTATIONS = {kind.__name__: kind for kind in (bool, int, float, str)}
@@ -101,7 +101,7 @@ def path_of(key: str, text: str) -> Path:
 def plain_file(path: Path) -> Path:
     """Return ``path``. Raises OSError for a pipe or a device, from which reading might wait or never end."""
     if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no plain file")
+        raise OSError(f"{path} is not a regular file")
     return path
 
 
@@ -219,7 +219,7 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
             lists = f"a list, as in {key}=[a,b]" if any_length else f"a list of {len(items)} numbers"
             raise UserError(f"{found}: expected {lists}")
         return tuple(typed(items[0], item, key, demands) for item in value)
-    if type(value) is int and kind in (float, int) and abs(value) >= WHOLE:
+    if type(value) is int and kind in (float, int) and abs(value) >= MOST_INT:
         raise UserError(f"{found[:80]}: expected a number below 2^63")
     if type(value) is int and kind in (float, str):
         value = kind(value)

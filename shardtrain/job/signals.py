@@ -44,7 +44,7 @@ def leave_with_launcher() -> None:
 
 
 def end_with_parent(worker: int) -> None:
-    """Have this process, a loader's worker, ignore signals of others than its parent.
+    """Make this loader worker ignore stop signals, except its parent's SIGTERM.
 
     torchrun and Slurm signal all processes, but a rank needs its workers for the step that it saves. Without
     the rank they end by themselves.

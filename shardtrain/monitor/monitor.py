@@ -118,7 +118,7 @@ class Monitor:
         if error.errno not in self._warned:
             self._warned.add(error.errno)
             with contextlib.suppress(OSError):  # the terminal may be gone
-                print(f"warning: {what}: {error}; training goes on", file=sys.stderr, flush=True)
+                print(f"warning: {what}: {error}; training continues", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

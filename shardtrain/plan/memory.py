@@ -108,7 +108,7 @@ class MemoryTimeline(NamedTuple):
             top = max(top, line)
         axes.margins(x=0)
         axes.set_ylim(0, 1.12 * top)
-        axes.set(xlabel="operations of the step, by unit", ylabel="MiB of a rank")
+        axes.set(xlabel="operations of the step, by unit", ylabel="MiB per rank")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, reverse=True)
         figure.suptitle(self.words(), fontsize=9, wrap=True)
 

@@ -71,7 +71,7 @@ def headline(config: Config, plan: Plan) -> str:
         f"{config.optim.name}, {parallel.precision}, device={config.device}, {link}\n"
         f"{counted(question.world_size, 'rank')}{replicas} × {counted(plan.accumulate, 'micro-batch')} × "
         f"{counted(question.micro_batch, 'image')} of {question.channels}×{side}×{side} = "
-        f"{images:,} images a step{other}"
+        f"{images:,} images per step{other}"
     )
 
 
@@ -122,7 +122,7 @@ def fit_in_words(plan: Plan, memory: float, images: int) -> str:
     if not images:
         return f"Not even one image of a rank fits {memory:g} GiB: more ranks, or a smaller model."
     return (
-        f"{memory:g} GiB of tensors hold at most {counted(images, 'image')} of a rank at a time, so "
+        f"{memory:g} GiB of tensors hold at most {counted(images, 'image')} per rank at a time, so "
         f"train.batch_size={images * plan.accumulate * plan.question.world_size}."
     )
 
@@ -138,7 +138,7 @@ def curve_table(plans: Sequence[Plan], rates: Rates | None) -> str:
         bound = [f"{max(plan.seconds(*rates)) * 1e3:.3g}"] if rates else []
         rows.append([f"{plan.question.world_size:,}", *(_mib(size) for size in (*held, *sent)), *bound])
     images = counted(plans[0].question.micro_batch, "image")
-    title = f"MiB of a rank with {images} at a time, and MiB that it sends in a step"
+    title = f"MiB per rank with {images} at a time, and MiB that it sends per step"
     return "\n".join([title, *aligned(rows)])
 
 

@@ -67,9 +67,9 @@ class Finiteness:
     """Check that gradients are finite. In fp16 they may not be because their scale was too high.
 
     The gradient's norm is the same number on every rank, and not finite if any element of any rank's gradient
-    is not. So all ranks decide alike, and exchange the cause only then. On an accelerator, where the scaler
-    skips updates by itself, a step is checked when the next one has been launched, and before a save: so the
-    host does not wait.
+    is not. So all ranks decide alike, and exchange the cause only then. On an accelerator the scaler skips
+    updates by itself, so a step is checked after the next one has been launched, and before each save: the
+    host need not wait.
 
     Raises RuntimeError on every rank if a loss is not finite, or if a gradient's scale cannot be the cause.
     """

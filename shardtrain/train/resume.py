@@ -102,7 +102,7 @@ def open_named(path: Path) -> Newest:
 def disk_in_words(directory: Path, checkpoint: int) -> str:
     """Return a sentence about the bytes of a ``checkpoint`` per rank, and ``directory``'s free space."""
     place, free = free_space(directory)
-    return f"{checkpoint / MIB:,.2f} MiB of a rank per checkpoint, {free / MIB:,.0f} MiB free on {place}"
+    return f"{checkpoint / MIB:,.2f} MiB per rank and checkpoint, {free / MIB:,.0f} MiB free on {place}"
 
 
 def free_space(directory: Path) -> tuple[Path, int]:
@@ -130,7 +130,7 @@ def run_directory(store: Store, start: Newest, config: Config, context: Context)
                 messages.extend(_set_aside(store.directory))
             store.clear(start.damaged)
             if config.checkpoint.keep and free_space(store.directory)[1] < MIB:
-                messages.append(f"warning: the disk of {context.run_dir} is full; training goes on meanwhile")
+                messages.append(f"warning: the disk of {context.run_dir} is full; training continues")
 
         if not (config.dry_run or config.eval_only):
             on_rank_0(take)
@@ -230,6 +230,6 @@ def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None
         if was.get(key) != value:
             why = "" if key.startswith("model.") else ", so its place among the images means nothing here"
             raise UserError(
-                f"resume: the checkpoint is of a run with {key}={was.get(key)}, this one has {value}{why}; "
-                "choose another run.name, or resume=none starts anew"
+                f"resume: the checkpoint was saved by a run with {key}={was.get(key)}, this one has {value}"
+                f"{why}; choose another run.name, or resume=none starts anew"
             )

@@ -43,11 +43,11 @@ class Best(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """Hold what a checkpoint knows of the run until then."""
+    """Hold what a checkpoint says about the run so far."""
 
     best: Best | None = None
     pending_evaluation: bool = False
-    """Whether the step is yet to be evaluated, since a signal ended its evaluation."""
+    """Whether a signal interrupted the evaluation of this step."""
 
 
 def facts_of(config: Config, job: Job) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def facts_of(config: Config, job: Job) -> dict[str, Any]:
 class Saver:
     """Evaluate and save the run when it is time to, and end it if a rank got a signal.
 
-    With each step and each batch of an evaluation ranks exchange two numbers, and read those of the exchange
-    before: whether a rank got a signal, and whether one is still writing. So all ranks act at the same point,
-    and on a GPU no host waits for the exchange.
+    With each step, and each batch of an evaluation, ranks start an exchange of two numbers and read the
+    previous one: whether a rank got a signal, and whether one is still writing. So all ranks act at the same
+    point, and on a GPU no host waits for the exchange.
     """
 
     def __init__(self, training: Training, store: Store, state: RunState, signals: StopSignals) -> None:
@@ -156,7 +156,7 @@ class Saver:
         if self._store.latest == step:
             run = self._config.run
             again = "the same command" if run.name or run.dir else f"resume={self._store.directory.parent}"
-            saved = f"step {step} is saved, and {again} goes on from there"
+            saved = f"step {step} is saved, and {again} resumes from it"
         stopped = Stopped(signal)
         self._monitor.say(f"{stopped} after step {step}; {saved}")
         raise stopped
@@ -192,11 +192,11 @@ class Saver:
         )
 
     def _try(self, action: Callable[[], object], final: bool = False) -> None:
-        """Call ``action``. Its SaveFailed is raised if ``final`` or configured so; otherwise it warns."""
+        """Call ``action``. Let its SaveFailed through if ``final`` or so configured; otherwise warn."""
         try:
             action()
         except SaveFailed as error:
             if final or self._config.checkpoint.on_failure == "stop":
                 raise
-            latest = f"the newest is of step {self._store.latest}" if self._store.latest else "there is none"
-            self._monitor.say(f"warning: checkpoint {error}; {latest}; training goes on")
+            latest = f"the latest is of step {self._store.latest}" if self._store.latest else "there is none"
+            self._monitor.say(f"warning: checkpoint {error}; {latest}; training continues")

@@ -235,7 +235,7 @@ def _index(shard: Path) -> Index:
 
 
 def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield first byte, bytes and label of each image, in the order of the keys' first appearance."""
+    """Yield first byte, size in bytes and label of each image, ordered by the key's first appearance."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     with reading(str(shard), "expected an uncompressed tar file"), tarfile.open(shard, "r:") as tar:
