@@ -280,7 +280,7 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ("train.batch_size=6", "the checkpoint was saved by a run with train.batch_size=12, this one has 6"),
         ("data.repeats=2", "the checkpoint was saved by a run with data.repeats=1, this one has 2"),
         ("seed=3", "was saved by a run with seed=0, this one has 3, so its place among the images"),
-        ("model=squeezenet1_1", "of a run with model.name=mobilenet_v3_small, this one has squeezenet1_1"),
+        ("model=squeezenet1_1", "by a run with model.name=mobilenet_v3_small, this one has squeezenet1_1"),
         ("optim=sgd", "its optimizer is AdamW, expected SGD; resume=none starts anew"),
         ("resume=/nowhere", "resume=/nowhere: neither a checkpoint nor a run with checkpoints; resume=none"),
     ],
