@@ -228,6 +228,16 @@ def test_clipping_equals_ddp_s(clip: Callable[..., torch.Tensor], layout: str) -
                 torch.testing.assert_close(ours_p.grad, theirs_p.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("layout", ["even", "whole"])
+@each_rank(3)
+def test_the_norm_of_double_gradients_is_double(layout: str) -> None:
+    model, replica = sharded_and_replica(lambda: OddNet().double(), layout=layout)
+    for net in (model, replica):
+        net(images(0)[0].double()).square().mean().backward()
+    theirs = nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+    torch.testing.assert_close(shardtrain.clip_grad_norm_(model, 1.0), theirs, rtol=1e-13, atol=0)
+
+
 @each_rank(2)
 def test_the_norm_of_a_piece_is_refused() -> None:
     model, _ = sharded_and_replica()

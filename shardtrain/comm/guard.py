@@ -80,7 +80,7 @@ class Paths:
         return position
 
     def hear(self, rank: int, messages: bytes) -> None:
-        """Replace the collectives of another rank by those of its ``messages``."""
+        """Replace the known collectives of ``rank`` by those that its ``messages`` report."""
         self.theirs[rank] = log = {at: Entry(*fields) for at, *fields in MESSAGE.iter_unpack(messages)}
         self._compare(log)
 

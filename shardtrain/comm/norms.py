@@ -96,14 +96,14 @@ class PieceNorm(Tensor):
             return func(*args, **kwargs)
 
 
-def total_norm(grads: Sequence[Tensor], order: float, owners: Owners) -> Tensor:
-    """Return the norm of all gradients, pieces or whole: 0-dim fp32, equal on all ranks. Collective."""
+def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: torch.dtype) -> Tensor:
+    """Return the norm of all gradients, pieces or whole: 0-dim, ``dtype``, equal on all ranks. Collective."""
     transport = owners.transport()
     if transport is not None and transport.silent:  # gradients are then plain tensors, or torch's fake ones
         return _over_all_ranks(get_total_norm(grads, order), order, transport, owners.device)
     device = grads[0].device if grads else owners.device
-    none = GradientPiece.of(torch.empty(0, device=device), owners)  # so that every rank has a piece
-    return get_total_norm([none, *grads], order, foreach=True)
+    none = torch.empty(0, dtype=dtype, device=device)  # so that every rank has a piece
+    return get_total_norm([GradientPiece.of(none, owners), *grads], order, foreach=True)
 
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
@@ -128,8 +128,9 @@ def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
 
 
 def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: torch.device) -> Tensor:
-    """Return the norm of all ranks' ``norms``: 0-dim fp32, the same bits on all ranks. Collective."""
-    local: Tensor = torch.linalg.vector_norm(norms, order).to(device, torch.float32, non_blocking=True)
+    """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective."""
+    dtype = torch.promote_types(norms.dtype, torch.float32)
+    local: Tensor = torch.linalg.vector_norm(norms, order).to(device, dtype, non_blocking=True)
     all_ranks = transport.all_ranks
     if all_ranks.rank not in transport.primary_ranks:
         local.zero_()  # the gradients of replicas are equal and count once

@@ -259,10 +259,11 @@ class Reduction:
 
 
 def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
-    """Give parameters their means, after backward's last barrier; return those given one, perhaps twice.
+    """Set the gradients of parameters to their means, after backward's last barrier; return these parameters.
 
-    A parameter without a gradient on any rank gets none. An empty piece cannot tell, and gets an empty
-    gradient; but None if the parameter is whole on another rank, for some optimizers.
+    Where no rank has a gradient, none is set. A rank with an empty piece cannot know, and sets an empty one;
+    none if another rank holds the whole parameter, since some optimizers fail on empty gradients. A parameter
+    that was reduced twice is returned twice.
     """
     rows: list[tuple[ShardedParam, torch.Tensor, bool | None]] = []
     for flat in [flat for reduction in reductions for flat in reduction.flats]:

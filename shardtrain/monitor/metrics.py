@@ -207,7 +207,7 @@ class StepMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block, part of a step, as ``name``. Afterwards the previous phase continues."""
+        """Count the block's time as phase ``name`` of the step. Then the previous phase continues."""
         before = self._phase
         self._enter(name)
         trace.begin("phase", name)

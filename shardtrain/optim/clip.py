@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 
@@ -23,7 +24,7 @@ def clip_grad_norm_(
     too, if each rank has a gradient. One all-reduce of at most two elements. ``max_norm=inf`` only measures.
 
     Returns:
-        0-dim fp32 tensor on the model's device, equal on all ranks.
+        0-dim tensor on the model's device, equal on all ranks: fp32, or fp64 if gradients are.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
@@ -35,7 +36,8 @@ def clip_grad_norm_(
     engine.schedule.require_reduced("clip_grad_norm_()")
     params = [param for param in module.parameters() if param.grad is not None]
     grads = [param.grad for param in params if param.grad is not None and param.grad.numel()]
-    norm = total_norm(grads, norm_type, Owners(weakref.ref(engine.transport), engine.device))
+    widest = functools.reduce(torch.promote_types, (s.local.dtype for s in engine.segments), torch.float32)
+    norm = total_norm(grads, norm_type, Owners(weakref.ref(engine.transport), engine.device), widest)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {norm.item()}: nothing was clipped")
     if max_norm != math.inf:
