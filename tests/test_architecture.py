@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_135, "files": 95, "rooms": 16, "engine and layout": 3_423, "tests": 13_455}
+LARGEST = {"lines": 16_135, "files": 95, "rooms": 16, "engine and layout": 3_423, "tests": 13_456}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

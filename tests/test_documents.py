@@ -24,6 +24,7 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
     "data.download=true": "takes a network",
     "bench device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
+    "perf record|perf report": "takes perf",
 }
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
