@@ -8,7 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from shardtrain.bench import collectives, host, memory, settings, steps
+from shardtrain.bench import collectives, host, memory, report, settings, steps
 from shardtrain.bench.report import Bench
 from shardtrain.bench.settings import Settings
 from shardtrain.job import dist_env, launch
@@ -24,7 +24,7 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
         if rank_info.world_size > 1:
             raise UserError("the host's time is measured in one process: python -m shardtrain.bench host")
         device = torch.device("cpu")
-    hardware = dist_env.hardware(device, rank_info.world_size, rank_info.local_world_size)
+    hardware = report.hardware(device, rank_info.world_size, rank_info.local_world_size)
     versions = dist_env.versions()
     measured = ("memory-" if settings.memory else "") + ("suite" if settings.suite else settings.model)
     title = measured if name == "steps" else name
@@ -44,7 +44,7 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
             interrupt = error
         if rank_info.rank == 0:
             note = ["interrupted: what was measured until then"] if interrupt else []
-            text = "\n".join([dist_env.in_words(hardware, versions), *note, "", bench.text()]).rstrip()
+            text = "\n".join([report.in_words(hardware, versions), *note, "", bench.text()]).rstrip()
             facts = {"program": name, "settings": settings, "hardware": hardware, "versions": versions}
             output.write(text, {**facts, "interrupted": interrupt is not None, **bench.facts})
         if interrupt is not None:

@@ -1,18 +1,22 @@
-"""Collect what a program of the benchmark measures, as tables and as facts."""
+"""Collect what a program of the benchmark measures, and the hardware, as tables and as facts."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardtrain import device as devices
 from shardtrain.bench.contenders import TITLES
 from shardtrain.bench.interleave import Runner, Samples, Spread, interleave
 from shardtrain.bench.settings import Settings
+from shardtrain.job import dist_env
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.format import aligned
+from shardtrain.job.format import aligned, counted
 
 Cells = list[tuple[str, str]]  # the cells of a row: the column's title, and the text
 Table = tuple[list[Cells], list[str]]  # the rows, and notes below them
@@ -64,3 +68,31 @@ def median(spread: Spread | None, digits: int = 2, scale: float = 1.0) -> str:
 
 def quartiles(spread: Spread | None) -> str:
     return "-" if spread is None else f"{spread.low:.2f}–{spread.high:.2f}"
+
+
+def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str, str | int]:
+    """Return the facts on which measurements depend, for a file of results."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    facts: dict[str, str | int] = {
+        "cpu": cpus[0] if cpus else platform.processor() or platform.machine(),
+        "cores": dist_env.cores(),
+        "ranks": ranks,
+        "ranks_per_host": ranks_per_host,
+        "threads_per_rank": torch.get_num_threads(),
+        "device": device.type,
+        "backend": devices.backend_for(device),
+        "memory_gib": round(devices.total_memory(torch.device("cpu")) / 2**30),
+    }
+    return facts | ({"gpu": devices.name(device)} if devices.is_accelerator(device) else {})
+
+
+def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:
+    """Return hardware and versions in one line."""
+    gpu = f", {hardware['gpu']}" if "gpu" in hardware else ""
+    ranks = counted(int(hardware["ranks"]), "rank")
+    threads = counted(int(hardware["threads_per_rank"]), "thread")
+    software = f"torch {versions['torch']}, python {versions['python']}"
+    machine = f"{hardware['cpu']}, {hardware['cores']} cores{gpu}"
+    return f"{machine}; {ranks} × {threads}, {hardware['backend']}; {software}"

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -25,7 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.job.format import counted
 from shardtrain.job.schema import UserError
 
 # How long a rank waits for others. Start-up lists images and compiles models; later steps take equally long.
@@ -198,36 +196,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str, str | int]:
-    """Return the facts on which measurements depend, for a file of results."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    facts: dict[str, str | int] = {
-        "cpu": cpus[0] if cpus else platform.processor() or platform.machine(),
-        "cores": cores(),
-        "ranks": ranks,
-        "ranks_per_host": ranks_per_host,
-        "threads_per_rank": torch.get_num_threads(),
-        "device": device.type,
-        "backend": devices.backend_for(device),
-        "memory_gib": round(devices.total_memory(torch.device("cpu")) / 2**30),
-    }
-    return facts | ({"gpu": devices.name(device)} if devices.is_accelerator(device) else {})
-
-
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python, torch, torchvision, CUDA (or ``None``) and further ``packages``."""
     installed = {name: version(name) for name in ("torch", "torchvision", *packages)}
     runtime = {devices.ACCELERATOR: str(getattr(torch.version, devices.ACCELERATOR, None))}
     return {"python": platform.python_version(), **installed, **runtime}
-
-
-def in_words(hardware: dict[str, str | int], versions: dict[str, str]) -> str:
-    """Return hardware and versions in one line."""
-    gpu = f", {hardware['gpu']}" if "gpu" in hardware else ""
-    ranks = counted(int(hardware["ranks"]), "rank")
-    threads = counted(int(hardware["threads_per_rank"]), "thread")
-    software = f"torch {versions['torch']}, python {versions['python']}"
-    machine = f"{hardware['cpu']}, {hardware['cores']} cores{gpu}"
-    return f"{machine}; {ranks} × {threads}, {hardware['backend']}; {software}"

@@ -40,7 +40,6 @@ USER_ERROR = 2
 COMMON = ("train", "ema", "augment", "optim", "sched", "parallel")  # sections that are the same on all hosts
 PATIENCE = 10.0  # seconds for which a silent rank waits for the rank that prints, before it exits itself
 
-
 Settings = TypeVar("Settings")  # has the keys `device` and `threads`
 Result = TypeVar("Result")
 
@@ -67,8 +66,7 @@ def run(job: Callable[[Config, Context], Result]) -> Result | None:
 
 def require_same_command(config: Config) -> None:
     """Raise UserError on all ranks if their settings differ, apart from paths and threads. Collective."""
-    sections = {name: section for name, section in asdict(config).items() if name in COMMON}
-    lines = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
+    lines = [f"{name}.{key}={value}" for name in COMMON for key, value in asdict(config)[name].items()]
     try:
         comm.require_same([f"seed={config.seed}", *lines], "the command", comm.plain_transport())
     except ValueError as error:
