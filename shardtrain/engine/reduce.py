@@ -48,9 +48,9 @@ class FlatGradient:
         self.segment, self.members = segment, segment.members
         self.expected = 0
         layout = segment.layout
+        self._holds_own = False  # whether `_full` takes this rank's own parts, too: on accelerators
         # Which slice of a gradient goes to which slice of the vector: other ranks' elements, or all.
-        self._others = dict(zip(self.members, layout.elsewhere(segment.transport.rank), strict=True))
-        self._all = dict(zip(self.members, layout.elsewhere(None), strict=True))
+        self._places: dict[ShardedParam, list[tuple[slice, slice]]] = {}
         # Where any rank's piece of a parameter starts: `send` adds 0.0 there, so that none begins with -0.0.
         starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
         self._piece_starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
@@ -61,17 +61,17 @@ class FlatGradient:
     def _clear(self) -> None:
         self.own: dict[ShardedParam, torch.Tensor] = {}
         self._full: torch.Tensor | None = None
-        self._places = self._others
-        self._holds_own = False  # whether `_full` takes this rank's own parts, too: on accelerators
-        # There: views of `_full`, with the gradients to copy into them, or to add.
+        # On accelerators: views of `_full`, with the gradients to copy into them, or to add.
         self._not_laid_out: dict[ShardedParam, tuple[torch.Tensor, torch.Tensor, bool]] = {}
 
     def _open(self) -> torch.Tensor:
         if self._full is None:
-            transport = self.segment.transport
-            self._full = transport.gradient(self.segment.layout, self.segment.like_gradient)
-            self._holds_own = on_accelerator(self._full) and transport.world > 1
-            self._places = self._all if self._holds_own else self._others
+            layout, transport = self.segment.layout, self.segment.transport
+            self._full = transport.gradient(layout, self.segment.like_gradient)
+            rank = None if on_accelerator(self._full) and transport.world > 1 else transport.rank
+            if not self._places or self._holds_own != (rank is None):
+                self._holds_own = rank is None
+                self._places = dict(zip(self.members, layout.elsewhere(rank), strict=True))
         return self._full
 
     def keep(self, member: ShardedParam, grad: torch.Tensor) -> None:
