@@ -8,6 +8,7 @@ on the CPU, too, where there is nothing to wait for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import resource
@@ -145,6 +146,12 @@ def total_memory(device: torch.device) -> int:
     if is_accelerator(device):
         return torch.accelerator.get_memory_info(device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def return_freed_memory() -> None:
+    """Return host memory that has been freed to the system. glibc may keep all tensors below 32 MiB."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def reset_peak_memory(device: torch.device) -> None:

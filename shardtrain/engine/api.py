@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from shardtrain import comm
 from shardtrain.comm.transport import Ranks, Transport
-from shardtrain.device import is_accelerator
+from shardtrain.device import is_accelerator, return_freed_memory
 from shardtrain.engine.deferred_init import InitialValues, become
 from shardtrain.engine.hooks import Engine, engine_of, is_entrance
 from shardtrain.engine.precision import Precision
@@ -108,6 +108,7 @@ def shard(
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, reshard_after_forward, precision)
+    return_freed_memory()  # of the whole parameters
     return module
 
 
