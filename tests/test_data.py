@@ -22,33 +22,24 @@ from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
 from shardtrain.job.build import completed
-from shardtrain.job.config import Cifar, Digits, Fake, HuggingFace, ImageFolder, Npz, WebDataset
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.schema import UserError
 from shardtrain.recipes.augment import Photo
 
-from tiny import CPU, composed, train_feed
+from tiny import CPU, composed, global_batches, train_feed
 
-PLAIN: dict[str, Any] = {
-    "eval_size": None,
-    "grow": (),
-    "repeats": 1,
-    "validation": 0.0,
-    "limit": None,
-    "workers": 0,
-}
-PHOTOS = {**PLAIN, "image_size": 8, "resize": 10, "crop_area": 0.5}
-DIGITS = Digits(name="digits", image_size=8, **PLAIN)
+DIGITS: Any = composed("data=digits").data
+PHOTOS = {"image_size": 8, "resize": 10, "crop_area": 0.5, "workers": 0}
 
 
-def fake(images: int, held_out: int, classes: int, channels: int, side: int) -> data.DataSet:
-    options = {"train_images": images, "val_images": held_out, "classes": classes, "channels": channels}
-    return data.load(Fake(name="fake", image_size=side, **PLAIN, **options))
+def files(name: str, root: Path, **options: Any) -> Any:
+    """Return the configuration of ``data=name`` with its files in ``root``."""
+    return replace(composed(f"data={name}", "data.root=.").data, root=str(root), **options)
 
 
-def folder(root: Path, **options: Any) -> ImageFolder:
-    return ImageFolder(**{**PHOTOS, "name": "imagefolder", "root": str(root), **options})
+def folder(root: Path, **options: Any) -> Any:
+    return files("imagefolder", root, **PHOTOS | options)
 
 
 def encoded(value: int, kind: str = "png") -> bytes:
@@ -58,7 +49,7 @@ def encoded(value: int, kind: str = "png") -> bytes:
     return file.getvalue()
 
 
-def write_folders(root: Path, images: int = 4, **options: Any) -> ImageFolder:
+def write_folders(root: Path, images: int = 4) -> Any:
     """Images of value 10 × class + number, in two classes and two parts."""
     for part in ("train", "val"):
         for label in range(2):
@@ -66,11 +57,11 @@ def write_folders(root: Path, images: int = 4, **options: Any) -> ImageFolder:
             for number in range(images // 2):
                 path = root / part / f"class{label}" / f"{number}.png"
                 path.write_bytes(encoded(10 * label + number))
-    return folder(root, **options)
+    return folder(root)
 
 
-def cifar(name: str, root: Path) -> Cifar:
-    return Cifar(name=name, image_size=32, root=str(root), download=False, **PLAIN)
+def cifar(name: str, root: Path) -> Any:
+    return files(name, root)
 
 
 def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
@@ -93,7 +84,9 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
 
 
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
-    first, second = fake(300, 20, 7, 2, 5), fake(300, 20, 7, 2, 5)
+    sizes = ("train_images=300", "val_images=20", "classes=7", "channels=2", "image_size=5")
+    config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
+    first, second = data.load(config), data.load(config)
     assert (len(first.train), len(first.val), first.classes, first.channels) == (300, 20, 7, 2)
     images, labels = first.train[[0, 256, 299]]
     assert images.shape == (3, 2, 5, 5)
@@ -142,10 +135,6 @@ def test_images_in_folders(tmp_path: Path) -> None:
             folder(tmp_path, **options)
 
 
-def npz(root: Path) -> Npz:
-    return Npz(name="arrays", root=str(root), image_size=0, **PLAIN)
-
-
 PIXELS = np.arange(7 * 4 * 4 * 3).reshape(7, 4, 4, 3).astype(np.uint8)
 CLASSES = np.array([0, 1, 2, 1, 0, 2, 1])
 MEDMNIST = {
@@ -162,7 +151,7 @@ def test_arrays_have_channels_last_first_or_none(tmp_path: Path) -> None:
         held_out = {"val_images": train[2:5], "val_labels": CLASSES[2:5].astype(np.uint8)}
         held_out["test_images"] = train[:2]
         np.savez(tmp_path / f"{name}.npz", **{**MEDMNIST, "train_images": train, **held_out})
-        found = data.load(npz(tmp_path / f"{name}.npz"))
+        found = data.load(files("arrays", tmp_path / f"{name}.npz"))
         assert (len(found.train), len(found.val), found.classes) == (7, 3, 3)  # val goes before test
         images, labels = found.train[[6, 0]]
         assert labels.tolist() == [1, 0]
@@ -196,7 +185,7 @@ def test_arrays_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Any
     arrays = {key: value for key, value in (MEDMNIST | changed).items() if value is not None}
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(UserError, match=f"^data.root={tmp_path}/a.npz: .*{message}"):
-        data.load(npz(tmp_path / "a.npz"))
+        data.load(files("arrays", tmp_path / "a.npz"))
 
 
 def test_files_that_are_no_arrays_are_named(tmp_path: Path) -> None:
@@ -207,7 +196,7 @@ def test_files_that_are_no_arrays_are_named(tmp_path: Path) -> None:
     for content in (b"", b"no zip file", whole[:-40], whole[:300] + b"x" + whole[301:], single):
         (tmp_path / "a.npz").write_bytes(content)
         with pytest.raises(UserError, match=r"a.npz: .*expected an .npz with train_images") as caught:
-            data.load(npz(tmp_path / "a.npz"))
+            data.load(files("arrays", tmp_path / "a.npz"))
         assert "\n" not in str(caught.value)
 
 
@@ -271,10 +260,8 @@ def test_copies_are_spread_over_the_ranks_and_augmented_differently(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["digits", "folders"])
 def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None:
     grow = (6, 7)
-    config: Digits | ImageFolder = replace(DIGITS, limit=4)
-    if kind == "folders":
-        config = write_folders(tmp_path)
-    config = replace(config, image_size=8, grow=grow, eval_size=9)
+    config = write_folders(tmp_path) if kind == "folders" else replace(DIGITS, limit=4)
+    config = replace(config, grow=grow, eval_size=9)
     found = data.load(config)
     feed = train_feed(found, 8, steps=range(1, 6), grow=grow)
     assert [batch.images.shape[-1] for batch in feed] == [6, 7, 7, 8, 8]
@@ -307,14 +294,14 @@ def test_validation_is_a_fixed_part_of_the_training_images(amount: float) -> Non
 
 
 def test_validation_is_cut_as_held_out_images_and_refused_where_it_cannot_be_taken(tmp_path: Path) -> None:
-    split = data.load(replace(write_folders(tmp_path), validation=2, eval_size=9, image_size=8))
+    split = data.load(replace(write_folders(tmp_path), validation=2, eval_size=9))
     assert [part[[0]][0].shape[-1] for part in (split.train, split.val, split.test) if part] == [8, 9, 9]
     with pytest.raises(UserError, match="=1437: expected a fraction, or fewer than 1437 images"):
         data.load(replace(DIGITS, validation=1437))
     arrays = {"images": np.zeros((6, 4, 4), np.uint8), "labels": np.arange(6) % 2}
     parts = {f"{part}_{key}": arrays[key] for part in ("train", "val", "test") for key in arrays}
     np.savez(tmp_path / "a.npz", **parts)
-    config = npz(tmp_path / "a.npz")
+    config = files("arrays", tmp_path / "a.npz")
     assert len(data.load(config).test or ()) == 6
     with pytest.raises(UserError, match="has a validation part; set it to 0"):
         data.load(replace(config, validation=2))
@@ -327,12 +314,11 @@ def test_images_alternate_from_epoch_to_epoch() -> None:
     flipped: list[dict[int, bool]] = []
     for world in (1, 2):  # two epochs of five steps
         seen: list[dict[int, bool]] = [{}, {}]
-        for rank in range(world):
-            share = Share(2, 1, rank, world)
-            feed = train_feed(small, 4, share, steps=range(10), augment=Photo(0, flip="alternating"))
-            for index, batch in enumerate(feed):
-                for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
-                    seen[index // 5][label] = bool(image[0, 0, 0] > image[0, 0, 1])
+        batches = global_batches(small, 4, 2, world, 1, steps=range(10), augment=Photo(0, flip="alternating"))
+        for step, (images, labels) in enumerate(batches):
+            seen[step // 5] |= zip(
+                labels.tolist(), (images[:, 0, 0, 0] > images[:, 0, 0, 1]).tolist(), strict=True
+            )
         flipped = flipped or seen
         assert seen == flipped
     first, second = flipped
@@ -369,7 +355,7 @@ def test_batches_are_normalised_resized_and_on_time() -> None:
 def test_signals_of_others_end_no_worker() -> None:
     """torchrun and Slurm signal all processes of a job."""
     before = {*multiprocessing.active_children()}
-    batches = iter(train_feed(fake(12, 1, 2, 1, 4), 4, Share(2, 1, 0, 1), workers=1, steps=range(6)))
+    batches = iter(train_feed(data.load(DIGITS), 8, workers=1, steps=range(6)))
     next(batches)
     (worker,) = {*multiprocessing.active_children()} - before
     subprocess.run(["kill", str(worker.pid)], check=True)
@@ -379,9 +365,8 @@ def test_signals_of_others_end_no_worker() -> None:
     assert worker.exitcode == 0
 
 
-def shards(root: Path, **options: Any) -> WebDataset:
-    names = {"train": "train-*.tar", "val": "val.tar"}
-    return WebDataset(**{**PHOTOS, **names, "name": "webdataset", "root": str(root), **options})
+def shards(root: Path, **options: Any) -> Any:
+    return files("webdataset", root, **PHOTOS | {"val": "val.tar"} | options)
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> None:
@@ -487,9 +472,8 @@ def test_a_corrupt_image_in_a_tar_file_is_named(tmp_path: Path) -> None:
         data.load(shards(tmp_path))
 
 
-def hub(root: Path, **options: Any) -> HuggingFace:
-    names = {"train": "train", "val": "test", "image": "image", "label": "label"}
-    return HuggingFace(**{**PHOTOS, **names, "name": "huggingface", "root": str(root), **options})
+def hub(root: Path, **options: Any) -> Any:
+    return files("huggingface", root, **PHOTOS | {"val": "test"} | options)
 
 
 def test_hugging_faces_package_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
