@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import vector_to_parameters
 
 
 class NaiveTwin:
@@ -27,8 +28,8 @@ class NaiveTwin:
         self.params = list(model.parameters())
         self.numel = sum(p.numel() for p in self.params)
         self.length = -(-self.numel // self.world)  # elements per rank, rounded up
-        flat = self.flatten([p.detach() for p in self.params])
-        self.shard = nn.Parameter(flat[self.rank * self.length : (self.rank + 1) * self.length].clone())
+        self.interval = slice(self.rank * self.length, (self.rank + 1) * self.length)
+        self.shard = nn.Parameter(self.flatten([p.detach() for p in self.params])[self.interval])
         self.optimizer = torch.optim.SGD([self.shard], lr=lr, momentum=momentum)
 
     def flatten(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -41,16 +42,13 @@ class NaiveTwin:
         """1: every rank's shard, end to end, becomes the model's parameters."""
         shards = [torch.empty(self.length) for _ in range(self.world)]
         dist.all_gather(shards, self.shard.detach())
-        pieces = torch.cat(shards)[: self.numel].split([p.numel() for p in self.params])
-        for param, piece in zip(self.params, pieces, strict=True):
-            param.data = piece.view(param.shape).clone()
+        vector_to_parameters(torch.cat(shards)[: self.numel], self.params)
 
     def reduce_scatter(self) -> None:
         """3: the mean over ranks of this rank's interval of the gradient."""
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.params]
-        flat = self.flatten(grads)
+        flat = self.flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         dist.all_reduce(flat)
-        self.shard.grad = flat[self.rank * self.length : (self.rank + 1) * self.length] / self.world
+        self.shard.grad = flat[self.interval] / self.world
 
     def step(self, loss_of: Callable[[nn.Module], torch.Tensor]) -> float:
         """One training step; returns this rank's loss."""

@@ -225,17 +225,14 @@ def test_every_world_size_sees_the_same_global_batches(
     assert repeats > 1 or not set(whole[0]) & set(whole[1])
 
 
-def reference_repeats(images: int, repeats: int, world_size: int, rank: int, order: list[int]) -> list[int]:
-    """torchvision's RASampler (references/classification/sampler.py), without its rounding to 256 images."""
-    indices = [index for index in order for _ in range(repeats)]
-    return indices[rank::world_size][: images // world_size]
-
-
 def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
-    """The same images each epoch, each as often, in the same batches of all ranks together."""
+    """The same images each epoch, each as often, in the same batches of all ranks together.
+
+    Theirs is torchvision's RASampler (references/classification/sampler.py), which rounds to 256 images.
+    """
     images, repeats, world_size, batch_size = 96, 3, 4, 24
-    order = epoch_order(5, 0, images).tolist()
-    theirs = [reference_repeats(images, repeats, world_size, rank, order) for rank in range(world_size)]
+    repeated = [index for index in epoch_order(5, 0, images).tolist() for _ in range(repeats)]
+    theirs = [repeated[rank::world_size][: images // world_size] for rank in range(world_size)]
     ours = index_lists(images, Share(batch_size, 1, 0, 1), 5, images // batch_size, repeats)
     assert sum(map(len, ours)) == images
     for step, batch in enumerate(ours):

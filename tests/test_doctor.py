@@ -35,19 +35,14 @@ def examined(fault: Callable[[Job], None] | None, *arguments: str) -> str:
 
 
 def _in_gradient(job: Job) -> None:
-    def change(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        gradient[3, 0, 1, 2] += 0.25
-        return gradient
-
-    job.model.get_parameter("1.0.weight").register_hook(change)
+    wrong = torch.zeros(9, 9, 3, 3)
+    wrong[3, 0, 1, 2] = 0.25
+    job.model.get_parameter("1.0.weight").register_hook(lambda gradient: gradient + wrong)
 
 
 def _in_update(job: Job) -> None:
-    def change(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        job.model.get_parameter("1.0.weight").data[-1] += 1.0
-
-    job.optimizer.register_step_post_hook(change)
+    weight = job.model.get_parameter("1.0.weight")
+    job.optimizer.register_step_post_hook(lambda *_: weight.data[-1].add_(1.0))
 
 
 def _in_forward(job: Job) -> None:

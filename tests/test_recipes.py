@@ -81,12 +81,7 @@ def test_resnet20_is_that_of_the_paper() -> None:
 
 
 def test_standard_stem_is_torchvisions_own_model() -> None:
-    model = classifier("resnet18", 1000, 3, 224)
-    stock = resnet18()
-    stock.load_state_dict(model.state_dict())
-    assert [(n, p.shape) for n, p in model.named_parameters()] == [
-        (n, p.shape) for n, p in stock.named_parameters()
-    ]
+    resnet18().load_state_dict(classifier("resnet18", 1000, 3, 224).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -122,12 +117,11 @@ def test_an_optimizer_by_name_takes_its_keywords() -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_blocks_that_start_as_the_identity(name: str) -> None:
+@pytest.mark.parametrize(("name", "blocks", "last"), [("resnet18", 8, "bn2"), ("resnet50", 16, "bn3")])
+def test_blocks_that_start_as_the_identity(name: str, blocks: int, last: str) -> None:
     model = classifier(name, 4, 3, 32, zero_init_residual=True)
     zeros = [n for n, p in model.named_parameters() if n.endswith("weight") and not p.any()]
-    assert len(zeros) == {"resnet18": 8, "resnet50": 16}[name]
-    assert all(n.endswith({"resnet18": "bn2.weight", "resnet50": "bn3.weight"}[name]) for n in zeros)
+    assert [n.split(".")[-2] for n in zeros] == [last] * blocks
 
 
 def test_a_small_vision_transformer() -> None:
@@ -155,7 +149,6 @@ def test_affine_moves_by_the_draws() -> None:
 def test_crop_and_flip_by_the_draws() -> None:
     images = torch.arange(16.0).view(1, 1, 4, 4)
     centred, mirrored = torch.tensor([[0.5, 0.5, 0.9]]), torch.tensor([[0.5, 0.5, 0.1]])
-    assert torch.equal(Photo(1)(images, centred), images) != torch.equal(Photo(1)(images, mirrored), images)
     both = {tuple(Photo(1)(images, draw).flatten().tolist()) for draw in (centred, mirrored)}
     assert both == {tuple(images.flatten().tolist()), tuple(images.flip(3).flatten().tolist())}
     corner = Photo(1)(images, torch.tensor([[0.0, 0.0, 0.9]]))
@@ -188,18 +181,11 @@ def test_boxes_are_erased_by_the_draws() -> None:
         assert torch.equal(erased, expected)
 
 
-class Add:
-    draws = 1
-
-    def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        return images + uniform[:, :, None, None]
-
-
 @pytest.mark.parametrize(
     "options",
     [
         *({"augment": Photo(0, policy, magnitude=30)} for policy in ("trivial", "rand", "cifar10")),
-        *({"augment": Add(), "workers": workers} for workers in (0, 1)),
+        *({"augment": Photo(2), "workers": workers} for workers in (0, 1)),
         {"mix": lambda share: Mix(0.3, 1.0, 2, share, 1)},
     ],
 )
