@@ -232,42 +232,33 @@ def _plant(folder: Path, name: str) -> None:
 DATA, OTHER = "rank-00001.safetensors", "rank-00000.safetensors"
 
 
-def parameter(name: str, **facts: Any) -> Callable[[dict[str, Any]], object]:
+def forged_file(**facts: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["files"][DATA].update(facts)
+
+
+def forged(name: str, **facts: Any) -> Callable[[dict[str, Any]], object]:
     return lambda manifest: manifest["parameters"][name].update(facts)
 
 
-# What is changed in a manifest, whose digest is right, and why it is refused.
-FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a path upwards": (
-        lambda m: m["files"].update({"../x.safetensors": m["files"].pop(DATA)}),
-        "names the file '../x.safetensors', expected only",
+# Why a manifest whose digest is right is refused, and what was changed in it.
+FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "names the file '../x.safetensors', expected only": lambda m: m["files"].update(
+        {"../x.safetensors": m["files"].pop(DATA)}
     ),
-    "another version": (
-        lambda m: m.update(version=2),
-        "version 2, expected 'shardtrain checkpoint' version 1; load it with the release that wrote it",
+    "version 2, expected 'shardtrain checkpoint' version 1; load it with the release that wrote it": (
+        lambda m: m.update(version=2)
     ),
-    "an absurd size": (
-        lambda m: m["files"][DATA].update(bytes=1 << 80),
-        f"has {1 << 80} for the size of {DATA}, expected a number of at least 0",
+    f"has {1 << 80} for the size of {DATA}, expected a number of at least 0": forged_file(bytes=1 << 80),
+    f"bytes, expected {1 << 50}": forged_file(bytes=1 << 50),
+    f"has 2 files of {1 << 40} ranks, expected one per rank": lambda m: m.update(world_size=1 << 40),
+    f"has the slice ('{OTHER}', 1, 5) of fc.bias, expected one from 0 on": (
+        forged("fc.bias", slices=[[OTHER, 1, 5]])
     ),
-    "a large size": (lambda m: m["files"][DATA].update(bytes=1 << 50), f"bytes, expected {1 << 50}"),
-    "an absurd world": (
-        lambda m: m.update(world_size=1 << 40),
-        f"has 2 files of {1 << 40} ranks, expected one per rank",
+    "has slices of fc.bias up to 0, expected up to 5": forged("fc.bias", slices=[]),
+    "gives fc.weight the stride (70, 10), which does not fill the shape (5, 7)": (
+        forged("fc.weight", stride=[70, 10])
     ),
-    "a gap between slices": (
-        parameter("fc.bias", slices=[[OTHER, 1, 5]]),
-        f"has the slice ('{OTHER}', 1, 5) of fc.bias, expected one from 0 on",
-    ),
-    "too few slices": (parameter("fc.bias", slices=[]), "has slices of fc.bias up to 0, expected up to 5"),
-    "strides out of bounds": (
-        parameter("fc.weight", stride=[70, 10]),
-        "gives fc.weight the stride (70, 10), which does not fill the shape (5, 7)",
-    ),
-    "no shape": (
-        lambda m: m["parameters"]["fc.weight"].pop("shape"),
-        "manifest.json is invalid: KeyError 'shape'",
-    ),
+    "manifest.json is invalid: KeyError 'shape'": lambda m: m["parameters"]["fc.weight"].pop("shape"),
 }
 # The same of the optimizer: it is found when options and state are tried.
 IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -277,49 +268,41 @@ IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
     "KeyError: 'exp_avg'": lambda o: o["state"]["fc.weight"].pop("exp_avg"),
     "group 0 has options or state": lambda o: o["state"]["scale"].update(step={"value": "many"}),
 }
-FORGERIES |= {
-    text: (lambda manifest, change=change: change(manifest["optimizer"]), text)
-    for text, change in IMPOSSIBLE.items()
-}
-# What is done to every file of a checkpoint, below, is not repeated here.
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "two files": (
-        lambda f: (_flip(f / DATA), _flip(f / OTHER)),
-        f"rank 0: {OTHER} does not match its digest; rank 1: {DATA} does not match its digest",
+# Why a checkpoint is damaged, and how. What is done to every file of one, below, is not repeated here.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    f"rank 0: {OTHER} does not match its digest; rank 1: {DATA} does not match its digest": (
+        lambda f: (_flip(f / DATA), _flip(f / OTHER))
     ),
-    "a pipe": (lambda f: ((f / DATA).unlink(), os.mkfifo(f / DATA)), f"{DATA} is not a regular file"),
-    "an endless manifest": (
-        lambda f: os.truncate(f / "manifest.json", 1 << 40),
-        "manifest.json has 1099511627776 bytes, expected at most 268435456",
+    f"{DATA} is not a regular file": lambda f: ((f / DATA).unlink(), os.mkfifo(f / DATA)),
+    "manifest.json has 1099511627776 bytes, expected at most 268435456": (
+        lambda f: os.truncate(f / "manifest.json", 1 << 40)
     ),
     # Sizes and digests that fit do not make a tensor that is not there.
-    "another rank's file": (
-        lambda f: (
-            shutil.copy(f / OTHER, f / DATA),
-            rewrite(f, lambda m: m["files"].update({DATA: m["files"][OTHER]})),
-        ),
-        "rank-00001.safetensors has parameters/stem.weight as F32 (119,), expected F32 (70,)",
+    "rank-00001.safetensors has parameters/stem.weight as F32 (119,), expected F32 (70,)": lambda f: (
+        shutil.copy(f / OTHER, f / DATA),
+        rewrite(f, lambda m: m["files"].update({DATA: m["files"][OTHER]})),
     ),
-    "a planted pickle": (lambda f: _plant(f, DATA), f"{DATA}: Error while deserializing header"),
-    "a planted manifest": (lambda f: _plant(f, "manifest.json"), "manifest.json is not UTF-8"),
-    "a deep nesting": (lambda f: write_manifest(f, "[" * 100_000), "manifest.json is not valid JSON"),
+    f"{DATA}: Error while deserializing header": lambda f: _plant(f, DATA),
+    "manifest.json is not UTF-8": lambda f: _plant(f, "manifest.json"),
+    "manifest.json is not valid JSON": lambda f: write_manifest(f, "[" * 100_000),
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, *FORGERIES])
+@pytest.mark.parametrize("reason", [*DAMAGES, *FORGERIES, *IMPOSSIBLE])
 @each_rank(2, transport="auto")
-def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, damage: str) -> None:
-    text = {**DAMAGES, **FORGERIES}[damage][1]
+def test_damage_is_named_on_every_rank(tmp_path: Path, saved: Path, reason: str) -> None:
     if dist.get_rank() == 0:
-        shutil.copytree(saved, tmp_path / "one")
-        if damage in DAMAGES:
-            DAMAGES[damage][0](tmp_path / "one")
+        folder = shutil.copytree(saved, tmp_path / "one")
+        if reason in DAMAGES:
+            DAMAGES[reason](folder)
+        elif reason in FORGERIES:
+            rewrite(folder, FORGERIES[reason])
         else:
-            rewrite(tmp_path / "one", FORGERIES[damage][0])
+            rewrite(folder, lambda manifest: IMPOSSIBLE[reason](manifest["optimizer"]))
     dist.barrier()
     message = refused(tmp_path / "one", *fresh())
-    assert ("does not fit, nothing was loaded: " if damage in IMPOSSIBLE else "is damaged: ") in message
-    assert text in message
+    assert ("does not fit, nothing was loaded: " if reason in IMPOSSIBLE else "is damaged: ") in message
+    assert reason in message
     assert not (tmp_path / "planted").exists()
 
 
@@ -392,7 +375,6 @@ def test_the_newest_and_the_best_are_kept(
     fill(store, [1, 2, 30, 100, 101], best)
     assert store.latest == 101
     comm.barrier()
-    assert steps_in(tmp_path) == left
     assert store.newest().step == 101
     assert {path.name for path in tmp_path.iterdir()} == {step_name(step) for step in left}
 
@@ -643,19 +625,13 @@ def test_a_kill_in_a_save_leaves_a_complete_checkpoint(
     assert sorted(path.name for path in two_steps.iterdir()) == [step_name(3), step_name(4)]
 
 
-def the_other_rank_s(file: Path) -> None:
-    """Copy another rank's data."""
-    others = [path for path in file.parent.glob("rank-*") if path != file]
-    shutil.copy(others[0], file)
-
-
 DAMAGED_FILES: dict[str, Callable[[Path], object]] = {
     "cut short by a byte": lambda file: os.truncate(file, file.stat().st_size - 1),
     "emptied": lambda file: os.truncate(file, 0),
     "with a bit flipped": _flip,
     "deleted": lambda file: file.unlink(),
     "from another step": lambda file: shutil.copy(file.parents[1] / step_name(1) / file.name, file),
-    "another rank's": the_other_rank_s,
+    "another rank's": lambda file: shutil.copy(file.parent / min({DATA, OTHER} - {file.name}), file),
     "a link to itself elsewhere": lambda file: file.symlink_to(file.rename(file.parents[1] / "elsewhere")),
     "a directory": lambda file: (file.unlink(), file.mkdir()),
 }
