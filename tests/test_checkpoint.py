@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from shardtrain.checkpoint.manifest import Damaged, digest_line
 from shardtrain.checkpoint.store import Store, newest, step_name, steps_in
 
 from pool import Ranks, each_rank, once
-from small import Block, OddNet, raised_soon, sgd, shard, train, whole_state
+from small import Block, OddNet, Parts, raised_soon, sgd, shard, train, whole_state
 
 MAKERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": sgd,
@@ -49,16 +49,10 @@ def fresh(
     return model, MAKERS[kind](model)
 
 
-class LateLayer(OddNet):
-    """No rank uses its last layer before the save; rank 0 does after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late, self.uses = nn.Linear(5, 5), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        return self.late(x) if self.uses else x
+def late_layer() -> nn.Module:
+    """No rank uses the last layer before the save; rank 0 does after it."""
+    parts = {"net": OddNet(), "late": nn.Linear(5, 5), "uses": False}
+    return Parts(lambda self, x: self.late(self.net(x)) if self.uses else self.net(x), **parts)
 
 
 def saves(path: str) -> dict[str, torch.Tensor]:
@@ -73,10 +67,10 @@ def saves(path: str) -> dict[str, torch.Tensor]:
 def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
     """Saved after two steps and loaded into another model: further losses and state are the same bits."""
     path = tmp_path / "deep/er/one"
-    model, optimizer = fresh(kind, make=LateLayer)
+    model, optimizer = fresh(kind, make=late_layer)
     train(model, optimizer, 2)
     checkpoint.save(path, model, optimizer, extra={"rank": dist.get_rank(), "at": (2, torch.arange(3))})
-    other, its_optimizer = fresh(kind, seed=1, make=LateLayer)
+    other, its_optimizer = fresh(kind, seed=1, make=late_layer)
     train(other, its_optimizer, 0 if kind == "asgd" else 1)  # its first step may come after the load
     extra = checkpoint.load(path, other, its_optimizer)
     assert extra["rank"] == dist.get_rank()
@@ -356,8 +350,8 @@ def opened(path: Path, keep: int = 2, asynchronous: bool = False) -> Store:
     return Store(path, comm.open_transport(), keep=keep, asynchronous=asynchronous)
 
 
-def fill(store: Store, steps: list[int], best: int | None = None) -> None:
-    model, optimizer = fresh()
+def fill(store: Store, steps: Iterable[int], best: int | None = None, trained: Any = None) -> None:
+    model, optimizer = trained or fresh()
     for step in steps:
         store.settle()
         train(model, optimizer, 1, start=step)
@@ -543,11 +537,7 @@ def works(folder: str, steps: int, keep: int, asynchronous: bool, kill: Kill | N
         store.clear(start.damaged)
     if start.opened is not None:
         load_into(start.opened, model, optimizer)
-    for step in range(start.step + 1, steps + 1):
-        store.settle()
-        train(model, optimizer, 1, start=step)
-        store.save(step, model, optimizer, extra={"step": step}, facts={}, best=None)
-    store.finish()
+    fill(store, range(start.step + 1, steps + 1), trained=(model, optimizer))
 
 
 def files_of(path: Path) -> Any:

@@ -24,7 +24,7 @@ LOW = ["train.accumulate=2"]
 MESSAGES, LONG = "parallel.transport=process_group", pytest.mark.long
 
 
-def examined(fault: Callable[[Job], None] | None, *arguments: str) -> str:
+def examined(fault: Callable[[Job], object] | None, *arguments: str) -> str:
     """What the doctor says of two steps with dropout and BatchNorm, with a ``fault`` on rank 1."""
     config = composed(*TINY, "model=mobilenet_v3_small", *arguments)
     with patch.object(models, "_build", small_model):
@@ -32,25 +32,6 @@ def examined(fault: Callable[[Job], None] | None, *arguments: str) -> str:
         if comm.rank() == 1 and fault is not None:
             fault(job)
         return Twins(job, config).examine(2)[1]
-
-
-def _in_gradient(job: Job) -> None:
-    wrong = torch.zeros(9, 9, 3, 3)
-    wrong[3, 0, 1, 2] = 0.25
-    job.model.get_parameter("1.0.weight").register_hook(lambda gradient: gradient + wrong)
-
-
-def _in_update(job: Job) -> None:
-    weight = job.model.get_parameter("1.0.weight")
-    job.optimizer.register_step_post_hook(lambda *_: weight.data[-1].add_(1.0))
-
-
-def _in_forward(job: Job) -> None:
-    job.model.get_submodule("1.1").register_forward_hook(lambda *found: found[2] * 1.0001)
-
-
-def _at_start(job: Job) -> None:
-    job.model.get_parameter("1.0.weight").data[5] = 0.25
 
 
 @pytest.mark.parametrize(
@@ -76,24 +57,34 @@ def test_traffic_that_rounds_is_not_compared() -> None:
         program.read([*TINY, "parallel.traffic=int8"], speak=False)
 
 
-@pytest.mark.parametrize(
-    ("fault", "where"),
-    [
-        (
-            _in_gradient,
-            r"rank 1: step 1, own gradient of 1\.0\.weight in unit 1\.0: "
-            r"Mismatched elements: 1 / 729 .*; Greatest absolute difference: 0\.2[45]\d* at index "
-            r"\(3, 0, 1, 2\).*: something on that rank changed it",
-        ),
-        (_in_update, r"step 1, parameter of 1\.0\.weight in unit 1\.0: Mismatch.*optimizer"),
-        (_in_forward, r"rank 1: step 1, output of 1\.1 in unit 1\.1: .* the unit computed with "),
-        (_at_start, r"step 0, initial value of 1\.0\.weight in unit 1\.0: Mismatched "),
-    ],
-)
+def weight(job: Job) -> torch.Tensor:
+    return job.model.get_parameter("1.0.weight")
+
+
+ONE_ELEMENT = torch.zeros(9, 9, 3, 3)
+ONE_ELEMENT[3, 0, 1, 2] = 0.25
+# What the doctor says, and what was done to the job of rank 1.
+FAULTS: dict[str, Callable[[Job], object]] = {
+    r"rank 1: step 1, own gradient of 1\.0\.weight in unit 1\.0: Mismatched elements: 1 / 729 .*; Greatest "
+    r"absolute difference: 0\.2[45]\d* at index \(3, 0, 1, 2\).*: something on that rank changed it": (
+        lambda job: weight(job).register_hook(lambda gradient: gradient + ONE_ELEMENT)
+    ),
+    r"step 1, parameter of 1\.0\.weight in unit 1\.0: Mismatch.*optimizer": (
+        lambda job: job.optimizer.register_step_post_hook(lambda *_: weight(job).data[-1].add_(1.0))
+    ),
+    r"rank 1: step 1, output of 1\.1 in unit 1\.1: .* the unit computed with ": (
+        lambda job: job.model.get_submodule("1.1").register_forward_hook(lambda *found: found[2] * 1.0001)
+    ),
+    r"step 0, initial value of 1\.0\.weight in unit 1\.0: Mismatched ": (
+        lambda job: weight(job).data[5].fill_(0.25)
+    ),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
 @each_rank(2, transport="auto")
-def test_a_planted_fault_is_found_and_named(fault: Callable[[Job], None], where: str) -> None:
-    """One element of one gradient changed on one rank, and others."""
-    said = examined(fault, MESSAGES)
+def test_a_planted_fault_is_found_and_named(where: str) -> None:
+    said = examined(FAULTS[where], MESSAGES)
     assert re.match(f"failed   {where}", said), said
 
 

@@ -46,8 +46,9 @@ trained = once(run)
 
 
 @pytest.fixture
-def export(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """``export("run=…", "out=…")`` runs the command and returns its exit code."""
+def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """``export("run=…", "out=…")`` runs the command in ``tmp_path`` and returns its exit code."""
+    monkeypatch.chdir(tmp_path)
     # Torch's `record` points it at stderr, which is no file where pytest captures it.
     monkeypatch.setattr(faulthandler, "enable", lambda **_: None)
 
@@ -171,15 +172,8 @@ def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     ],
 )
 def test_mistakes_are_named(
-    tmp_path: Path,
-    places: dict[str, Path],
-    export: Any,
-    monkeypatch: Any,
-    capsys: Any,
-    arguments: list[str],
-    text: str,
+    tmp_path: Path, places: dict[str, Path], export: Any, capsys: Any, arguments: list[str], text: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "file.pth").write_text("")
     assert export(*[each.format(**places) for each in arguments]) == 2
     assert text in capsys.readouterr().err
@@ -227,12 +221,10 @@ def test_torchvisions_weights_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
     sizes = ("model.num_classes=10", "model.in_channels=3", "model.image_size=32")
-    command = ("model=mobilenet_v3_small", *sizes)
-    named = configure("model.weights=IMAGENET1K_V1", "model.reset_head=true", *command)
-    own = configure(
-        "model._target_=torchvision.models.mobilenet_v3_small",
-        *("model.weights=DEFAULT", "model.num_classes=1000"),
-    )
+    weights = ("model.weights=IMAGENET1K_V1", "model.reset_head=true")
+    named = configure("model=mobilenet_v3_small", *sizes, *weights)
+    weights = ("model.weights=DEFAULT", "model.num_classes=1000")
+    own = configure("model._target_=torchvision.models.mobilenet_v3_small", *weights)
     for config in (named, own):
         found = dict(initial_model(config).named_parameters())
         for name, value in theirs.named_parameters():

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from shardtrain.comm import trace
 from shardtrain.comm.trace import GATHER, Span, count, waiting
 from shardtrain.engine.precision import Precision
 from shardtrain.job import pictures, tags
-from shardtrain.job.build import build
+from shardtrain.job.build import Job, build
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.evaluate import Evaluation, Scores
 from shardtrain.job.format import MIB
@@ -45,15 +47,13 @@ ONE = torch.ones(())
 FOUR: Any = SimpleNamespace(steps=4, steps_per_epoch=2, first_step=0)  # of a job
 
 
-def opened(run_dir: Path, *arguments: str, model: Sequence[str] = VIT) -> tuple[Any, Context, Any]:
-    place = context(run_dir)
-    job, config = build(configure(*model, "monitor.tensorboard=false", *arguments), 0, 1, CPU)
-    return open_monitor(config, place, job, StepMetrics(job)), place, job
+def built(*arguments: str, model: Sequence[str] = VIT) -> tuple[Job, Config]:
+    return build(configure(*model, "monitor.tensorboard=false", *arguments), 0, 1, CPU)
 
 
 def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    opening, _, job = opened(tmp_path / "a/run")
-    with opening as monitor:
+    job, config = built()
+    with open_monitor(config, context(tmp_path / "a/run"), job, StepMetrics(job)) as monitor:
         monitor.step(1)
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
@@ -140,8 +140,8 @@ def test_results_are_written_while_a_run_goes_on_with_null_for_what_json_has_not
 
 
 def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
-    _, place, job = opened(tmp_path, "optim=adamw", "train.accumulate=2", model=())
-    table = start_table(configure("optim=adamw"), place, job)
+    job, config = built("optim=adamw", "train.accumulate=2", model=())
+    table = start_table(config, context(tmp_path), job)
     for expected in (
         "11,172,810 parameters",
         "42.6 MiB parameters, 42.6 gradients",
@@ -175,8 +175,8 @@ def step_of(metrics: StepMetrics, *images: torch.Tensor, loss: float = 1.0) -> N
             metrics.add(batch, torch.tensor(loss), logits, torch.zeros(len(batch), dtype=torch.int64))
 
 
-def test_metrics_are_of_the_steps_between_reports(tmp_path: Path) -> None:
-    _, _, job = opened(tmp_path)
+def test_metrics_are_of_the_steps_between_reports() -> None:
+    job, _ = built()
     metrics = StepMetrics(job)
     metrics.since = metrics.spent.since = time.perf_counter() - 1000  # start-up, which is no part of them
     metrics.start()
@@ -199,9 +199,9 @@ def test_metrics_are_of_the_steps_between_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_traffic_is_that_of_the_steps_that_were_metered(tmp_path: Path, ranks: int) -> None:
+def test_traffic_is_that_of_the_steps_that_were_metered(ranks: int) -> None:
     """A run that resumes on as many ranks, or on fewer, has metered none of the steps before."""
-    _, _, job = opened(tmp_path)
+    job, _ = built()
     before, after = StepMetrics(job), StepMetrics(job)
     step_of(before, TWO)
     after.restore(before.state(), ranks)
@@ -210,9 +210,9 @@ def test_traffic_is_that_of_the_steps_that_were_metered(tmp_path: Path, ranks: i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
-def test_the_peak_is_that_of_the_run(tmp_path: Path) -> None:
+def test_the_peak_is_that_of_the_run() -> None:
     """Jobs of a sweep share a process."""
-    _, _, job = opened(tmp_path)
+    job, _ = built()
     large = torch.ones(400 * MIB, dtype=torch.uint8)
     del large
     first, second = StepMetrics(job), StepMetrics(job)
@@ -223,8 +223,8 @@ def test_the_peak_is_that_of_the_run(tmp_path: Path) -> None:
     assert second.report(1, ONE).scalars["memory/peak_mib"] < peak - 300
 
 
-def test_utilisation_counts_the_pixels_shown_and_the_dtype(tmp_path: Path, monkeypatch: Any) -> None:
-    _, _, job = opened(tmp_path, "data.grow=[4]", model=())
+def test_utilisation_counts_the_pixels_shown_and_the_dtype(monkeypatch: Any) -> None:
+    job, _ = built("data.grow=[4]", model=())
     assert job.forward_flops[4] < job.forward_flops[8]
     metrics = StepMetrics(job)
     metrics.peak = 1e9
@@ -286,16 +286,11 @@ def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Pat
     monitor: Any = SimpleNamespace(say=said.append)
     job: Any = SimpleNamespace(steps=99)
     place = Context(RankInfo(0, 2, 0, 2), CPU, tmp_path)
-    course = {
-        "none": None,
-        "slow": SlowRank(1, "data", "slow"),
-        "slower": SlowRank(1, "data", "slower"),
-        "elsewhere": SlowRank(1, "backward", "elsewhere"),
-    }
-    reports = "none slow none slow slower slow elsewhere slow none slow none none"
+    course = "none slow none slow slower slow elsewhere slow none slow none none"
     with Watch(configure(), place, job, SimpleNamespace(), monitor) as watch:
-        for step, what in enumerate(reports.split(), 1):
-            watch.step_done(step, Report({}, course[what]))
+        for step, what in enumerate(course.split(), 1):
+            slow = SlowRank(1, "backward" if what == "elsewhere" else "data", what)
+            watch.step_done(step, Report({}, None if what == "none" else slow))
     assert said == ["step 5: slower", "step 12: rank 1 keeps up again"]
 
 
@@ -315,7 +310,6 @@ def test_a_planted_slow_rank_is_found_with_its_phase() -> None:
 
 @each_rank(3, transport="auto")
 def test_ranks_share_a_clock() -> None:
-    """Each knows of all when they met the others."""
     comm.barrier()
     now = time.perf_counter()
     starts = [spans[0].start for spans in timeline.collect([Span("step", "step", now, now + 1)], 7).spans]
@@ -331,7 +325,6 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     steps_of(model, optimizer, steps=2)
     with trace.record(CPU) as taken:
         steps_of(model, optimizer, steps=1, start=2)
-    assert not trace.opened
     steps_of(model, optimizer, steps=1, start=3)
     spans = taken.spans()
     assert all(span.start <= span.end for span in spans)
@@ -339,9 +332,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.TRACKS}
     assert found["forward"] == found["backward"] == found["reduce"] == units
     assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "blocks.2", "the root"]
-    assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= set(
-        found["wait"]
-    )
+    assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= {*found["wait"]}
     starts = {(span.kind, span.name): span.start for span in spans}
     assert starts["forward", "blocks.0"] < starts["forward", "blocks.1"]
     assert starts["backward", "blocks.1"] < starts["backward", "blocks.0"]
@@ -493,26 +484,6 @@ def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
     assert (plain["parallel.offload"], plain["parallel.reshard_after_forward"]) == (False, True)
 
 
-class Page(writers.Writer):
-    """Keeps texts, and the tags of pictures."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.seen.append(text)
-
-    def picture(self, step: int, tag: str, picture: pictures.Picture) -> None:
-        assert (picture.dtype, picture.shape[2]) == (np.uint8, 3)
-        self.seen.append(tag)
-
-
-def summary_of(folder: Path, first_step: int = 0) -> tuple[writers.SummaryFigure, Monitor, list[str]]:
-    """A summary, the monitor that it is drawn for, and what that shows."""
-    summary, page = writers.SummaryFigure(folder, first_step, 1000.0), Page()
-    return summary, Monitor(page, summary), page.seen
-
-
 def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     config = configure(*TINY)
     first = writers.TensorBoard(tmp_path, config, FACTS)
@@ -526,29 +497,34 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    assert summary_of(tmp_path, first_step=2)[0].curves["train/loss"] == {1: 1.0, 2: 2.0}
+    assert writers.SummaryFigure(tmp_path, 2, 1000.0).curves["train/loss"] == {1: 1.0, 2: 2.0}
     assert "  image_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
 def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:
     evaluation = Evaluation(Scores(1.0, 80.0, 100.0))
-    summary, monitor, seen = summary_of(tmp_path)
+    summary, page = writers.SummaryFigure(tmp_path, 0, 1000.0), Mock(writers.Writer)
+    monitor = Monitor(page, summary)
     monitor.evaluated(5, evaluation)
-    assert seen == []
+    page.picture.assert_not_called()
     summary.due_at = 0.0
     monitor.log(6, {"memory/peak_mib": 3.0, "time/forward_pct": 60.0})
     monitor.evaluated(6, evaluation)
-    assert seen == ["at_a_glance/run"]
+    ((_, tag, drawn),) = [call.args for call in page.picture.call_args_list]
+    assert (tag, drawn.dtype, drawn.shape[2]) == ("at_a_glance/run", np.uint8, 3)
     assert summary.path.exists()
 
 
 def test_pictures_that_cannot_be_are_said_of(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    summary, monitor, seen = summary_of(tmp_path)
+    summary, page = writers.SummaryFigure(tmp_path, 0, 1000.0), Mock(writers.Writer)
+    monitor = Monitor(page, summary)
     monitor.log(1, {"val/loss": 1.0})
     for _ in range(2):
         monitor.draw_summary()
-    assert seen == ['no picture: matplotlib is not installed (pip install "shardtrain[bench]")']
+    page.say.assert_called_once_with(
+        'no picture: matplotlib is not installed (pip install "shardtrain[bench]")'
+    )
     assert not summary.path.exists()
     (tmp_path / "timeline").write_text("")  # a file where the folder should be
     assert not monitor.save(tmp_path / "timeline/step-4.png", "")
@@ -568,7 +544,6 @@ def test_grids_show_pixels_as_they_were() -> None:
 
 @each_rank(2, transport="auto")
 def test_what_is_reported_is_what_an_outsider_measures() -> None:
-    """A report beside an outside clock, an outer meter and the tensors themselves."""
     config = configure(*SHORT, "train.accumulate=2")
     job, _ = build(config, comm.rank(), comm.world_size(), CPU)
     metrics, batches, step = StepMetrics(job), iter(job.train), Step.of(job, None)

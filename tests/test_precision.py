@@ -6,7 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 import shardtrain
@@ -22,6 +23,7 @@ from shardtrain import GradScaler, Precision, comm
 from shardtrain.comm import Flat, Gradient, Tag
 from shardtrain.comm.arithmetic import BLOCK, decode, encode, packet_bytes
 from shardtrain.engine.precision import cast
+from shardtrain.job.data import Batch
 from shardtrain.layout import Layout, even
 
 from pool import each_rank
@@ -62,36 +64,28 @@ class Twin:
     """The replicated model: fp32 parameters, computing in bf16 but for its norms; means in rank order."""
 
     def __init__(self, model: nn.Module, norms: tuple[type[nn.Module], ...]) -> None:
-        self.master = model
-        self.low = copy.deepcopy(model)
-        for module in self.low.modules():
+        self.model, self.optimizer = model, sgd(model)
+        self.exact: set[nn.Parameter] = set()
+        for module in model.modules():
             if isinstance(module, norms):
+                self.exact.update(module.parameters())
                 if not isinstance(module, nn.BatchNorm2d):
                     module.register_forward_pre_hook(lambda _, args: cast(args, torch.float32))
                     module.register_forward_hook(lambda _, args, out: cast(out, torch.bfloat16))
-            else:
-                for name, param in module._parameters.items():
-                    if param is not None:
-                        module._parameters[name] = nn.Parameter(param.detach().bfloat16())
-        self.optimizer = sgd(self.master)
 
     def step(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-        pairs = list(zip(self.master.parameters(), self.low.parameters(), strict=True))
-        total = [torch.zeros_like(param) for param, _ in pairs]
         losses = []
-        for param, low in pairs:
-            low.data.copy_(param.data)
         for x, y in batches:
-            loss = F.cross_entropy(self.low(x.bfloat16()).float(), y)
-            self.low.zero_grad()
+            params = self.model.named_parameters()
+            low = {name: p if p in self.exact else p.bfloat16() for name, p in params}
+            loss = F.cross_entropy(functional_call(self.model, low, x.bfloat16()).float(), y)
             loss.backward()
             losses.append(loss.item())
-            for into, (_, low) in zip(total, pairs, strict=True):
-                into.add_(low.grad)
-        for into, (param, _) in zip(total, pairs, strict=True):
-            parts = from_all(into)
+        for param in self.model.parameters():
+            parts = from_all(param.grad)
             param.grad = sum(parts) / len(parts)
         self.optimizer.step()
+        self.optimizer.zero_grad()
         return losses
 
 
@@ -122,7 +116,7 @@ def test_bf16_equals_a_replicated_twin(make: Any, unit: Any, norms: Any, micro: 
         assert losses == twin.step(batches)
         optimizer.step()
         optimizer.zero_grad()
-    assert_same_parameters(model, twin.master, tolerance=0)
+    assert_same_parameters(model, twin.model, tolerance=0)
 
 
 def moved(precision: Precision | None, **options: Any) -> tuple[int, int]:
@@ -195,19 +189,12 @@ def test_a_dtype_that_cannot_compute_is_refused() -> None:
             Precision(**options)
 
 
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: int
-
-
 def test_casting_keeps_containers() -> None:
     one = torch.ones(1)
-    found = cast(
-        {"a": [one, (one, 2)], "b": Pair(one, 3), "c": torch.ones(1, dtype=torch.int64)}, torch.bfloat16
-    )
-    assert found["a"][0].dtype == found["a"][1][0].dtype == found["b"].left.dtype == torch.bfloat16
-    assert isinstance(found["b"], Pair)
-    assert found["c"].dtype == torch.int64
+    found = cast({"a": [one, (one, 2)], "b": Batch(one, one.long(), 3)}, torch.bfloat16)
+    assert found["a"][0].dtype == found["a"][1][0].dtype == found["b"].images.dtype == torch.bfloat16
+    assert isinstance(found["b"], Batch)
+    assert found["b"].labels.dtype == torch.int64
     filled: dict[str, Any] = {"h": []}
     assert cast((one, filled), torch.bfloat16)[1] is filled  # a unit may append to it
 
@@ -420,9 +407,8 @@ def test_int8_moves_a_quarter_of_the_bytes() -> None:
     low = [int(size * (1 + 4 / BLOCK) / 4) for size in (gathered, reduced)]
     assert bytes_of(Precision(gather=torch.int8)) == (low[0], reduced)
     assert bytes_of(Precision(reduce=torch.int8)) == (gathered, low[1])
-    assert bytes_of(INT8) == (low[0], low[1])
-    halved = Precision(torch.bfloat16, reduce=torch.int8)
-    assert bytes_of(halved) == (gathered // 2, low[1])
+    assert bytes_of(INT8) == tuple(low)
+    assert bytes_of(Precision(torch.bfloat16, reduce=torch.int8)) == (gathered // 2, low[1])
 
 
 @each_rank(3, transport="auto")

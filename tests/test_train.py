@@ -28,7 +28,6 @@ TWO_STEPS = (
     *("data.train_images=48", "train.max_steps=2", "train.log_every=1"),
     *("monitor.tensorboard=false", "checkpoint.keep=0"),
 )
-TAGS = ("train/loss", "val/loss", "grad_norm")
 
 
 def configure(*arguments: str) -> Config:
@@ -44,7 +43,8 @@ def test_repetitions_are_exact_and_settings_count(tmp_path: Path) -> None:
     again, bf16 = "parallel.activation_checkpoint=true", "parallel.precision=bf16"
     settings = ("seed=0", "seed=0", again, "seed=1", bf16)
     results = [run(tmp_path / str(n), setting) for n, setting in enumerate(settings)]
-    first, second, recomputed, other, rounded = ([result[tag] for tag in TAGS] for result in results)
+    tags = ("train/loss", "val/loss", "grad_norm")
+    first, second, recomputed, other, rounded = ([result[tag] for tag in tags] for result in results)
     assert first == second == recomputed
     assert first != other
     assert rounded[0] == pytest.approx(first[0], rel=0.05)
@@ -93,8 +93,7 @@ def _evaluation(*views: Any) -> Evaluation:
     images = torch.randint(0, 256, (13, 1, 2, 2), dtype=torch.uint8)
     arrays = Arrays(images, torch.arange(13) % 7)
     small = DataSet(arrays, arrays, "small", 7, 1, (128.0,), (64.0,))
-    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7))
-    model = shard(model, units=[nn.Linear])
+    model = shard(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 7)), units=[nn.Linear])
     with torch.no_grad():  # a rank's own training batches
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2
     share = Share(1, 1, comm.rank(), comm.world_size())
