@@ -26,7 +26,7 @@ def test_the_docstrings_worked_numbers() -> None:
 def test_pieces_tile_every_parameter_and_lie_where_the_flat_vector_says(
     policy: str, sizes: list[int], world: int, align: int
 ) -> None:
-    """In rank order; no two parameters overlap; gaps are what no parameter fills."""
+    """In rank order; the rest is elsewhere; no two parameters overlap; gaps are what no parameter fills."""
     layout = cut_of(policy, world)(sizes, align)
     nobody_s = (-1, -1)
     flat = [nobody_s] * layout.padded
@@ -35,51 +35,39 @@ def test_pieces_tile_every_parameter_and_lie_where_the_flat_vector_says(
         flat[at : at + size] = [(index, element) for element in range(size)]
     tiles: list[list[int]] = [[] for _ in sizes]
     for rank in range(world):
-        mine = flat[layout.interval(rank)]
+        mine, places = flat[layout.interval(rank)], layout.elsewhere(rank)
         assert len(mine) == layout.length(rank)
         for index, piece in enumerate(layout.pieces(rank)):
-            tiles[index] += range(piece.start, piece.stop)
-            expected = [(index, element) for element in range(piece.start, piece.stop)]
-            assert mine[piece.offset : piece.offset + piece.numel] == expected
+            own = list(range(piece.start, piece.stop))
+            assert mine[piece.offset : piece.offset + piece.numel] == [(index, element) for element in own]
+            tiles[index] += own
+            for span, place in places[index]:
+                others = range(span.start, span.stop)
+                assert flat[place] == [(index, element) for element in others]
+                own += others
+            assert sorted(own) == list(range(sizes[index]))
     assert tiles == [list(range(size)) for size in sizes]
     gaps = [element for gap in layout.gaps for element in range(gap.start, gap.stop)]
     assert gaps == [at for at, owner in enumerate(flat) if owner == nobody_s]
 
 
-@given(policies, sizes, worlds, aligns)
-def test_what_is_not_a_rank_s_own_is_elsewhere(policy: str, sizes: list[int], world: int, align: int) -> None:
-    layout = cut_of(policy, world)(sizes, align)
-    for rank in range(world):
-        places = layout.elsewhere(rank)
-        for index, piece in enumerate(layout.pieces(rank)):
-            covered = list(range(piece.start, piece.stop))
-            for span, place in places[index]:
-                covered += range(span.start, span.stop)
-                start = layout.offsets[index] + span.start
-                assert (place.start, place.stop) == (start, start + span.stop - span.start)
-            assert sorted(covered) == list(range(sizes[index]))
-
-
-@given(sizes, worlds, aligns)
-def test_whole_parameters_have_one_owner_and_intervals_are_aligned(
-    sizes: list[int], world: int, align: int
-) -> None:
-    layout = cut_of("whole", world)(sizes, align)
-    for index, size in enumerate(sizes):
-        owned = [layout.pieces(rank)[index].numel for rank in range(world)]
-        assert sorted(owned) == [0] * (world - 1) + [size]
-    for rank in range(world):
-        assert layout.length(rank) % align == 0
-        assert 0 <= layout.length(rank) - sum(piece.numel for piece in layout.pieces(rank)) < align
-    assert layout.equal == (len({layout.length(rank) for rank in range(world)}) == 1)
-
-
 @given(st.lists(sizes, max_size=8), worlds, aligns)
-def test_whole_parameters_balance_over_all_units(units: list[list[int]], world: int, align: int) -> None:
+def test_whole_parameters_have_one_owner_and_balance_over_all_units(
+    units: list[list[int]], world: int, align: int
+) -> None:
     cut, again = WholeCut(world), WholeCut(world)
     layouts = [cut(sizes, align) for sizes in units]
     assert layouts == [again(sizes, align) for sizes in units], "every rank must find the same"
-    owned = [sum(piece.numel for each in layouts for piece in each.pieces(rank)) for rank in range(world)]
+    owned = [0] * world
+    for sizes, layout in zip(units, layouts, strict=True):
+        held = [[piece.numel for piece in layout.pieces(rank)] for rank in range(world)]
+        for size, of_ranks in zip(sizes, zip(*held, strict=True), strict=True):
+            assert sorted(of_ranks) == [0] * (world - 1) + [size]
+        for rank in range(world):
+            assert layout.length(rank) % align == 0
+            assert 0 <= layout.length(rank) - sum(held[rank]) < align
+            owned[rank] += sum(held[rank])
+        assert layout.equal == (len({layout.length(rank) for rank in range(world)}) == 1)
     assert owned == cut.loads
     largest = max((size for sizes in units for size in sizes), default=0)
     assert max(owned) <= sum(owned) / world + largest
@@ -112,8 +100,3 @@ def test_what_comes_before_a_weight_does_not_misalign_it(policy: str) -> None:
 def test_bad_cuts_are_refused(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
         Layout(sizes, (0,) * len(sizes), bounds)
-
-
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="layout must be 'even' or 'whole', got 'odd'"):
-        cut_of("odd", world=2)
