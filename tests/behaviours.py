@@ -145,12 +145,8 @@ def row(kind: str, name: str, refused: str | None = None, run: Any = None, **par
     SCENES[name[0].upper() + name[1:]] = Scene(kind, partial(run or like_a_replica, **parts), refused)
 
 
-def nothing(net: nn.Module) -> None:
-    pass
-
-
 def pair(
-    api: Api, make: Make = Net, before: Change = nothing, options: str = "", scalars: bool = False
+    api: Api, make: Make = Net, before: Change = lambda _: None, options: str = "", scalars: bool = False
 ) -> tuple[Any, Any]:
     """Return the model sharded, and its replica. FSDP2 takes no scalars, which have a row of their own."""
     torch.manual_seed(0)
@@ -188,7 +184,7 @@ def like_a_replica(
     make: Make | None = None,
     unit: Any = None,
     root: Any = None,
-    change: Change = nothing,
+    change: Change = lambda _: None,
     step: Callable[[Any, int], object] = squares,
     optimizer: Callable[[nn.Module], Any] = sgd,
     **how: Any,
@@ -429,7 +425,7 @@ PARTS: dict[str, dict[str, Any]] = {
 REFUSED = {
     "`vmap`": "cannot run inside jvp, vmap",
     "`jvp`": "cannot run inside jvp, vmap",
-    "Pruning after wrapping": "head.weight is no longer where",
+    "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
     "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while",

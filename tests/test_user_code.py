@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributions import Normal
+from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
@@ -63,21 +62,23 @@ class Unit(nn.Module):
 
 
 class Net(nn.Module):
-    """Three units between parameters of the root."""
+    """Three units between parameters of the root; ``take`` makes the next input of a unit's output."""
 
-    def __init__(self, unit: Any = None, root: Any = None, blocks: int = 3) -> None:
+    def __init__(
+        self, unit: Any = None, root: Any = None, blocks: int = 3, take: Any = lambda out: out
+    ) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.blocks = nn.ModuleList(Unit(unit) for _ in range(blocks))
-        self.does = root
+        self.does, self.take = root, take
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.does:
             return self.does(self, x)
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x)
+            x = self.take(block(x))
         return self.head(x)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,11 +118,7 @@ def is_unit(_: str, module: nn.Module) -> bool:
 def again_inside() -> nn.Module:
     net = Net()
     net.outer = Outer(net.blocks[0], net.blocks[1])
-
-    def root(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.outer(self.blocks[2](self.blocks[0](self.stem(x)))))
-
-    net.does = root
+    net.does = lambda self, x: self.head(self.outer(self.blocks[2](self.blocks[0](self.stem(x)))))
     return net
 
 
@@ -166,11 +163,10 @@ CALLS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*CALLS, "a tensor that passes through all units"])
+@pytest.mark.parametrize("name", CALLS)
 @each_rank(3)
 def test_what_is_gathered_at_once(name: str) -> None:
-    make = CALLS.get(name, lambda: Net(with_bias, passes_through, blocks=7))
-    model = like_a_replica(make, squares, units=is_unit)
+    model = like_a_replica(CALLS[name], squares, units=is_unit)
     peak = shardtrain.introspect(model).take_gathered_peak()
     assert peak.units <= (5 if "again" in name or "two others" in name else 3)  # with the root
 
@@ -240,22 +236,8 @@ def opaque_and_plain(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, SimpleNa
     return h.detach(), SimpleNamespace(h=h)
 
 
-def chain(take: Callable[[Any], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    def root(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = take(block(x))
-        return self.head(x)
-
-    return root
-
-
-def one_block(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.head(self.blocks[0](self.stem(x)))
-
-
 def distribution(self: Any, x: torch.Tensor) -> Normal:
-    return Normal(one_block(self, x), self.scale.exp())
+    return Normal(self.head(self.blocks[0](self.stem(x))), self.scale.exp())
 
 
 def entropy(net: nn.Module, number: int) -> None:
@@ -274,10 +256,7 @@ def ratio(net: nn.Module, number: int) -> None:
 
 
 def without_stem(self: Any, x: torch.Tensor) -> torch.Tensor:
-    x = F.pad(x, (0, 2))
-    for block in self.blocks:
-        x = block(x)
-    return self.head(x)
+    return self.head(nn.Sequential(*self.blocks)(F.pad(x, (0, 2))))
 
 
 def twice(net: nn.Module, number: int) -> None:
@@ -309,12 +288,10 @@ def uneven_batches(net: nn.Module, number: int) -> None:
 
 def freezes_before_backward(net: nn.Module, number: int) -> None:
     out = net(batch(number))
-    for param in net.blocks[1].parameters():
-        param.requires_grad_(False)
+    net.blocks[1].requires_grad_(False)
     out.square().mean().backward()
-    for param in net.blocks[1].parameters():
-        assert param.grad is None
-        param.requires_grad_(True)
+    assert all(param.grad is None for param in net.blocks[1].parameters())
+    net.blocks[1].requires_grad_(True)
 
 
 def momentum_encoder(replaced: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -336,18 +313,18 @@ def momentum_encoder(replaced: bool) -> Callable[[Any, torch.Tensor], torch.Tens
 SCENES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     # outputs
     "an object of a unit": (
-        lambda: Net(lambda self, x: SimpleNamespace(h=self.plain(x)), chain(lambda out: out.h)),
+        lambda: Net(lambda self, x: SimpleNamespace(h=self.plain(x)), take=lambda out: out.h),
         squares,
     ),
-    "a tensor and an object": (lambda: Net(opaque_and_plain, chain(lambda out: out[1].h)), squares),
+    "a tensor and an object": (lambda: Net(opaque_and_plain, take=lambda out: out[1].h), squares),
     "an object of the root": (lambda: Net(root=distribution), entropy),
     "an object of the root, and another forward before backward": (lambda: Net(root=distribution), ratio),
     "objects of two forwards": (
-        lambda: Net(lambda self, x: SimpleNamespace(h=x @ self.inside.weight), chain(lambda out: out.h)),
+        lambda: Net(lambda self, x: SimpleNamespace(h=x @ self.inside.weight), take=lambda out: out.h),
         twice,
     ),
     "work in place on a view that a unit returned": (
-        lambda: Net(lambda self, x: F.linear(x, self.inside.weight)[:, :], chain(lambda out: out.add_(1))),
+        lambda: Net(lambda self, x: F.linear(x, self.inside.weight)[:, :], take=lambda out: out.add_(1)),
         squares,
     ),
     "a view of a unit's parameter": (lambda: Net(lambda self, x: self.inside.weight[:4] * 2.0), squares),
@@ -358,7 +335,7 @@ SCENES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     ),
     "None, defaultdict": (
         lambda: Net(
-            lambda self, x: defaultdict(list, h=[self.plain(x)], none=None), chain(lambda out: out["h"][0])
+            lambda self, x: defaultdict(list, h=[self.plain(x)], none=None), take=lambda out: out["h"][0]
         ),
         squares,
     ),
@@ -400,7 +377,12 @@ def refused(message: str) -> Iterator[None]:
 
 
 @each_rank(2)
-def test_arguments_of_shard_are_refused() -> None:
+def test_calls_are_refused() -> None:
+    model = sharded()
+    own, x = {name: 2 * param for name, param in model.named_parameters()}, (batch(0),)
+    copied, norm = copy.deepcopy(model.blocks[0]), model.blocks[0].norm
+    declare = shardtrain.forward_method
+    of_ddp = "^a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel"
     classes = r"^units must be module classes or a callable, got \(?.?'Unit'"
     precision = r"^precision must be a shardtrain.Precision, such as Precision\(param=torch.bfloat16\), "
     for message, call in (
@@ -413,8 +395,17 @@ def test_arguments_of_shard_are_refused() -> None:
         (classes, lambda: sharded(units=["Unit"])),
         (classes, lambda: sharded(units="Unit")),
         ("^transport must be 'auto', .*, got 'pigeon'", lambda: sharded(transport="pigeon")),
+        ("^layout must be 'even' or 'whole', got 'odd'", lambda: sharded(layout="odd")),
         (precision, lambda: sharded(precision=torch.bfloat16)),
         ("^parameters without a shape yet: 0.weight, 0.bias", lambda: shard(nn.Sequential(nn.LazyLinear(3)))),
+        (r"^load_state_dict\(\) was given the whole ", lambda: model.load_state_dict(Net().state_dict())),
+        ("^Net is not sharded: pass the module that shardtrain.shard", lambda: shardtrain.introspect(Net())),
+        ("^Net has no method decode", lambda: declare(model, "decode")),
+        ("^LayerNorm is neither a sharded model nor one of its units", lambda: declare(norm, "forward")),
+        ("^a sharded model cannot be pickled", lambda: pickle.dumps(model)),
+        ("^this Unit is a copy of a part of a sharded model", lambda: copied(torch.ones(2, 7))),
+        (of_ddp, lambda: nn.parallel.DistributedDataParallel(model)),
+        ("^parameter .* was replaced by the result of a computation", lambda: functional_call(model, own, x)),
     ):
         with refused(message):
             call()
@@ -423,28 +414,8 @@ def test_arguments_of_shard_are_refused() -> None:
 @each_rank(2)
 def test_uses_of_a_sharded_model_are_refused() -> None:
     model = sharded()
-    with refused(r"^load_state_dict\(\) was given the whole "):
-        model.load_state_dict(Net().state_dict())
-    with refused("^Net is not sharded: pass the module that shardtrain.shard"):
-        shardtrain.introspect(Net())
-    with refused("^Net has no method decode"):
-        shardtrain.forward_method(model, "decode")
-    with refused("^LayerNorm is neither a sharded model nor one of its units"):
-        shardtrain.forward_method(model.blocks[0].norm, "forward")
-    with refused("^a sharded model cannot be pickled"):
-        pickle.dumps(model)
-    copied = refused("^a sharded model cannot be copied inside forward, backward or unsh")
-    with copied, shardtrain.unsharded(model):
+    with refused("^a sharded model cannot be copied inside forward, "), shardtrain.unsharded(model):
         copy.deepcopy(model)
-    with refused("^this Unit is a copy of a part of a sharded model"):
-        copy.deepcopy(model.blocks[0])(torch.ones(2, 7))
-    with refused("cannot run inside jvp, vmap"), forward_ad.dual_level():
-        model(batch(0))
-    with refused("^a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel"):
-        nn.parallel.DistributedDataParallel(model)
-    own = {name: 2 * param for name, param in model.named_parameters()}
-    with refused("^parameter .* was replaced by the result of a computation"):
-        torch.func.functional_call(model, own, (batch(0),))
     with shardtrain.unsharded(model):
         loss = model(batch(0)).sum()
         with refused(r"^backward\(\) inside unsharded"):
@@ -471,10 +442,8 @@ def test_edits_are_refused_by_name() -> None:
     model = shard(Net(root=momentum_encoder(replaced=False)), units=[])
     with refused("forward changed blocks.1.inside.weight, .* while the root was whole"):
         model(batch(0))
-    moved = "is no longer where shard.. found it.*before shard"
     added = r"^parameters attached after shard\(\):"
     edits: dict[str, Callable[[Any], object]] = {
-        f"head.weight {moved}": lambda m: parametrize.register_parametrization(m.head, "weight", nn.Tanh()),
         r"head.weight now has shape \(3,\) on": lambda m: setattr(m.head.weight, "data", torch.ones(3)),
         f"{added} blocks.0.extra": lambda m: setattr(m.blocks[0], "extra", nn.Parameter(torch.ones(3))),
         f"{added} blocks.3.inside.weight, blocks.3.inside.bias": lambda m: m.blocks.append(Unit()),
@@ -707,7 +676,7 @@ def test_an_account_of_what_is_gathered() -> None:
     """One unit at first, when nothing is known of the order; then two, the next one on its way."""
     world = dist.get_world_size()
     size = world * 16 * -(-90 * 4 // (world * 16))  # bytes of a unit of 90 fp32 elements, padded
-    for reshard in (True, False):
+    for reshard, units in ((True, 2), (False, 7)):
         layers = nn.Sequential(*(nn.Linear(9, 9) for _ in range(7)))
         model = shard(layers, units=[nn.Linear], reshard_after_forward=reshard)
         inside = shardtrain.introspect(model)
@@ -718,10 +687,7 @@ def test_an_account_of_what_is_gathered() -> None:
             out.backward()
             peaks.append(inside.take_gathered_peak())
             assert inside.gathered == (0, 0)
-        if reshard:
-            assert peaks[2:] == [(2, 2 * size)] * 4
-        else:
-            assert peaks[2] == (7, 7 * size)
+        assert peaks[2:] == [(units, units * size)] * 4
 
 
 @pytest.mark.long
