@@ -1,6 +1,7 @@
 """Whole-parameter cuts: each parameter on one rank, and optimizers that need whole parameters on top."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +29,6 @@ from small import (
     train,
 )
 from test_engine import mean_in_rank_order
-
-# what is shown
 
 
 @each_rank(3)
@@ -88,25 +87,14 @@ def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
 # Muon
 
 
-class Together:
-    """torch's own Muon and AdamW, stepped one after the other."""
-
-    def __init__(self, model: nn.Module) -> None:
-        matrices = hidden_matrices(model)
-        rest = [param for param in model.parameters() if param not in set(matrices)]
-        options = {"lr": 0.02, "weight_decay": 0.1}
-        self.both = [
-            torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options),
-            torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **options),
-        ]
-
-    def zero_grad(self) -> None:
-        for optimizer in self.both:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        for optimizer in self.both:
-            optimizer.step()
+def torch_s_muon_and_adamw(model: nn.Module) -> Any:
+    matrices = hidden_matrices(model)
+    rest = [param for param in model.parameters() if param not in set(matrices)]
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+    adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True, **options)
+    muon.register_step_post_hook(lambda *_: adamw.step())
+    return SimpleNamespace(zero_grad=model.zero_grad, step=muon.step)
 
 
 def moves_nothing(optimizer: Muon) -> bool:
@@ -119,7 +107,7 @@ def moves_nothing(optimizer: Muon) -> bool:
 def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model() -> None:
     sharded, replica = sharded_and_replica(Vit, units=[EncoderBlock], layout="whole")
     replica.register_comm_hook(None, mean_in_rank_order)
-    expected = train(replica, Together(replica.module), 5)
+    expected = train(replica, torch_s_muon_and_adamw(replica.module), 5)
     ours = Muon(muon_groups(sharded), lr=0.02, weight_decay=0.1)
     assert train(sharded, ours, 5) == pytest.approx(expected, rel=1e-6)
     assert_same_parameters(sharded, replica, tolerance=1e-6)
