@@ -4,9 +4,10 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -266,14 +267,9 @@ def assert_at_rest(model: nn.Module) -> None:
     assert all(param.grad is None or param.grad.shape == param.shape for param in sharded)
 
 
-@contextlib.contextmanager
-def hosts(of_ranks: list[int]) -> Iterator[None]:
-    """Simulate hosts: ``of_ranks`` has the number of each rank's."""
-    os.environ["SHARDTRAIN_HOST_KEY"] = f"host {of_ranks[dist.get_rank()]}"
-    try:
-        yield
-    finally:
-        del os.environ["SHARDTRAIN_HOST_KEY"]
+def hosts(of_ranks: list[int]) -> Any:
+    """Simulate hosts in a ``with``: ``of_ranks`` has the number of each rank's."""
+    return patch.dict(os.environ, SHARDTRAIN_HOST_KEY=f"host {of_ranks[dist.get_rank()]}")
 
 
 def mesh(replicate: int, group: int) -> DeviceMesh:

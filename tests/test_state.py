@@ -164,12 +164,16 @@ def test_what_ranks_hold_alike_stays_as_it_is() -> None:
         checkpoint.save("unwritten", model)
 
 
-class Twice(OddNet):
-    """Its head and its stem have two names each."""
+class Various(OddNet):
+    """Modules with two names, frozen, empty and ignored parameters, a scalar, channels_last, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.again, self.first = self.fc, self.stem
+        self.fixed = nn.Parameter(torch.randn(3, 5), requires_grad=False)
+        self.nothing = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+        self.left_alone = nn.Linear(3, 2).requires_grad_(False)
+        self.to(memory_format=torch.channels_last)
 
 
 @each_rank(1, 3)
@@ -179,7 +183,7 @@ def test_rank_0_s_state_is_loaded_everywhere_into_ignored_parameters_too() -> No
         return shardtrain.full_state_dict(model)
 
     torch.manual_seed(7)
-    plain, model = Twice(), Twice()
+    plain, model = Various(), Various()
     weight, shape = model.fc.weight, model.fc.weight.shape
     shard(model, units=[Block], ignored=[model.fc])
     assert weight is model.fc.weight
@@ -356,18 +360,6 @@ def test_a_rank_holds_its_shards_and_about_one_unit(rank: int, world: int, monke
 
 
 # state that knows what it is part of: with torch.distributed.checkpoint, FSDP2, plain models
-
-
-class Various(OddNet):
-    """Tied, frozen, empty and ignored parameters, a scalar, channels_last, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.again = self.fc
-        self.fixed = nn.Parameter(torch.randn(3, 5), requires_grad=False)
-        self.nothing = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
-        self.left_alone = nn.Linear(3, 2).requires_grad_(False)
-        self.to(memory_format=torch.channels_last)
 
 
 def various(seed: int, **options: Any) -> tuple[nn.Module, nn.Module]:
