@@ -78,10 +78,6 @@ def train(
     return [model, torch.stack(losses).detach()]
 
 
-def nothing(model: nn.Module) -> None:
-    """Average nothing: a sharded model's gradients are means."""
-
-
 def run(loop: Loop, wrap: Wrap, sync: Sync) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the packages' own
@@ -98,7 +94,7 @@ def require_as_replicas(loop: Loop, tolerance: float = 0.0) -> None:
     """
     replicas = run(loop, lambda model: model, average_gradients)
     for transport in ("process_group", "shared_memory"):
-        models = run(loop, partial(shard, transport=transport), nothing)
+        models = run(loop, partial(shard, transport=transport), lambda _: None)  # gradients are means already
         for model, replica in zip(models, replicas, strict=True):
             ours, theirs = {"": model}, {"": replica}
             if isinstance(model, nn.Module):
@@ -465,7 +461,7 @@ def test_loops(loop: Loop) -> None:
 @each_rank(2, transport="auto")
 def test_trainer_as_it_is_is_refused() -> None:
     with pytest.raises(ValueError, match=r"do not wrap it in DistributedDataParallel, and keep .* Trainer"):
-        run(partial(trainer, as_it_is=True), shard, nothing)
+        run(partial(trainer, as_it_is=True), shard, lambda _: None)
     dist.barrier()  # each rank is refused by itself
 
 
@@ -563,22 +559,13 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "SiglipModel": ({"text_config": text(projection_size=30), "vision_config": picture()}, pairs),
 }
 
-# name in timm.models: its arguments
-TIMM: dict[str, dict[str, Any]] = {
-    "test_resnet": {},
-    "test_vit": {},
-    "test_efficientnet": {},
-    "test_convnext": {},
-    "test_nfnet": {},
-    "test_byobnet": {},
-    "test_mambaout": {},
-    "mobilenetv3_small_050": {},
-    "regnetx_002": {},
-    "ghostnet_050": {},
+# names in timm.models, and arguments of some
+TIMM = ["test_resnet", "test_vit", "test_efficientnet", "test_convnext", "test_nfnet", "test_byobnet"]
+TIMM += ["test_mambaout", "mobilenetv3_small_050", "regnetx_002", "ghostnet_050", "mobilevit_xxs"]
+TIMM_SIZES: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 28, "depth": 3, "num_heads": 4},
     "MlpMixer": {"img_size": 32, "patch_size": 8, "embed_dim": 27, "num_blocks": 3},
     "MetaFormer": {"dims": (7, 9, 11, 13), "depths": (1, 1, 2, 1)},
-    "mobilevit_xxs": {},
 }
 
 
@@ -626,7 +613,7 @@ def test_transformers(name: str) -> None:
     compare(lambda: kind(kind.config_class(**options)), lambda model: model(**batch()).loss)
 
 
-@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize("name", [*TIMM, *TIMM_SIZES])
 @each_rank(2, transport="auto")
 def test_timm(name: str) -> None:
     import timm.models
@@ -634,7 +621,7 @@ def test_timm(name: str) -> None:
     def loss(model: nn.Module) -> torch.Tensor:
         return F.cross_entropy(model(photos()), torch.randint(11, (3,)))
 
-    compare(lambda: getattr(timm.models, name)(num_classes=11, **TIMM[name]), loss)
+    compare(lambda: getattr(timm.models, name)(num_classes=11, **TIMM_SIZES.get(name, {})), loss)
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
