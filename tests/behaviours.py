@@ -700,17 +700,13 @@ def outcome(api: Api, name: str) -> str:
             warnings.filterwarnings("error", message=".* cannot be tried on pieces")
             SCENES[name].run(api)
     except BaseException as error:
-        if isinstance(error, AssertionError) and _is_ours(error):
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).name
+        # An assertion inside of a wrapper is a refusal like others.
+        if isinstance(error, AssertionError) and raised_in in (Path(__file__).name, "_comparison.py"):
             return f"**wrong**: {str(error).splitlines()[0]}"
         text = next((line for line in str(error).splitlines() if line.strip()), "")
         return f"{type(error).__name__}: {text}"
     return "equal"
-
-
-def _is_ours(error: AssertionError) -> bool:
-    """Return whether a scene's comparison failed, not an assertion inside of a wrapper."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(frame.filename).name in (Path(__file__).name, "_comparison.py")
 
 
 def _rank(api: Api, name: str, rank: int, folder: str) -> None:
