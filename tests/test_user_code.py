@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributions import Normal
 from torch.func import functional_call
@@ -414,8 +415,10 @@ def test_calls_are_refused() -> None:
 @each_rank(2)
 def test_uses_of_a_sharded_model_are_refused() -> None:
     model = sharded()
-    with refused("^a sharded model cannot be copied inside forward, "), shardtrain.unsharded(model):
+    with refused("^a sharded model cannot be copied inside forward, backward"), shardtrain.unsharded(model):
         copy.deepcopy(model)
+    with refused("cannot run inside jvp, vmap"), forward_ad.dual_level():
+        model(batch(0))
     with shardtrain.unsharded(model):
         loss = model(batch(0)).sum()
         with refused(r"^backward\(\) inside unsharded"):

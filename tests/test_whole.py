@@ -84,9 +84,6 @@ def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
         optimizer.step(lambda: loss)
 
 
-# Muon
-
-
 def torch_s_muon_and_adamw(model: nn.Module) -> Any:
     matrices = hidden_matrices(model)
     rest = [param for param in model.parameters() if param not in set(matrices)]
