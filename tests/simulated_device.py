@@ -383,8 +383,6 @@ class Operations(TorchDispatchMode):
             kwargs, placing = {**kwargs, "device": torch.device("cpu")}, DEVICE
         result = func(*args, **kwargs)
         place = placing if placing is not None else DEVICE if on_device else HOST
-        if place is PINNED and on_device:
-            place = DEVICE
         fresh = [t for t in tensors(result) if all(t is not other for other in outs)]
         if name in WAITS and on_device:
             self._use(sim.launch(name), reads, outs, name)
