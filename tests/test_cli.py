@@ -19,16 +19,12 @@ import pytest
 
 from pool import ended, signalled
 from test_data import write_folders
-from tiny import VIT, result_of
+from tiny import TINY, VIT, result_of
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ["-m", "shardtrain.train"]
-TINY = [
-    *("+recipe=resnet", *VIT, "data=fake", "data.train_images=24", "data.val_images=7", "data.channels=1"),
-    *("data.image_size=8", "train.batch_size=12", "train.log_every=1"),
-]
-SAVING = [*TINY, "train.epochs=4000", "checkpoint.keep=1", "run.name=here"]
-CTRL_C = [*TINY, "train.epochs=10000", "checkpoint.keep=0", "run.dir=run"]
+JOB = ["+recipe=resnet", *TINY, "train.log_every=1", "monitor.progress=lines"]
+SAVING = [*JOB, "train.epochs=4000", "checkpoint.keep=1", "run.name=here"]
 
 
 def torchrun(*arguments: str) -> list[str]:
@@ -43,7 +39,7 @@ def in_a_shell(command: list[str], folder: Path, **environment: str) -> subproce
 
 
 def test_one_run_from_another_directory(tmp_path: Path) -> None:
-    given = [*TINY, "train.max_steps=2", "train.accumulate=2", "checkpoint.keep=0"]
+    given = [*JOB, "train.max_steps=2", "train.accumulate=2", "checkpoint.keep=0"]
     done = ended(2, *PROGRAM, *given, folder=tmp_path)
     assert (done.codes, done.errors) == ([0, 0], "")
     assert (done.output.count("GFLOP per image"), done.output.count("finished")) == (1, 1)
@@ -74,10 +70,8 @@ def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_mistakes_survive_torchrun(tmp_path: Path) -> None:
-    done = in_a_shell(torchrun("+recipe=resnet", "train.batch_size=99"), tmp_path)
-    message = (
-        "error: train.batch_size=99 is not divisible by 2 ranks × train.accumulate=1; 98 or 100 would fit"
-    )
+    done = in_a_shell(torchrun("+recipe=resnet", "train.batch_size=9"), tmp_path)
+    message = "error: train.batch_size=9 is not divisible by 2 ranks × train.accumulate=1; 8 or 10 would fit"
     assert done.returncode == 1
     assert re.findall(rf"^{re.escape(message)}", done.stderr, re.MULTILINE) == [message]
     root_cause = done.stderr.partition("Root Cause")[2]
@@ -113,12 +107,12 @@ def test_of_two_ranks_the_one_with_the_mistake_speaks(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
-    done = signalled("step", signal.SIGINT, *PROGRAM, *CTRL_C, folder=tmp_path)
+    done = signalled("step", signal.SIGINT, *PROGRAM, *SAVING, folder=tmp_path)
     assert done.codes == [130]
     assert "interrupted  step" in done.output
     assert done.errors == "interrupted\n"
-    assert result_of(tmp_path / "run")["status"] == "interrupted"
-    assert "status interrupted" in (tmp_path / "run/log.txt").read_text()
+    assert result_of(tmp_path / "outputs/here")["status"] == "interrupted"
+    assert "status interrupted" in (tmp_path / "outputs/here/log.txt").read_text()
 
 
 @pytest.mark.long
@@ -185,7 +179,7 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/sly.yaml").write_text("# @package _global_\nallow: [mine]\n")
-    sizes = [each for each in TINY if not each.startswith("model")]
+    sizes = [each for each in JOB if not each.startswith("model")]
     train = [*PROGRAM, *sizes, *OWN, "data.workers=0", "checkpoint.keep=1", "run.name=own"]
     done = ended(2, *train, "allow=[mine]", "train.max_steps=2", "model.freeze=[body]", folder=tmp_path)
     assert (done.codes, done.errors) == ([0, 0], "")
@@ -249,9 +243,7 @@ def test_the_wheel_trains_in_an_empty_directory(installed: Path, tmp_path: Path)
         assert theirs.read_bytes() == ours.read_bytes()
 
 
-# the sbatch file, run by bash with commands that stand for Slurm's
-
-
+# Commands that stand for Slurm's, for the sbatch file.
 # srun starts its command once a node and passes signals on; a node's torchrun notes what it is given, and
 # ends when it is told to, or at once if there is a file `end`.
 STAND_INS = {
@@ -282,16 +274,9 @@ def job(tmp_path: Path) -> list[str]:
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     script = str(ROOT / "configs/slurm/train.sbatch")
-    facts = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_NAME": "digits",
-        "SLURM_JOB_ID": "54321",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_GPUS_ON_NODE": "4",
-        "SLURM_CPUS_PER_TASK": "64",
-    }
-    return ["env", *(f"{key}={value}" for key, value in facts.items()), "bash", script, "+recipe=resnet"]
+    facts = "JOB_NAME=digits JOB_ID=54321 JOB_NODELIST=node[7-8] JOB_NUM_NODES=2 GPUS_ON_NODE=4"
+    slurm = [f"SLURM_{fact}" for fact in (*facts.split(), "CPUS_PER_TASK=64")]
+    return ["env", f"PATH={tmp_path}:{os.environ['PATH']}", *slurm, "bash", script, "+recipe=resnet"]
 
 
 def start(job: list[str], folder: Path) -> subprocess.Popen[str]:
