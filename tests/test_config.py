@@ -29,6 +29,7 @@ from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.sweep import Outcome, Sweep
 
+from pool import each_rank
 from tiny import CPU, TINY, composed, context, result_of
 
 
@@ -99,10 +100,11 @@ def test_batches_that_ranks_do_not_divide() -> None:
         require_equal_parts(composed("+recipe=resnet").train, world_size)
 
 
-def test_what_is_printed_appears_only_where_asked() -> None:
+def test_what_is_printed_appears_only_where_asked(own: Path) -> None:
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
-        (["--help"], "run.name=NAME|Choose from the groups"),
+        (["--help"], r"\n  resnet18_cifar10 +93\.02 % published  ResNet(.|\n)*Choose from the groups"),
+        (["--help", "--config-dir", str(own)], r"\n  mine +Small and short\.\n"),
         (["--help", "train"], r"batch_size: 96 +# images of one optimizer step"),
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
         (["--help", "model"], r"num_classes: null +# null: as many"),
@@ -110,9 +112,6 @@ def test_what_is_printed_appears_only_where_asked() -> None:
         said = printed(*flags)
         assert re.search(words, said), said
         assert ("epochs" in said) == (flags[-1] not in ("model", "optim=muon"))
-    with redirect_stdout(io.StringIO()) as output:
-        assert compose(["--help"], speak=False) is None
-    assert output.getvalue() == ""
 
 
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +170,6 @@ def test_a_data_set_of_ones_own_needs_no_augmentation(own: Path) -> None:
     assert compose(["data=mine", "data.root=here", "--config-dir", str(own)]).augment.pad == 0
 
 
-def test_help_lists_the_recipes(own: Path) -> None:
-    said = printed("--help", "--config-dir", str(own))
-    assert re.search(r"^  mine +Small and short\.$", said, re.MULTILINE)
-    assert re.search(r"^  resnet18_cifar10 +93\.02 % published  ResNet", said, re.MULTILINE)
-
-
 UNREADABLE = {
     "train:\n\tepochs: 3": "found character '\\t' that cannot start any token in",
     "train: {epochs: 3}\ntrain: {epochs: 4}": "found duplicate key train",
@@ -196,9 +189,6 @@ def test_a_recipe_that_cannot_be_read_is_named(own: Path) -> None:
             (own / "recipe/mine.yaml").unlink()
             os.mkfifo(own / "recipe/mine.yaml")  # which Hydra does not take for a file; --help reads them all
         require_told(f"--config-dir {own} {'+recipe=mine' if text else '--help'} | {told}", compose)
-
-
-# sweeps: which jobs, one group for all of them, what fails and what follows
 
 
 TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.tensorboard=false")
@@ -228,12 +218,8 @@ def run(folder: str, job: Callable[[Config, Context], float | None], *arguments:
 
 
 def test_every_combination_in_hydras_words() -> None:
-    assert jobs("optim.lr=0.1,0.2", "seed=range(2)") == [
-        "optim.lr=0.1 seed=0",
-        "optim.lr=0.1 seed=1",
-        "optim.lr=0.2 seed=0",
-        "optim.lr=0.2 seed=1",
-    ]
+    every = [f"optim.lr={lr} seed={seed}" for lr in (0.1, 0.2) for seed in (0, 1)]
+    assert jobs("optim.lr=0.1,0.2", "seed=range(2)") == every
     assert jobs("+recipe=resnet", "data=glob(cifar*)", "optim.betas=[0.9,0.99],[0.8,0.9]")[1::2] == [
         "data=cifar10 optim.betas=[0.8,0.9]",
         "data=cifar100 optim.betas=[0.8,0.9]",
@@ -242,13 +228,12 @@ def test_every_combination_in_hydras_words() -> None:
     assert jobs("seed=4") == [""]
 
 
-def test_flags_and_single_values_are_every_jobs(tmp_path: Path) -> None:
+def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> None:
     found = read("seed=1,2", "train.epochs=3", "--config-dir", str(tmp_path))
     assert found.fixed == ["train.epochs=3", "--config-dir", str(tmp_path)]
     assert (found.first.train.epochs, found.first.seed, found.device, found.threads) == (3, 1, "auto", None)
-    with redirect_stdout(io.StringIO()) as said:
-        assert sweep.read(["-m", "seed=1,2", "--cfg", "job"], True) is None
-    assert "seed: 1" in said.getvalue()
+    assert sweep.read(["-m", "seed=1,2", "--cfg", "job"], True) is None
+    assert "seed: 1" in capsys.readouterr().out
 
 
 def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
@@ -261,26 +246,23 @@ def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
     results = json.loads((tmp_path / "sweep/sweep.json").read_text())
     assert [bool(result["problem"]) for result in results] == [False, True, True, True]
     assert "a lower optim.lr may help" in results[2]["problem"]
-    assert results[0] == {
-        "overrides": ["optim.lr=0.001", "train.batch_size=12"],
-        "objective": best,
-        "problem": "",
-    }
+    overrides = ["optim.lr=0.001", "train.batch_size=12"]
+    assert results[0] == {"overrides": overrides, "objective": best, "problem": ""}
     assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in said
     assert result_of(tmp_path / "sweep/0")["best_val/acc1"] == best
     assert result_of(tmp_path / "sweep/2")["status"] == "failed"
 
 
-def _fails_on_rank_1(config: Config, context: Context) -> float:
-    if context.rank_info.rank == 1:
-        raise RuntimeError("a disk is gone")
-    return 1.0
+@each_rank(2, transport="auto")
+def test_ranks_that_part_end_the_sweep(tmp_path: Path) -> None:
+    def fails_on_rank_1(config: Config, context: Context) -> float:
+        if context.rank_info.rank == 1:
+            raise RuntimeError("a disk is gone")
+        return 1.0
 
-
-def test_ranks_that_part_end_the_sweep(on_ranks: Any, tmp_path: Path) -> None:
-    results = on_ranks(2, run, str(tmp_path / "sweep"), _fails_on_rank_1, "seed=1,2")
+    result, _ = run(str(tmp_path / "sweep"), fails_on_rank_1, "seed=1,2")
     text = "RuntimeError: the ranks left job 0 for different reasons, so none can follow: rank 0: done; "
-    assert [result for result, _ in results] == [text + "rank 1: RuntimeError: a disk is gone"] * 2
+    assert result == text + "rank 1: RuntimeError: a disk is gone"
 
 
 def test_a_sweep_without_a_working_job_is_a_mistake_and_keeps_tracebacks(tmp_path: Path, capsys: Any) -> None:
@@ -322,11 +304,8 @@ def test_the_objective_is_returned(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return float(config.seed)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", "seed=7", "threads=1", "device=cpu"])
-    assert sweep.run(job) == 7.0
-    monkeypatch.setattr(
-        sys, "argv", ["train.py", "-m", "seed=3,5,4", "threads=1", "device=cpu", "run.name=s"]
-    )
-    assert sweep.run(job) == 5.0
+    for arguments, objective in ((["seed=7"], 7.0), (["-m", "seed=3,5,4", "run.name=s"], 5.0)):
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "threads=1", "device=cpu"])
+        assert sweep.run(job) == objective
     assert seen == [7, 3, 5, 4]
     assert (tmp_path / "outputs/s/sweep.json").is_file()
