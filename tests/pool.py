@@ -11,7 +11,6 @@ torchrun. What torchrun itself does, reports of errors, signals, restarts, is te
 `test_cli.py`, `test_hosts.py`.
 """
 
-import contextlib
 import functools
 import gc
 import inspect
@@ -23,7 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,10 +45,6 @@ def forkserver() -> Any:
     return context
 
 
-class RankFailed(AssertionError):
-    """A rank raised, died or did not answer; the message holds every rank's traceback."""
-
-
 class Pool:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
@@ -59,11 +54,12 @@ class Pool:
     ) -> list[Any]:
         """Call ``body(*args, **keywords)`` on ``world`` ranks, whose `small.shard` takes ``transport``.
 
-        Returns the results in rank order.
+        Returns the results in rank order. If a rank raises, dies or does not answer, the AssertionError has
+        every rank's traceback.
         """
         if dead := [process.exitcode for process, _ in self._ranks if not process.is_alive()]:
             self.stop()
-            raise RankFailed(f"ranks ended between two tests, with exit codes {dead}")
+            raise AssertionError(f"ranks ended between two tests, with exit codes {dead}")
         if not self._ranks:
             self._ranks = [self._start(rank) for rank in range(LARGEST)]
         with tempfile.TemporaryDirectory() as folder:
@@ -74,9 +70,9 @@ class Pool:
         if len(answers) < world:
             self.stop()
             silent = sorted(set(range(world)) - set(answers))
-            raise RankFailed("\n".join([f"ranks {silent} died or did not answer in {TIMEOUT_S} s", *failed]))
+            failed.insert(0, f"ranks {silent} died or did not answer in {TIMEOUT_S} s")
         if failed:
-            raise RankFailed("\n".join(failed))
+            raise AssertionError("\n".join(failed))
         return [answers[rank][1] for rank in range(world)]
 
     def _answers(self, world: int) -> dict[int, tuple[bool, Any]]:
@@ -194,80 +190,54 @@ class Ended(NamedTuple):
     errors: str
 
 
-class Program:
-    """The ranks of a program that runs: one, or as many as torchrun would start."""
+def ended(
+    world: int,
+    *command: str,
+    folder: Path,
+    timeout: float = 100.0,
+    signal: tuple[str, int] = ("", 0),
+    **environment: str,
+) -> Ended:
+    """Run ``command`` (-m and a module, or a file; arguments) on ``world`` ranks until all have ended.
 
-    def __init__(self, processes: list[Any], said: Path) -> None:
-        self._processes = processes
-        self._said = said
-
-    @property
-    def output(self) -> str:
-        return (self._said / "output").read_text()
-
-    @property
-    def errors(self) -> str:
-        return (self._said / "errors").read_text()
-
-    def wait_for(self, line: str, timeout: float = 100.0) -> None:
-        """Until a line of the output starts with ``line``."""
-        deadline = time.monotonic() + timeout
-        while f"\n{line}" not in f"\n{self.output}":
-            assert time.monotonic() < deadline, f"no {line!r} in {timeout} s: {self.output}{self.errors}"
-            assert any(process.is_alive() for process in self._processes), self.output + self.errors
-            time.sleep(0.02)
-
-    def signal(self, number: int) -> None:
-        """To every rank, as from a terminal."""
-        for process in self._processes:
-            os.kill(process.pid, number)
-
-    def end(self, timeout: float = 100.0) -> Ended:
-        """What it was when all of its ranks had ended."""
-        deadline = time.monotonic() + timeout
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            assert not process.is_alive(), f"not over in {timeout} s: {self.output}{self.errors}"
-        return Ended([process.exitcode for process in self._processes], self.output, self.errors)
-
-
-@contextlib.contextmanager
-def started(world: int, *command: str, folder: Path, **environment: str) -> Iterator[Program]:
-    """``command`` (-m and a module, or a file; arguments) on ``world`` ranks, which end with the block."""
+    ``signal``: the beginning of a line, and what every rank is sent, as from a terminal, once it is printed.
+    """
     from torch.distributed import TCPStore
 
     own = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
+    (line, number), processes, deadline = signal, [], time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as said:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
-        processes = []
-        for name in ("output", "errors"):
-            (Path(said) / name).touch()
+        output, errors = Path(said) / "output", Path(said) / "errors"
+        for file in (output, errors):
+            file.touch()
         for rank in range(world):
             launched = own | (_torchrun_s(rank, world, store.port) if store is not None else {})
             arguments = (list(command), str(folder), said, launched)
             processes.append(forkserver().Process(target=_program, args=arguments))
             processes[-1].start()
         try:
-            yield Program(processes, Path(said))
+            while line and time.monotonic() < deadline and any(process.is_alive() for process in processes):
+                if f"\n{line}" in f"\n{output.read_text()}":
+                    for process in processes:
+                        os.kill(process.pid, number)
+                    line = ""
+                time.sleep(0.02)
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+                assert not process.is_alive(), f"not over: {output.read_text()}{errors.read_text()}"
         finally:
             for process in processes:
                 process.kill()
-            for process in processes:
                 process.join()
-            del store
-
-
-def ended(world: int, *command: str, folder: Path, timeout: float = 100.0, **environment: str) -> Ended:
-    with started(world, *command, folder=folder, **environment) as program:
-        return program.end(timeout)
+        found = Ended([process.exitcode for process in processes], output.read_text(), errors.read_text())
+    assert not line, f"no {line!r}: {found}"
+    return found
 
 
 def signalled(line: str, number: int, *command: str, folder: Path, **environment: str) -> Ended:
     """Send a single rank the signal ``number`` once it has said ``line``."""
-    with started(1, *command, folder=folder, **environment) as program:
-        program.wait_for(line)
-        program.signal(number)
-        return program.end()
+    return ended(1, *command, folder=folder, signal=(line, number), **environment)
 
 
 def _torchrun_s(rank: int, world: int, port: int) -> dict[str, str]:

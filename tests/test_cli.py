@@ -1,8 +1,4 @@
-"""The real program, as typed in a shell, alone, under torchrun and under Slurm; and from a wheel.
-
-A start through torchrun costs three imports of torch, so where it is not torchrun that matters the program is
-forked (`pool.py`).
-"""
+"""The real program, as typed in a shell, alone, under torchrun and under Slurm; and from a wheel."""
 
 import contextlib
 import json
@@ -279,15 +275,10 @@ def job(tmp_path: Path) -> list[str]:
     return ["env", f"PATH={tmp_path}:{os.environ['PATH']}", *slurm, "bash", script, "+recipe=resnet"]
 
 
-def start(job: list[str], folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(job, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.mark.parametrize("code", [0, 3])
 def test_every_node_starts_a_torchrun_at_one_meeting_point(job: list[str], tmp_path: Path, code: int) -> None:
     (tmp_path / "end").write_text(str(code))
-    with start(job, tmp_path) as running:
-        assert running.wait(timeout=20) == code  # a failure is the job's failure
+    assert in_a_shell(job, tmp_path).returncode == code  # a failure is the job's failure
     given = {(tmp_path / f"given.{node}").read_text() for node in (0, 1)}
     assert given == {
         "--nnodes 2 --nproc-per-node 4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint node7:34321 "
@@ -301,7 +292,7 @@ def test_every_node_starts_a_torchrun_at_one_meeting_point(job: list[str], tmp_p
 def test_a_job_that_has_to_leave_saves_and_is_queued_again(
     job: list[str], tmp_path: Path, number: signal.Signals, reason: str
 ) -> None:
-    with start(job, tmp_path) as running:
+    with subprocess.Popen(job, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as running:
         while not all((tmp_path / f"given.{node}").exists() for node in (0, 1)):
             assert running.poll() is None
         running.send_signal(number)

@@ -27,7 +27,7 @@ from shardtrain.job.launch import Context
 from shardtrain.job.schema import UserError, one_of, typed
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
-from shardtrain.train.sweep import Outcome, Sweep
+from shardtrain.train.sweep import Outcome
 
 from pool import each_rank
 from tiny import CPU, TINY, composed, context, result_of
@@ -100,7 +100,7 @@ def test_batches_that_ranks_do_not_divide() -> None:
         require_equal_parts(composed("+recipe=resnet").train, world_size)
 
 
-def test_what_is_printed_appears_only_where_asked(own: Path) -> None:
+def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> None:
     for flags, words in (
         (["--cfg", "job", "seed=3"], "seed: 3"),
         (["--help"], r"\n  resnet18_cifar10 +93\.02 % published  ResNet(.|\n)*Choose from the groups"),
@@ -109,7 +109,8 @@ def test_what_is_printed_appears_only_where_asked(own: Path) -> None:
         (["--help", "optim", "optim=muon"], r"lr: 0.002 +# of all parameters"),
         (["--help", "model"], r"num_classes: null +# null: as many"),
     ):
-        said = printed(*flags)
+        assert compose(flags) is None
+        said = capsys.readouterr().out
         assert re.search(words, said), said
         assert ("epochs" in said) == (flags[-1] not in ("model", "optim=muon"))
 
@@ -132,13 +133,6 @@ def own(tmp_path: Path) -> Path:
         "train: {epochs: 2}\n"
     )
     return tmp_path / "own"
-
-
-def printed(*arguments: str) -> str:
-    said = io.StringIO()
-    with redirect_stdout(said):
-        assert compose(arguments) is None
-    return said.getvalue()
 
 
 def test_a_recipe_folder_of_ones_own(own: Path) -> None:
@@ -194,10 +188,6 @@ def test_a_recipe_that_cannot_be_read_is_named(own: Path) -> None:
 TWO_STEPS = ("+recipe=resnet", *TINY, "train.max_steps=2", "checkpoint.keep=0", "monitor.tensorboard=false")
 
 
-def read(*arguments: str) -> Sweep:
-    return sweep.read(["-m", *arguments], False)
-
-
 def jobs(*arguments: str) -> list[str]:
     _, swept = sweep.split_sweep(arguments)
     return [" ".join(job) for job in swept]
@@ -211,7 +201,8 @@ def run(folder: str, job: Callable[[Config, Context], float | None], *arguments:
     said = io.StringIO()
     with redirect_stdout(said):
         try:
-            result: Any = sweep.run_jobs(read(*arguments, f"run.dir={folder}"), rank_info, CPU, job)
+            swept = sweep.read(["-m", *arguments, f"run.dir={folder}"], False)
+            result: Any = sweep.run_jobs(swept, rank_info, CPU, job)
         except (UserError, RuntimeError) as error:
             result = f"{type(error).__name__}: {error}"
     return result, said.getvalue()
@@ -229,7 +220,7 @@ def test_every_combination_in_hydras_words() -> None:
 
 
 def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> None:
-    found = read("seed=1,2", "train.epochs=3", "--config-dir", str(tmp_path))
+    found = sweep.read(["-m", "seed=1,2", "train.epochs=3", "--config-dir", str(tmp_path)], False)
     assert found.fixed == ["train.epochs=3", "--config-dir", str(tmp_path)]
     assert (found.first.train.epochs, found.first.seed, found.device, found.threads) == (3, 1, "auto", None)
     assert sweep.read(["-m", "seed=1,2", "--cfg", "job"], True) is None

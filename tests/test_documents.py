@@ -26,6 +26,7 @@ ELSEWHERE = {  # what is not run here, by a part of it, and why
     "bench device=cuda": "takes a GPU; tests/test_bench.py runs it dry",
     "perf record|perf report": "takes perf",
 }
+PARTS = [part for parts in ELSEWHERE for part in parts.split("|")]
 SHORT = {  # what makes a program short
     "shardtrain.train": "train.max_steps=2 train.batch_size=8 data.limit=24 data.image_size=96",
     "shardtrain.plan": "curve=false",
@@ -41,10 +42,6 @@ def blocks(language: str, *files: Path) -> list[str]:
     return [code for file in files for _, name, code in fences.findall(file.read_text()) if name == language]
 
 
-def elsewhere(text: str) -> bool:
-    return any(part in text for parts in ELSEWHERE for part in parts.split("|"))
-
-
 def not_installed(text: str) -> list[str]:
     packages = ("accelerate", "lightning_fabric", "timm")
     return [name for name in packages if name in text and importlib.util.find_spec(name) is None]
@@ -52,10 +49,10 @@ def not_installed(text: str) -> list[str]:
 
 def commands(*files: Path) -> list[str]:
     lines = [line for block in blocks("bash", *files) for line in block.splitlines()]
-    return [line for line in lines if line and not elsewhere(line)]
+    return [line for line in lines if line and not any(part in line for part in PARTS)]
 
 
-def started(command: str) -> tuple[int, str, list[str]]:
+def parsed(command: str) -> tuple[int, str, list[str]]:
     """How many ranks a command starts, of which module, and with which arguments."""
     words = shlex.split(os.path.expandvars(command))
     if words[0] == "tensorboard":
@@ -73,7 +70,7 @@ def run(ranks: int, *command: str, folder: Path) -> str:
 
 def test_what_is_not_run_is_known() -> None:
     text = "".join(file.read_text() for file in DOCUMENTS)
-    assert [part for parts in ELSEWHERE for part in parts.split("|") if part not in text] == []
+    assert [part for part in PARTS if part not in text] == []
     others = [block for block in blocks("python", *DOCUMENTS) if not block.startswith(("import ", "# "))]
     assert re.findall(r"class (\w+)", "".join(others)) == ["Mine", "ShardedTrainer"]  # test_config.py, _wild
 
@@ -99,7 +96,7 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
         (tmp_path / module.split()[1]).write_text(module)
     said = ""
     for command in (line for line in commands(file) if not not_installed(line)):
-        ranks, module, arguments = started(command)
+        ranks, module, arguments = parsed(command)
         short = SHORT.get(module, "").split()
         if module == "shardtrain.train" and "docs/example" not in command:  # whose ranks start workers
             short.append("data.workers=0")
@@ -143,7 +140,5 @@ def test_no_link_is_dead(file: Path) -> None:
     text = file.read_text()
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     quoted = re.findall(r"`((?:shardtrain|tests|configs|recipes|docs)/[a-z\d_./-]*)`", text)
-    missing = [
-        link for link in [*links, *quoted] if not (file.parent / link).exists() and not (ROOT / link).exists()
-    ]
-    assert missing == []
+    for link in [*links, *quoted]:
+        assert (file.parent / link).exists() or (ROOT / link).exists(), link

@@ -274,21 +274,17 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ("model=squeezenet1_1", "by a run with model.name=mobilenet_v3_small, this one has squeezenet1_1"),
         ("optim=sgd", "its optimizer is AdamW, expected SGD; resume=none starts anew"),
         ("resume=/nowhere", "resume=/nowhere: neither a checkpoint nor a run with checkpoints; resume=none"),
+        ("resume={0}/saved", "resume: no run has saved this: 'config'; resume=none starts anew"),
     ],
 )
 def test_what_cannot_be_continued_is_named(
     tmp_path: Path, undisturbed: Path, argument: str, text: str
 ) -> None:
     folder = shutil.copytree(undisturbed, tmp_path / "run") if "/" not in argument else tmp_path / "new"
-    ending = run(str(folder), QUIET, argument)
+    checkpoint.save(tmp_path / "saved", shardtrain.shard(torch.nn.Linear(3, 2)))  # by no run
+    ending = run(str(folder), QUIET, argument.format(tmp_path))
     assert ending.startswith("UserError ")
     assert text in ending
-
-
-def test_a_checkpoint_of_no_run_is_not_continued(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "saved", shardtrain.shard(torch.nn.Linear(3, 2)))
-    ending = run(str(tmp_path / "new"), QUIET, f"resume={tmp_path / 'saved'}")
-    assert re.match(r"UserError resume: no run has saved this.*; resume=none starts anew$", ending), ending
 
 
 def test_a_dry_run_looks_where_the_run_would(tmp_path: Path, undisturbed: Path, capsys: Any) -> None:
