@@ -96,9 +96,7 @@ class Stream(Line):
         self.given_back = []
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or self.sim.Event()
-        event.record(self)
-        return event
+        return (event or self.sim.Event()).record(self)
 
     def wait_event(self, event: Event) -> None:
         self.clock |= event.clock
