@@ -38,11 +38,6 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
     return not (tensor.is_cpu or tensor.is_meta)
 
 
-def backend_for(device: torch.device) -> str:
-    """Return the name of the process group's backend for tensors of ``device``."""
-    return BACKENDS[device.type]
-
-
 def count() -> int:
     """Return the number of accelerators that this process sees."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -155,10 +150,7 @@ def return_freed_memory() -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new `peak_memory`, since the jobs of a sweep share a process.
-
-    The CPU's can be reset on Linux only, not in every container. Elsewhere it is the whole process's.
-    """
+    """Start a new `peak_memory`, if the system allows it for the CPU: the jobs of a sweep share a process."""
     if is_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
         return

@@ -16,7 +16,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 189, "device": 171, "comm": 3_578, "engine": 3_234, "optim": 308, "checkpoint": 1_246}
+ENGINE = {"layout": 189, "device": 170, "comm": 3_578, "engine": 3_233, "optim": 308, "checkpoint": 1_246}
 PROGRAM = {
     "job": 2_970,
     "plan": 787,
@@ -28,7 +28,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_135, "files": 95, "rooms": 16, "engine and layout": 3_423, "tests": 13_456}
+LARGEST = {"lines": 16_133, "files": 95, "rooms": 16, "engine and layout": 3_422, "tests": 12_952}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -270,7 +270,7 @@ def job(tmp_path: Path) -> list[str]:
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     script = str(ROOT / "configs/slurm/train.sbatch")
-    facts = "JOB_NAME=digits JOB_ID=54321 JOB_NODELIST=node[7-8] JOB_NUM_NODES=2 GPUS_ON_NODE=4"
+    facts = "JOB_NAME=digits JOB_ID=54321 JOB_NODELIST=node[7-8] JOB_NUM_NODES=2 GPUS_ON_NODE=a100:4"
     slurm = [f"SLURM_{fact}" for fact in (*facts.split(), "CPUS_PER_TASK=64")]
     return ["env", f"PATH={tmp_path}:{os.environ['PATH']}", *slurm, "bash", script, "+recipe=resnet"]
 

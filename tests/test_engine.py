@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Callable
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,19 @@ from small import (
     train,
     train_alike,
 )
+
+
+@each_rank(2)
+def test_whole_parameters_leave_no_memory_behind() -> None:
+    def held() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) // 1024
+
+    torch.zeros(30 << 18)  # 30 MiB, freed at once: from now on glibc keeps what is smaller
+    before = held()
+    model = shard(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))), units=[nn.Linear])
+    share = sum(param.nbytes for param in model.parameters()) >> 20
+    assert held() - before < 1.5 * share, f"built {2 * share} MiB, of which {share} are this rank's"
 
 
 @each_rank(1, 2, 3, 4)

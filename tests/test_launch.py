@@ -116,7 +116,7 @@ def test_the_accelerator_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     for built_for, kind, backend in (("xpu", "xpu", "xccl"), ("mps", "mps", "gloo"), ("hpu", "cuda", "nccl")):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", partial(torch.device, built_for))
         read = runpy.run_path(devices.__file__)
-        assert (read["ACCELERATOR"], read["backend_for"](torch.device(kind))) == (kind, backend)
+        assert (read["ACCELERATOR"], read["BACKENDS"][kind]) == (kind, backend)
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from shardtrain.bench.report import Bench, median, quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.comm.native import all_gather, reduce_scatter
 from shardtrain.comm.trace import ENTER, LEAVE
-from shardtrain.device import backend_for
+from shardtrain.device import BACKENDS
 from shardtrain.job.format import MIB
 from shardtrain.layout import Layout, even
 
@@ -56,7 +56,7 @@ def _measure(bench: Bench, kind: str, size: int, entrants: Mapping[str, Movement
     label = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
     runners = {name: partial(repeated, movement) for name, movement in entrants.items()}
     samples = bench.timed(runners, f"{kind} {label}")
-    native = backend_for(bench.device)
+    native = BACKENDS[bench.device.type]
     titles = {OURS: "shardtrain", GROUP: "process group", PUBLIC: "public", NATIVE: native, COPY: "copy"}
     cells = [("ms", label)]
     for name, own in samples.items():

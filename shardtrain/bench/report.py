@@ -82,7 +82,7 @@ def hardware(device: torch.device, ranks: int, ranks_per_host: int) -> dict[str,
         "ranks_per_host": ranks_per_host,
         "threads_per_rank": torch.get_num_threads(),
         "device": device.type,
-        "backend": devices.backend_for(device),
+        "backend": devices.BACKENDS[device.type],
         "memory_gib": round(devices.total_memory(torch.device("cpu")) / 2**30),
     }
     return facts | ({"gpu": devices.name(device)} if devices.is_accelerator(device) else {})

@@ -113,7 +113,7 @@ def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
             "device=cpu (NCCL 2.30 and newer let ranks share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     device = devices.use(rank_info.local_rank % count)
-    if rank_info.world_size > 1 and devices.backend_for(device) == "gloo":
+    if rank_info.world_size > 1 and devices.BACKENDS[device.type] == "gloo":
         raise UserError(f"torch has no collectives for {device.type}: start a single rank, or use device=cpu")
     return device
 

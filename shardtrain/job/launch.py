@@ -129,7 +129,7 @@ def open_process_group(rank_info: RankInfo, device: torch.device, store: Store) 
         if loopback is not None:  # on one host, listen on the loopback interface only
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     dist.init_process_group(
-        backend=devices.backend_for(device),
+        backend=devices.BACKENDS[device.type],
         store=store,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
