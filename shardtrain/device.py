@@ -144,13 +144,13 @@ def total_memory(device: torch.device) -> int:
 
 
 def return_freed_memory() -> None:
-    """Return host memory that has been freed to the system. glibc may keep all tensors below 32 MiB."""
+    """Give freed host memory back to the system; glibc may keep that of all tensors below 32 MiB."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new `peak_memory`, if the system allows it for the CPU: the jobs of a sweep share a process."""
+    """Restart `peak_memory` for another job of this process. For the CPU not all systems can."""
     if is_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
         return

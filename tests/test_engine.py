@@ -3,11 +3,11 @@
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import time
 from collections.abc import Callable
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from torchvision import models
 
 import shardtrain
 from shardtrain import comm
+from shardtrain.bench.memory import pss
 from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.shard import ALIGN_BYTES
 
@@ -46,15 +47,10 @@ from small import (
 
 @each_rank(2)
 def test_whole_parameters_leave_no_memory_behind() -> None:
-    def held() -> int:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) // 1024
-
     torch.zeros(30 << 18)  # 30 MiB, freed at once: from now on glibc keeps what is smaller
-    before = held()
+    before = pss([os.getpid()])
     model = shard(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))), units=[nn.Linear])
-    share = sum(param.nbytes for param in model.parameters()) >> 20
-    assert held() - before < 1.5 * share, f"built {2 * share} MiB, of which {share} are this rank's"
+    assert pss([os.getpid()]) - before < 1.5 * sum(param.nbytes for param in model.parameters())
 
 
 @each_rank(1, 2, 3, 4)
@@ -480,12 +476,16 @@ def vit() -> nn.Module:
 @pytest.mark.parametrize("make", [convnext, vit])
 @each_rank(2, transport="auto")
 def test_three_steps_equal_a_replica_s(make: Callable[[], nn.Module]) -> None:
+    losses: list[torch.Tensor] = []
+
     def step(net: nn.Module, number: int) -> None:
         x, y = images(number, size=16)
         torch.manual_seed(100 * number + dist.get_rank())  # dropout and stochastic depth alike
-        F.cross_entropy(net(x), y).backward()
+        losses.append(F.cross_entropy(net(x), y))
+        losses[-1].backward()
 
     like_a_replica(make, step, units=None, tolerance=0)
+    assert losses[:3] == losses[3:]
 
 
 def units_of(model: nn.Module) -> list[str]:

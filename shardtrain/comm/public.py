@@ -131,7 +131,7 @@ class Call(NamedTuple):
 
 
 def _torchs_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function`` that also takes torch's keywords, such as ``output_tensor``."""
+    """Wrap ``function`` so that it also takes torch's keywords, such as ``output_tensor``."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -335,8 +335,8 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
     # What must be the same on every rank; of an all-to-all, not the shapes.
     alike = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
     from_, to = ({item.untyped_storage().data_ptr() for item in side.items} for side in (input, output))
-    in_place = input.places()[rank] == output.places()[rank]
-    if from_ & to and by_messages and (call.movement is ALL_TO_ALL or not in_place):
+    shared = from_ & to and by_messages
+    if shared and (call.movement is ALL_TO_ALL or input.places()[rank] != output.places()[rank]):
         input.items = [item.detach().clone() for item in input.items]
     return words, [0, zlib.crc32(alike.encode()), by_messages, *input.sizes, *output.sizes]
 

@@ -101,12 +101,12 @@ def shard(
         link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
     cut = cut_of(layout, link.world)
-    falling = sorted(infos, key=lambda unit: -max([i.parameter.numel() for i in infos[unit]], default=0))
-    segments = {unit: _segments_of(infos[unit], link, precision, cut, initial) for unit in falling}
+    largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
+    segments = {unit: _segments_of(infos[unit], link, precision, cut, initial) for unit in largest_first}
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
     Engine(module, built, reshard_after_forward, precision)
-    return_freed_memory()  # of the whole parameters
+    return_freed_memory()  # that of the whole parameters
     return module
 
 

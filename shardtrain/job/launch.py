@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import START_UP, RankInfo, choose_device, cpu_threads, meet
+from shardtrain.job.dist_env import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
 from shardtrain.job.hydra_app import read_config
 from shardtrain.job.schema import UserError, path_of
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
@@ -41,7 +41,6 @@ COMMON = ("train", "ema", "augment", "optim", "sched", "parallel")  # sections t
 PATIENCE = 10.0  # seconds for which a silent rank waits for the rank that prints, before it exits itself
 
 Settings = TypeVar("Settings")  # has the keys `device` and `threads`
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ def run(job: Callable[[Config, Context], Result]) -> Result | None:
 
 def require_same_command(config: Config) -> None:
     """Raise UserError on all ranks if their settings differ, apart from paths and threads. Collective."""
-    lines = [f"{name}.{key}={value}" for name in COMMON for key, value in asdict(config)[name].items()]
+    sections = {name: section for name, section in asdict(config).items() if name in COMMON}
+    lines = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
     try:
         comm.require_same([f"seed={config.seed}", *lines], "the command", comm.plain_transport())
     except ValueError as error:
