@@ -150,7 +150,7 @@ def return_freed_memory() -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart `peak_memory` for another job of this process. For the CPU not all systems can."""
+    """Restart `peak_memory` for another job of this process. Not every system can do so for the CPU."""
     if is_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
         return
