@@ -1,6 +1,6 @@
 """Fully sharded data parallel training on PyTorch. docs/engine.md says in which order to read the files."""
 
-from importlib import import_module
+from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Return a name of `public.py` or a room. The first use imports torch, which `--help` does without."""
-    public = import_module("shardtrain.public")
-    return globals()[name] if name in globals() else getattr(public, name)
+    room = util.find_spec(f"shardtrain.{name}")  # rooms import one another before `public` is complete
+    return import_module(room.name) if room else getattr(import_module("shardtrain.public"), name)
 
 
 def __dir__() -> list[str]:

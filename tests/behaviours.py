@@ -13,6 +13,7 @@ import gc
 import io
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -757,6 +758,7 @@ def table() -> str:
             kind = scene.kind
             lines += ["", f"## {kind}", "", "| behaviour | shardtrain | FSDP2 |", "| --- | --- | --- |"]
         texts = [in_processes(api, name).replace("|", "\\|") for api in (Shardtrain(), FSDP2())]
+        texts = [re.sub(rf"{tempfile.gettempdir()}/\w+", "…", text) for text in texts]
         cells = [text if len(text) <= 150 else f"{text[:150]}…" for text in texts]
         lines.append(f"| {name} | {' | '.join(cells)} |")
         print(lines[-1], file=sys.stderr)

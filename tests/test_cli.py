@@ -111,6 +111,16 @@ def test_ctrl_c_leaves_cleanly(tmp_path: Path) -> None:
     assert "status interrupted" in (tmp_path / "outputs/here/log.txt").read_text()
 
 
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardtrain.train", "+recipe=resnet"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as running:
+        while running.poll() is None and "libtorch" not in Path(f"/proc/{running.pid}/maps").read_text():
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        assert running.communicate(timeout=60) == (None, b"")
+    assert running.returncode == -signal.SIGINT
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_leave_with_torchrun(tmp_path: Path, number: signal.Signals) -> None:

@@ -556,13 +556,14 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
                 step.update()
 
     steps(1)
+    before = time.perf_counter()
     metrics.report(1, torch.ones(()))
-    comm.barrier()
     start = time.perf_counter()
     with comm.meter() as meter:
         steps(4)
+    end = time.perf_counter()
     scalars = metrics.report(5, clip_grad_norm_(job.model, 1e9)).scalars
-    elapsed = time.perf_counter() - start
+    after = time.perf_counter()
     params = list(job.model.parameters())
     state = [v for s in job.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     sizes = {
@@ -571,7 +572,7 @@ def test_what_is_reported_is_what_an_outsider_measures() -> None:
         "optimizer": sum(v.nbytes for v in state),
     }
     shares = [value for tag, value in scalars.items() if tag.startswith("time/") and tag.endswith("_pct")]
-    assert scalars["perf/img_per_s"] == pytest.approx(4 * 12 / elapsed, rel=0.05)
+    assert end - start < 4 * 12 / scalars["perf/img_per_s"] < after - before
     for kind in ("all_gather", "reduce_scatter"):
         assert scalars[f"comm/{kind}_mib_per_step"] * 4 * 2**20 == pytest.approx(meter.bytes[kind])
     for kind, size in sizes.items():

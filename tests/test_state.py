@@ -556,6 +556,9 @@ def test_a_rank_s_own_pieces_are_copied_and_loaded_again() -> None:
 def test_replicas_store_each_part_once(tmp_path: Path) -> None:
     model, plain = various(1, mesh=mesh(2, 2))
     dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+    stored = dcp.FileSystemReader(tmp_path).read_metadata()
+    for name, tensor in plain.state_dict().items():
+        assert sum(chunk.sizes.numel() for chunk in stored.state_dict_metadata[name].chunks) == tensor.numel()
     model, _ = various(2, mesh=mesh(2, 2))
     dcp.load(model.state_dict(), checkpoint_id=tmp_path)
     assert_same(model, plain)

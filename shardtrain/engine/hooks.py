@@ -256,14 +256,13 @@ class Engine:
             len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
         ):
             known = self._ignored.union(member.param for member in self.members)
-            new = [name for name, param in self.module.named_parameters() if param not in known]
-            if new:
+            if new := [name for name, param in self.module.named_parameters() if param not in known]:
                 raise ValueError(
                     f"parameters attached after shard(): {', '.join(new)}; nothing would reduce their "
                     "gradients. Attach them first, then shard"
                 )
             self._modules = _modules_below(self.module)
-        on_meta = [member.name for member in self.members if member.local_view.is_meta]
+        on_meta = [m.name for segment in self.segments if segment.local.is_meta for m in segment.members]
         if on_meta:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "

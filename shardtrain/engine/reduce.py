@@ -93,11 +93,9 @@ class FlatGradient:
         elif again:
             self.own[member].add_(grad[start:stop])
         else:
-            own, wide = grad[start:stop], self.segment.local.dtype
             # A view of a part would keep the memory of the whole gradient.
-            if own.dtype != wide or stop - start < grad.numel():
-                own = own.to(wide, copy=True)
-            self.own[member] = own
+            own = grad if stop - start == grad.numel() else grad[start:stop].clone()
+            self.own[member] = own.to(self.segment.local.dtype)
 
     def lay_out(self) -> None:
         """Add or copy gradients that are not laid out into the vector, in one launch each."""

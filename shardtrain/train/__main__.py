@@ -1,11 +1,14 @@
 """Run one training job, or several with `--multirun`: ``python -m shardtrain.train``."""
 
+import signal
 import sys
 
-from shardtrain.job.hydra_app import printed
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports below without a traceback
+    from shardtrain.job.hydra_app import printed
 
-if __name__ == "__main__" and not printed(sys.argv[1:]):
-    from shardtrain.train import sweep  # here, since both import torch
-    from shardtrain.train.loop import train
+    if not printed(sys.argv[1:]):
+        from shardtrain.train import sweep  # here, since both import torch
+        from shardtrain.train.loop import train
 
-    sweep.run(train)
+        sweep.run(train)
