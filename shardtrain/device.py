@@ -143,6 +143,13 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep freed host memory for reuse. It returns some in every step, and pages fault anew."""
+    if tune := getattr(ctypes.CDLL(None), "mallopt", None):
+        tune(-3, 32 << 20)  # M_MMAP_THRESHOLD: smaller tensors lie in the heap, 32 MiB at most
+        tune(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: of the heap's free end
+
+
 def return_freed_memory() -> None:
     """Give freed host memory back to the system; glibc may keep that of all tensors below 32 MiB."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):

@@ -19,7 +19,7 @@ from tiny import TINY, VIT, result_of
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ["-m", "shardtrain.train"]
-JOB = ["+recipe=resnet", *TINY, "train.log_every=1", "monitor.progress=lines"]
+JOB = ["+recipe=resnet", *TINY, "train.log_every=1"]
 SAVING = [*JOB, "train.epochs=4000", "checkpoint.keep=1", "run.name=here"]
 
 

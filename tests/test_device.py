@@ -1,6 +1,8 @@
 """The device paths on a simulated device: order of streams, memory, launches and waits of the host."""
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -245,3 +247,21 @@ def test_launches_beyond_the_plain_model_keep_their_budget(
     alone = launches(in_bf16(plain), torch.bfloat16) if precision else launches(plain, torch.float32)
     sharded = launches(shardtrain.shard(make().to(DEVICE), precision=precision), torch.float32)
     assert sharded - alone <= budget
+
+
+def test_what_a_step_frees_is_kept_for_the_next_one() -> None:
+    code = """
+import ctypes, resource
+from shardtrain import device
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+for keep in (lambda: None, device.keep_freed_memory):
+    keep()
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for block in [ctypes.c_void_p(libc.malloc(1 << 20)) for _ in range(100)][::-1]:
+            ctypes.memset(block, 1, 1 << 20)
+            libc.free(block)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
+    returned, kept = map(int, subprocess.check_output([sys.executable, "-c", code], timeout=60).split())
+    assert kept < 100 < 10_000 < returned  # pages that one round touches anew

@@ -16,7 +16,7 @@ from test_checkpoint import files_of
 from test_cli import PROGRAM
 from tiny import TINY
 
-OPTIONS = ("train.log_every=1", "monitor.progress=lines", "optim.lr=0.003", "run.dir=run")
+OPTIONS = ("train.log_every=1", "optim.lr=0.003", "run.dir=run")
 JOB = ("+recipe=resnet", *TINY, *OPTIONS)
 ENDLESS = (*JOB, "sched=constant", "train.epochs=5000", "checkpoint.every_steps=10")
 # The program, at most 20 steps per second, so that one undisturbed host soon is where the two were.

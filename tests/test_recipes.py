@@ -242,7 +242,7 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
 # Tiny in everything but what the recipe is about.
 TWO_EPOCHS = (
     *("train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),
-    *("monitor.tensorboard=false", "monitor.progress=none"),
+    "monitor.tensorboard=false",
 )
 FAKE = ("data=fake", "data.classes=7", "data.val_images=9", "data.train_images=16", "train.batch_size=8")
 SMALL = {

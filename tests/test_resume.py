@@ -37,7 +37,6 @@ from tiny import configure, context, events_of, result_of, small_model
 SMALL = (
     *("model=mobilenet_v3_small", "data=fake", "augment=digits", "optim=adamw", "ema.decay=0.9"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=3", "checkpoint.every_steps=4"),
-    "monitor.progress=none",
 )
 QUIET = "monitor.tensorboard=false"
 STEPS = 10
@@ -325,7 +324,7 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
 
 
 @each_rank(2, transport="auto")
-def test_training_goes_on_without_a_checkpoint_or_stops(tmp_path: Path) -> None:
+def test_training_continues_without_a_checkpoint(tmp_path: Path) -> None:
     """Every write of rank 1 fails, from step 6 until step 9."""
     full: list[int] = []
     write = checkpoint_store.write_tensors
@@ -338,12 +337,9 @@ def test_training_goes_on_without_a_checkpoint_or_stops(tmp_path: Path) -> None:
     at = {6: lambda: full.append(1), 9: full.clear}
     with patch.object(checkpoint_store, "write_tensors", write_if_there_is_room):
         assert run(str(tmp_path / "on"), QUIET, at=at) == "finished"
-        ending = run(str(tmp_path / "off"), QUIET, "checkpoint.on_failure=stop", at=at)
     reason = "step-00000008 was not saved: rank 1: rank-00001.safetensors: No space left on device"
     assert f"{reason}; the latest is of step 4; training continues" in (tmp_path / "on/log.txt").read_text()
     assert steps_in(tmp_path / "on/checkpoints") == [4, 10]
-    assert ending.partition("checkpoints/")[2] == reason
-    assert result_of(tmp_path / "off")["status"] == "failed"
 
 
 @each_rank(2, transport="auto")

@@ -22,7 +22,6 @@ TWO_IMAGES = Share(2, 1, 0, 1)  # per step, on one rank
 SHORT = (
     *("data=fake", "data.train_images=60", "data.val_images=11", "data.channels=1", "data.image_size=8"),
     *("train.batch_size=12", "train.epochs=2", "train.log_every=5"),
-    "monitor.progress=none",
 )
 # 6,362 parameters for images of three channels. Neither BatchNorm nor dropout.
 VIT = (*("model=vit_cifar", "model.layers=1", "model.width=24", "model.heads=2"), "model.mlp_width=16")

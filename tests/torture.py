@@ -22,7 +22,7 @@ STEPS, LIMIT_S = 60, 60.0
 SETTINGS = (
     *("+recipe=resnet", "model=vit_cifar", "model.layers=2", "model.width=48", "model.heads=2"),
     *("model.mlp_width=96", "data.workers=1", "ema.decay=0.9", "ema.every_steps=2"),
-    *(f"train.max_steps={STEPS}", "train.log_every=5", "checkpoint.every_steps=7", "monitor.progress=none"),
+    *(f"train.max_steps={STEPS}", "train.log_every=5", "checkpoint.every_steps=7"),
 )
 VICTIMS = [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGTERM"), (0, "SIGTERM"), (0, "SIGINT"), (2, "SIGKILL")]
 

@@ -1,7 +1,5 @@
 """Compare shardtrain with FSDP2, FSDP1 and DDP, interleaved in one run, on the user's own machine.
 
-``python -m shardtrain.bench --help`` lists the programs and every key.
-
 Read in this order: ``contenders`` (what is compared, on which models), ``interleave`` (the measurement and
 its statistics), ``settings`` (the command line), ``report`` (what programs collect, and its tables), and the
 programs ``steps``, ``memory``, ``collectives`` and ``host``.

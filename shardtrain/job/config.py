@@ -301,14 +301,12 @@ class Checkpoint:
     every_steps: int | None = at_least(1)
     keep: int = at_least(0)
     asynchronous: bool
-    on_failure: str = one_of("continue", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
     tensorboard: bool
     profile_at: int | None = at_least(2)
-    progress: str = one_of("lines", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

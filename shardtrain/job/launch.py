@@ -84,6 +84,7 @@ def start(
     """
     signal.signal(signal.SIGINT, _interrupt)
     leave_with_launcher()
+    devices.keep_freed_memory()
     rank_info = RankInfo(0, 1, 0, 1)  # until the environment has been read
     try:
         rank_info = RankInfo.from_environment(os.environ)

@@ -133,7 +133,7 @@ def open_monitor(
         yield Monitor()
         return
     if config.dry_run or config.eval_only:
-        yield Monitor(Console("none", job))
+        yield Monitor(Console(job))
         return
     monitor, result = _open(config, context, job, best)
     status = "failed"
@@ -174,7 +174,7 @@ def _open(
         **({} if best is None else {tags.BEST_STEP: best[0], tags.BEST_ACC1: best[1]}),
     }
     result = ResultFile(context.run_dir, job)
-    console = Console(config.monitor.progress, job, facts["classes"])
+    console = Console(job, facts["classes"])
     writers: list[Writer] = [result, console, LogFile(context.run_dir)]
     if config.monitor.tensorboard:
         writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))

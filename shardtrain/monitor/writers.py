@@ -43,18 +43,16 @@ class Writer:
 
 
 class Console(Writer):
-    """Print texts, and progress as ``lines``, one per report, or as ``none``."""
+    """Print texts, and a line for each report."""
 
-    def __init__(self, progress: str, job: Job, classes: int = 10) -> None:
-        self.progress, self.job, self.classes = progress, job, classes
+    def __init__(self, job: Job, classes: int = 10) -> None:
+        self.job, self.classes = job, classes
         self.started = time.perf_counter()
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self.progress == "none":
-            return
         steps, epoch = self.job.steps, step / self.job.steps_per_epoch
         where = f"step {step:>{len(str(steps))}}/{steps}  epoch {epoch:.1f}"
         for name, scores in scores_in_words(scalars, self.classes).items():

@@ -1,7 +1,5 @@
 """Predict what a rank will hold, send and compute in a step.
 
-    python -m shardtrain.plan +recipe=resnet world_size=64
-
 Read in this order: ``memory`` (which memory is in use when), ``simulate`` (the engine without data and
 without other ranks), ``report`` (a plan in words and as JSON), ``__main__`` (the program, the largest batch).
 """

@@ -1,8 +1,5 @@
 """Run a training job.
 
-    python -m shardtrain.train +recipe=resnet                          one process
-    torchrun --nproc-per-node 2 -m shardtrain.train +recipe=resnet     two ranks of one host
-
 `fit` is the training loop. `job/build.py` builds its job, the monitor reports it, `saving.py` saves it, and
 `resume.py` finds where an earlier process stopped.
 """

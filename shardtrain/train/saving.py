@@ -192,11 +192,11 @@ class Saver:
         )
 
     def _try(self, action: Callable[[], object], final: bool = False) -> None:
-        """Call ``action``. Let its SaveFailed through if ``final`` or so configured; otherwise warn."""
+        """Call ``action``. Let its SaveFailed through if ``final``; otherwise warn."""
         try:
             action()
         except SaveFailed as error:
-            if final or self._config.checkpoint.on_failure == "stop":
+            if final:
                 raise
             latest = f"the latest is of step {self._store.latest}" if self._store.latest else "there is none"
             self._monitor.say(f"warning: checkpoint {error}; {latest}; training continues")
