@@ -51,7 +51,7 @@ LEAST_S = 0.005  # seconds per step
 
 
 class SlowRank(NamedTuple):
-    """Name a rank that is slower than the others, the phase of the largest difference, and both in words."""
+    """Name a rank that is slower than the others. ``phase``: where it loses most. ``text``: says both."""
 
     rank: int
     phase: str
