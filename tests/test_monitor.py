@@ -152,14 +152,14 @@ def test_start_table_shows_what_a_rank_holds(tmp_path: Path) -> None:
 
 
 def test_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = writers.Console("lines", FOUR)
+    console = writers.Console(FOUR)
     monkeypatch.setattr("time.perf_counter", lambda: console.started + 3000)
     assert (console.left(1), console.left(3)) == ("2:30:00", "0:16:40")
 
 
 def test_scores_of_the_average_are_printed_beside_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     evaluation = Evaluation(Scores(2.0, 30.0, 80.0), Scores(1.0, 20.0, 90.0))
-    writers.Console("lines", FOUR).log(4, evaluation.scalars())
+    writers.Console(FOUR).log(4, evaluation.scalars())
     assert re.findall("val|average", capsys.readouterr().out) == ["val", "average"]
     best = {tags.BEST_ACC1: 20.0, tags.BEST_STEP: 4, "classes": 10, "run_dir": "here"}
     table = end_table({"status": "finished", "step": 4, "seconds": 1.0, **evaluation.scalars(), **best})
