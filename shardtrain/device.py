@@ -144,9 +144,9 @@ def total_memory(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed host memory for reuse. It returns some in every step, and pages fault anew."""
+    """Have glibc keep freed host memory for reuse. Otherwise it may return some in every step."""
     if tune := getattr(ctypes.CDLL(None), "mallopt", None):
-        tune(-3, 32 << 20)  # M_MMAP_THRESHOLD: smaller tensors lie in the heap, 32 MiB at most
+        tune(-3, 32 << 20)  # M_MMAP_THRESHOLD: smaller tensors lie in the heap; it takes no more
         tune(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: of the heap's free end
 
 

@@ -336,10 +336,10 @@ def test_training_continues_without_a_checkpoint(tmp_path: Path) -> None:
 
     at = {6: lambda: full.append(1), 9: full.clear}
     with patch.object(checkpoint_store, "write_tensors", write_if_there_is_room):
-        assert run(str(tmp_path / "on"), QUIET, at=at) == "finished"
+        assert run(str(tmp_path), QUIET, at=at) == "finished"
     reason = "step-00000008 was not saved: rank 1: rank-00001.safetensors: No space left on device"
-    assert f"{reason}; the latest is of step 4; training continues" in (tmp_path / "on/log.txt").read_text()
-    assert steps_in(tmp_path / "on/checkpoints") == [4, 10]
+    assert f"{reason}; the latest is of step 4; training continues" in (tmp_path / "log.txt").read_text()
+    assert steps_in(tmp_path / "checkpoints") == [4, 10]
 
 
 @each_rank(2, transport="auto")

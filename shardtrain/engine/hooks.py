@@ -262,8 +262,7 @@ class Engine:
                     "gradients. Attach them first, then shard"
                 )
             self._modules = _modules_below(self.module)
-        on_meta = [m.name for segment in self.segments if segment.local.is_meta for m in segment.members]
-        if on_meta:
+        if on_meta := [m.name for s in self.segments if s.local.is_meta for m in s.members]:
             raise ValueError(
                 f"parameters still on the meta device: {', '.join(on_meta)}; materialise the local pieces "
                 "with module.to_empty(device=...) and load or initialise their values first"

@@ -94,8 +94,8 @@ class FlatGradient:
             self.own[member].add_(grad[start:stop])
         else:
             # A view of a part would keep the memory of the whole gradient.
-            own = grad if stop - start == grad.numel() else grad[start:stop].clone()
-            self.own[member] = own.to(self.segment.local.dtype)
+            copy = stop - start < grad.numel()
+            self.own[member] = (grad[start:stop] if copy else grad).to(self.segment.local.dtype, copy=copy)
 
     def lay_out(self) -> None:
         """Add or copy gradients that are not laid out into the vector, in one launch each."""

@@ -1,7 +1,6 @@
 """Run a training job.
 
-`fit` is the training loop. `job/build.py` builds its job, the monitor reports it, `saving.py` saves it, and
-`resume.py` finds where an earlier process stopped.
+`fit` is the loop. `job/build.py` builds its job, the monitor reports, `saving.py` saves, `resume.py` resumes.
 """
 
 from __future__ import annotations

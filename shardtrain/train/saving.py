@@ -106,7 +106,7 @@ class Saver:
                 self._try(self._store.finish)
                 self._try(lambda: self._save(step), final=last or bool(signal))
             if stopping:
-                self._try(self._store.finish, final=True)
+                self._store.finish()
         if stopping:
             self._stop(step, signal)
 
@@ -116,7 +116,7 @@ class Saver:
         Raises SaveFailed on every rank if it failed, and Stopped if one got a signal while evaluating.
         """
         with self._metrics.paused("checkpoint"):
-            self._try(self._store.finish, final=True)
+            self._store.finish()
         if self._job.test is not None:
             with self._metrics.paused("evaluation"):
                 self._monitor.tested(self._job.steps, self.evaluation(self._job.test))
