@@ -98,7 +98,7 @@ def test_unsharded_gradients_and_an_edit_of_a_shape(writeback: bool) -> None:
             ours.grad.mul_(2.0)
     for old, param in zip(before, model.parameters(), strict=True):
         assert torch.equal(param.grad, old * 2 if writeback else old)
-    named = "parameter fc.weight or its gradient was given shape (6, 7) inside unsharded(), expected (5, 7)"
+    named = "parameter fc.weight or its gradient was given shape (6, 7) while it was whole, expected (5, 7)"
     with pytest.raises(ValueError, match=re.escape(named)), shardtrain.unsharded(model):
         model.fc.weight.data = torch.zeros(6, 7)
     assert_at_rest(model)

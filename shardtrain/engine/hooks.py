@@ -1,22 +1,22 @@
-"""Register the hooks that drive the schedule of a sharded module. Three kinds make a step:
+"""Wrap the calls of a sharded module's units, and register the hooks that drive their schedule.
 
-- before and after the forward of a unit's module. For the root also of each module that holds a root
-  parameter, so that a child called by itself finds its parameters;
-- on the autograd node of each tensor that the module returns, and that modules inside it return, since a
-  loss may depend on the latter alone. It tells that backward is about to need the unit;
-- before and after a parameter's gradient is accumulated. A hook on a module's inputs would not do: images
-  need no gradient, so it would never fire for the first unit.
+- Each call of a unit's module gathers it before and releases it afterwards, users' hooks included. For the
+  root, so does a call of each module that holds a root parameter, so that a child called by itself works.
+- A hook on the autograd node of each tensor that such a call returns, and that modules inside it return,
+  since a loss may depend on the latter alone. It tells how far backward has come.
+- A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
-A fourth kind checks each optimizer before it steps: see ``user_code.py``.
+Another hook checks each optimizer before it steps: see ``user_code.py``.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import sys
 import warnings
 import weakref
+from collections.abc import Callable
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -32,26 +32,8 @@ from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import note_pieces
 
 _ENGINE = "_shardtrain_engine"
+_ABSENT = object()
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-class GradientHook(user_code.OwnHook):
-    """Notify the schedule before and after a gradient is accumulated in one parameter of a unit.
-
-    The parameter holds the hook where Python's garbage collector cannot see it. A hook that held the
-    parameter in turn would keep the whole model alive for ever.
-    """
-
-    def __init__(self, schedule: Schedule, member: ShardedParam) -> None:
-        self._schedule, self._member = weakref.ref(schedule), weakref.ref(member)
-
-    def before(self, grad: torch.Tensor) -> None:
-        if (schedule := self._schedule()) and (member := self._member()):
-            schedule.gradient_arrives(member, grad)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        if (schedule := self._schedule()) and (member := self._member()):
-            schedule.gradient_arrived(member)
 
 
 class Engine:
@@ -70,17 +52,14 @@ class Engine:
         for unit in units:
             unit.account = units[0].account
         self._ignored = set(module.parameters()).difference(member.param for member in self.members)
-        self._hooked: set[nn.Parameter] = set()
+        # Trainable parameters, each with the handle of its hook.
+        self._hooked: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
+        self._replaced: list[tuple[nn.Module, str, Any]] = []  # attributes of modules, see `_set`
         self._modules = _modules_below(module)
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        # What `check_optimizer` knows of each optimizer.
+        self._optimizers: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
-        # `copy`, `pickle` and DistributedDataParallel look up the last three.
-        self._attributes = {
-            _ENGINE: self,
-            "__deepcopy__": self._copy_module,
-            "__reduce_ex__": _refuse_pickling,
-            "_ddp_params_and_buffers_to_ignore": _RefuseDDP(),
-        }
         self._attach()
         _watch_optimizers()
         _ENGINES.add(self)
@@ -93,30 +72,54 @@ class Engine:
     # attaching, copying
 
     def _attach(self) -> None:
-        """Register all hooks, and set the attributes that mark the module as sharded."""
+        """Wrap calls, register all hooks, and set the attributes that mark the module as sharded."""
         self._hook_parameters()
         for unit in self.units:
             # A call of one of these gathers the unit.
             entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
             for module in entrances:
-                self._hook_entrance(unit, module)
+                self._wrap_calls(unit, module)
             for module in [holder for holder in unit.holders if holder not in entrances]:
                 self._hook_inside(unit, module)
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)
+        homes = {module: unit for unit in self.units for module in unit.module.modules()}  # inner units last
+        for module, unit in homes.items():
+            for name in ("reset_parameters", "_reset_parameters"):
+                if callable(getattr(module, name, None)):
+                    self._wrap_reset(unit, module, name)
         self._hook_casts()
-        self.module.__dict__.update(self._attributes)
+        refuse = self.module.register_state_dict_pre_hook(lambda *_: self.schedule.refuse_edits())
+        self._handles.append(refuse)
+        self._set(self.module, _ENGINE, self)
+        # `copy`, `pickle` and DistributedDataParallel look up these.
+        self._set(self.module, "__deepcopy__", self._copy_module)
+        self._set(self.module, "__reduce_ex__", _refuse_pickling)
+        self._set(self.module, "_ddp_params_and_buffers_to_ignore", _RefuseDDP())
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of ``module`` itself, until `_detach`."""
+        self._replaced.append((module, name, module.__dict__.get(name, _ABSENT)))
+        module.__dict__[name] = value
+
+    def _detach(self) -> None:
+        """Undo `_attach`."""
+        for handle in [*self._handles, *(handle for _, handle in self._hooked.values())]:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        for module, name, before in reversed(self._replaced):
+            module.__dict__[name] = before
+            if before is _ABSENT:
+                del module.__dict__[name]
+        self._replaced.clear()
 
     def _copy_module(self, memo: dict[int, Any]) -> nn.Module:
         """Return a sharded copy of the root, for ``copy.deepcopy``. Collective."""
         self.require_rest("a sharded model cannot be copied")
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._hooked.clear()
-        for name in self._attributes:
-            del self.module.__dict__[name]
+        self.schedule.require_reduced("a copy of a sharded model")
+        self._detach()
         try:
             module = copy.deepcopy(self.module, memo)  # a plain module of this rank's pieces
         finally:
@@ -127,39 +130,81 @@ class Engine:
 
     # forward
 
-    def _hook_entrance(self, unit: Unit, module: nn.Module) -> None:
-        def before(called: nn.Module, args: Any) -> None:
+    def _wrap_calls(self, unit: Unit, module: nn.Module) -> None:
+        """Have each call of ``module`` gather ``unit``, and release it however the call ends.
+
+        The wrapper is a bound method in the place of torch's, which `copy.deepcopy` binds to the copy.
+        ``torch.compile`` breaks the graph there. What ran compiled before runs so inside the wrapper.
+        """
+        compiled, is_root, schedule = module._compiled_call_impl, module is self.module, self.schedule
+        run = compiled or module._call_impl
+
+        @user_code.uncompiled
+        def before() -> None:
+            user_code.refuse_transforms()
+            self.settle()
+            if is_root:
+                schedule.begin_forward()
+            schedule.before_forward(unit)
+
+        @user_code.uncompiled
+        def after(output: Any, error: BaseException | None) -> None:
+            if error is not None and schedule.under_way[0] != "backward":
+                note_pieces(error, self.units, call.__code__)
+            schedule.after_forward(unit, output, error is not None)
+            if is_root:
+                schedule.end_forward(error is not None)
+
+        def call(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if called is not module:
                 raise ValueError(
                     f"this {type(called).__name__} is a copy of a part of a sharded model, and has pieces of "
                     "parameters only; copy the model that shardtrain.shard() returned"
                 )
-            user_code.refuse_transforms()
             if unit.pinned:  # `unsharded` shows all parameters, so that one rank may compute alone
+                return run(*args, **kwargs)
+            try:
+                before()
+                output = run(*args, **kwargs)
+                after(output, None)
+            except BaseException as error:
+                after(None, error)
+                raise
+            return output
+
+        self._set(module, "_compiled_call_impl", None)
+        self._set(module, "_call_impl", MethodType(user_code.graph_break(call), module))
+
+    def _wrap_reset(self, unit: Unit, module: nn.Module, name: str) -> None:
+        """Have ``module.reset_parameters()`` see whole parameters of ``unit``, since it computes fan-ins.
+
+        Each rank keeps its part of what it draws: with one seed on all ranks, that of the whole model.
+        """
+        reset: Callable[[], None] = getattr(module, name)
+
+        def whole(called: nn.Module) -> None:
+            below = set(module.modules())
+            members = [m for m in unit.members if not below.isdisjoint(h for h, _ in m.info.holders)]
+            if called is not module or unit.shows_full or any(m.info.parameter.is_meta for m in members):
+                reset()
                 return
             self.settle()
-            if called is self.module:
-                self.schedule.begin_forward()
-            self.schedule.before_forward(unit)
+            unit.shows_full = True
+            for member in members:
+                member.param.data = member.part.padded(member.local_view)
+            try:
+                reset()
+            finally:
+                for member in members:
+                    member.local_view.copy_(member.piece_of_whole(member.param.data))
+                unit.show_local()
 
-        def after(called: nn.Module, args: Any, output: Any) -> None:
-            if called is not module or unit.pinned:
-                return
-            error = sys.exc_info()[1] if output is None else None
-            if error is not None:
-                note_pieces(error, self.units)
-            self.schedule.after_forward(unit, output, error is not None)
-            if called is self.module:
-                self.schedule.end_forward(error is not None)
-
-        self._handles.append(module.register_forward_pre_hook(user_code.uncompiled(before), prepend=True))
-        self._handles.append(module.register_forward_hook(user_code.uncompiled(after), always_call=True))
+        self._set(module, name, MethodType(whole, module))
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and (call := self.schedule.call_to_hook(unit)):
-                for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-                    call.hook(tensor)
+            if not torch.compiler.is_compiling():
+                self.schedule.mark(unit, tensors_in(output))
 
         self._handles.append(module.register_forward_hook(after))
 
@@ -194,29 +239,38 @@ class Engine:
 
     def _hook_parameters(self) -> None:
         """Hook the trainable parameters that have no hook yet."""
-        for member in self.members:
-            param = member.param
-            if param.requires_grad and param not in self._hooked:
-                self._hooked.add(param)
-                hook = GradientHook(self.schedule, member)
-                self._handles.append(param.register_hook(hook.before))
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        for unit in self.units:
+            for member in unit.members:
+                hooked, param = self._hooked.get(member), member.param
+                if (hooked is None or hooked[0] is not param) and param.requires_grad:
+                    if hooked:
+                        hooked[1].remove()
+                    handle = param.register_hook(_gradient_hook(self.schedule, unit, member))
+                    self._hooked[member] = param, handle
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
         groups = optimizer.param_groups
-        if self._optimizers.get(optimizer) != len(groups):
-            if not any(param in self._hooked for group in groups for param in group["params"]):
+        # What decides whether it steps parameters of this model, and is right: True once that is known.
+        state = len(groups), sum([len(group["params"]) for group in groups]), len(self._hooked)
+        known = self._optimizers.get(optimizer)
+        if known == (state, False):
+            return
+        if known != (state, True):
+            own = {param for param, _ in self._hooked.values()}
+            steps = any(param in own for group in groups for param in group["params"])
+            if not steps:
+                self._optimizers[optimizer] = state, False
                 return
             user_code.refuse_unless_right_on_pieces(optimizer, self.segments[0])
             self.watch(optimizer)
-            self._optimizers[optimizer] = len(groups)
+            self._optimizers[optimizer] = state, True
             for member in self.members:
                 member.cut_state(optimizer.state.get(member.param, {}))
         self.schedule.recover()
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
-        if self.schedule.unanswered and all(member.held_grad is None for member in self.members):
+        if self.schedule.unanswered and all(member.param.grad is None for member in self.members):
             warnings.warn(
                 "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
                 "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
@@ -227,15 +281,15 @@ class Engine:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
-        if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = 0  # groups that have been checked
+        if optimizer not in self._watched:
+            self._watched.add(optimizer)
             pieces.watch(optimizer, self.members)
 
     # between steps
 
     def require_rest(self, refusal: str) -> None:
         """Call `settle`. Raises ValueError, beginning with ``refusal``, in a step or inside `unsharded`."""
-        self.schedule.recover_forward()
+        self.schedule.recover()
         if not self.schedule.at_rest:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
         self.schedule.show_pieces()
@@ -250,7 +304,7 @@ class Engine:
         if not self.schedule.at_rest:
             return
         for unit in self.units:
-            unit.take_over()
+            unit.take_over(self.schedule.before_conversion)
         self._hook_parameters()
         if any(
             len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
@@ -295,8 +349,25 @@ def engine_of(module: nn.Module) -> Engine:
 
 def is_entrance(module: nn.Module) -> bool:
     """Return whether a call of ``module`` gathers a unit."""
-    hooks = [getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values()]
-    return any(name.startswith(Engine._hook_entrance.__qualname__) for name in hooks)
+    return "_call_impl" in module.__dict__
+
+
+def _gradient_hook(schedule: Schedule, unit: Unit, member: ShardedParam) -> Callable[[torch.Tensor], None]:
+    """Return the hook of a parameter, which sees each gradient before autograd keeps it.
+
+    The parameter holds the hook where Python's garbage collector cannot see it. A hook that held the
+    parameter in turn would keep the whole model alive for ever.
+    """
+    known, reduces = weakref.ref(schedule), weakref.ref(schedule.reductions[unit])
+    name, shape = member.name, member.part.shape
+
+    def hook(grad: torch.Tensor) -> None:
+        if reduction := reduces():
+            reduction.arrived.add(name)
+            if (not reduction.unit.is_open or grad.shape != shape) and (drives := known()):
+                drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
+
+    return hook
 
 
 class _RefuseDDP:

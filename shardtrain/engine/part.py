@@ -61,6 +61,12 @@ class Part:
         """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""
         return in_memory_order(piece, self.stride) if piece.shape == self.shape else piece.reshape(-1)
 
+    def padded(self, piece: Tensor) -> Tensor:
+        """Return a whole tensor that holds ``piece``, in its shape at rest, and zeros elsewhere."""
+        whole = empty_strided(self.shape, self.stride, dtype=piece.dtype, device=piece.device).zero_()
+        self.of(whole).copy_(self.flattened(piece))
+        return whole
+
     def boxes(self, piece: Tensor) -> dict[Index, Tensor]:
         """Cut ``piece``, in its shape at rest, into boxes: views by their offsets in the whole tensor.
 

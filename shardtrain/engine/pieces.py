@@ -118,7 +118,7 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
         value = state.get(prefix + attribute)
         if unit.pinned or value is None or isinstance(value, nn.Parameter):
             return  # full inside `unsharded`; the parameter itself with keep_vars=True
-        if member.shows_full and called is module:
+        if unit.shows_full and called is module:
             value = member.local_view
         if value.shape == own.at_rest:
             _refuse_full("_get_model_state_dict")

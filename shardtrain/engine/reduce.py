@@ -1,7 +1,7 @@
 """Reduce full gradients to this rank's averaged interval. No other file makes gradient intervals.
 
-collect  take a parameter's new gradient. The elements that other ranks own go into the unit's flat gradient.
-         This rank's own stay in autograd's tensor; on an accelerator one launch copies all gradients
+take     take a unit's new gradients. The elements that other ranks own go into the unit's flat gradient. This
+         rank's own stay in autograd's tensor; on an accelerator one launch copies all gradients
 launch   start the reduce-scatter: send every owner its interval, and sum what arrives
 finish   wait for it
 give     give each parameter its piece of the mean, when backward is over
@@ -39,14 +39,14 @@ class FlatGradient:
     """Lay out the gradients of one segment in a full vector, from which other ranks' intervals are sent.
 
     ``own``: this rank's part of each gradient that has come in any backward since the last reduction
-    (`no_sync`). ``expected``: how many gradients a backward brings. ``sent``: for each reduction of this
+    (`no_sync`). ``expected``: whether a backward brings any. ``sent``: for each reduction of this
     backward, each parameter's own part, which becomes the mean, and whether there is a gradient: None if
     another rank may have one.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment, self.members = segment, segment.members
-        self.expected = 0
+        self.expected = False
         layout = segment.layout
         self._holds_own = False  # whether `_full` takes this rank's own parts, too: on accelerators
         # Which slice of a gradient goes to which slice of the vector: other ranks' elements, or all.
@@ -151,7 +151,7 @@ class FlatGradient:
 class Reduction:
     """Reduce one unit: collect its gradients, then run one reduce-scatter at a time.
 
-    ``arrived``: parameters whose gradient of this backward has arrived. ``_shown``: what ``.grad`` shows
+    ``arrived``: names of parameters for which autograd has had a gradient. ``_shown``: what ``.grad`` shows
     under `no_sync`, with its version, and whether `show_waiting` put it there.
     """
 
@@ -160,7 +160,7 @@ class Reduction:
         self.flats = [FlatGradient(segment) for segment in unit.segments]
         self._flat_of = {member: flat for flat in self.flats for member in flat.members}
         self.full_bytes = sum(s.layout.padded * s.like_gradient.itemsize for s in unit.segments)
-        self.arrived: set[ShardedParam] = set()
+        self.arrived: set[str] = set()
         self._shown: dict[ShardedParam, tuple[torch.Tensor, int, bool]] = {}
         self._moving = Pending()
         # Keeps gradients alive until the reduction has ended: a stream may still read them.
@@ -173,13 +173,13 @@ class Reduction:
         """
         self.arrived.clear()
         for flat in self.flats:
-            flat.expected = sum([member.param.requires_grad for member in flat.members])
-        self.expected = sum([flat.expected for flat in self.flats])
+            flat.expected = any(member.param.requires_grad for member in flat.members)
+        self.unit.trains = any(flat.expected for flat in self.flats)
         for member, (grad, version, own) in list(self._shown.items()):
-            now = member.held_grad
+            now = member.param.grad
             if now is grad and now._version == version:
                 if own:
-                    member.set_grad(None)
+                    member.param.grad = None
             elif now is None or not now.any():
                 del self._flat_of[member].own[member]
             else:
@@ -189,27 +189,27 @@ class Reduction:
                 )
             del self._shown[member]
 
-    def collect(self, member: ShardedParam) -> bool:
-        """Take the gradient just accumulated in a parameter; return whether it is the unit's last one.
+    def take(self, captured: list[str]) -> None:
+        """Take the gradients that autograd has accumulated. Add the names of others to ``captured``.
 
-        Raises ValueError if the gradient is sparse.
+        Raises ValueError if a gradient is sparse.
         """
-        grad, member.param.grad = member.param.grad, None
-        if member.grad_away is not None:
-            member.show_full(with_grad=True)
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            raise ValueError(
-                f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
-                "use nn.Embedding(..., sparse=False)"
-            )
-        self.arrived.add(member)
-        self._flat_of[member].keep(member, in_memory_order(grad, member.part.stride))
-        if len(self.arrived) < self.expected:
-            return False
         for flat in self.flats:
+            for member in flat.members if flat.expected else ():
+                param = member.param
+                if (grad := param.grad) is None:
+                    if member.name in self.arrived and param.requires_grad:
+                        captured.append(member.name)
+                    continue
+                param.grad = None
+                if grad.layout is not torch.strided:
+                    raise ValueError(
+                        f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
+                        "use nn.Embedding(..., sparse=False)"
+                    )
+                flat.keep(member, in_memory_order(grad, member.part.stride))
             flat.lay_out()
-        return True
+        self.arrived.clear()
 
     @property
     def waiting(self) -> bool:
@@ -224,10 +224,10 @@ class Reduction:
         for flat in self.flats:
             flat.lay_out()
             for member in flat.own:
-                own = member.held_grad is None
+                own = member.param.grad is None
                 if own:
                     member.give_grad(flat.own_part(member))
-                grad = member.held_grad
+                grad = member.param.grad
                 assert grad is not None
                 self._shown[member] = grad, grad._version, own
 
@@ -248,9 +248,8 @@ class Reduction:
         self._moving.wait()
         self._under_way = []
         self.arrived.clear()
-        for member, (grad, _, own) in self._shown.items():
-            if own and member.held_grad is grad:
-                member.set_grad(None)
+        for member in self.unit.members:
+            member.param.grad = None
         self._shown.clear()
         for flat in self.flats:
             flat.drop()
@@ -259,9 +258,9 @@ class Reduction:
 def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
     """Set the gradients of parameters to their means, after backward's last barrier; return these parameters.
 
-    Where no rank has a gradient, none is set. A rank with an empty piece cannot know, and sets an empty one;
-    none if another rank holds the whole parameter, since some optimizers fail on empty gradients. A parameter
-    that was reduced twice is returned twice.
+    Where no rank has a gradient, none is set. A rank with an empty piece cannot know, and sets an empty one.
+    If another rank holds the whole parameter, it sets none, since some optimizers fail on empty gradients,
+    but returns the parameter: users' hooks run on all ranks. One that was reduced twice is returned twice.
     """
     rows: list[tuple[ShardedParam, torch.Tensor, bool | None]] = []
     for flat in [flat for reduction in reductions for flat in reduction.flats]:
@@ -277,5 +276,6 @@ def give(reductions: Iterable[Reduction]) -> list[nn.Parameter]:
         exists = known if known is not None else not (mean.numel() and next(absent))
         if exists and (member.part.numel or not member.part.whole):
             member.give_grad(mean)
+        if exists:
             given.append(member.param)
     return given

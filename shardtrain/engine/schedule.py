@@ -12,12 +12,12 @@ are gathered besides the root: the one that computes and the next one. Reduction
 many bytes as the largest one, unless all units stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
-are called, and records each call with the moments at which it began and ended. Backward replays the calls
-from the last to the first. Autograd runs the node that was made last first. So once the gradient of a call's
-output exists, backward is done with all that was computed after that call. Calls recorded later that had no
-gradient are replayed: their units are gathered and reduced at their turn, since another rank's loss may
-depend on them. A unit whose calls all began later is released, and gets no further gradient. This holds for
-nested calls, repeated calls and frozen parameters.
+are called, and records each call with the moments at which it began and ended (see ``calls.py``). Backward
+descends through these moments. A hook on the node of each call's output tells how far autograd has come. On
+the way down, the unit of a call is gathered where the call ended, whether or not its output has a gradient on
+this rank: another rank's loss may depend on it. A unit is completed where its first call began: it gets no
+further gradient, so its gradients are taken, reduced, and the unit is released. This holds for nested calls,
+repeated calls and frozen parameters.
 
 Reductions start in the reverse of the order in which forward first entered the units. A parameter that is
 unused on this rank counts as zero in the mean, and has no gradient if no rank uses it (see ``reduce.py``).
@@ -26,25 +26,25 @@ unused on this rank counts as zero in the mean, and has no gradient if no rank u
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
-from shardtrain.engine.calls import Backward, Call, calling_frame
+from shardtrain.engine.calls import Backward, Call, Record
+from shardtrain.engine.precision import leaves
 from shardtrain.engine.reduce import Reduction, give
-from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import State, Unit
 from shardtrain.engine.user_code import call_postponed, postpone
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
+
 
 class Schedule:
-    """Drive all units of one sharded module. Only hooks call it."""
+    """Drive all units of one sharded module. Only `Engine` calls it."""
 
     def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
         self.units = tuple(units)
@@ -54,18 +54,17 @@ class Schedule:
         self.reshard_after_forward = reshard_after_forward and not only_costs
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
-        self._reductions = {unit: Reduction(unit) for unit in units}
-        self._reduction_of = {m: each for each in self._reductions.values() for m in each.unit.members}
+        self.reductions = {unit: Reduction(unit) for unit in units}
         # Bytes of full gradients whose reductions may be under way.
-        sizes = [reduction.full_bytes for reduction in self._reductions.values()]
+        sizes = [reduction.full_bytes for reduction in self.reductions.values()]
         waits = self.root.transport.sends and all(unit.device.type == "cpu" for unit in units)
         self._room = sum(sizes) if waits and not self.reshard_after_forward else max(sizes)
         self._moment = 0
-        self._calls: dict[Unit, Call] = {}  # calls under way
-        self._record: list[Call] = []  # ended calls of the root's forward; a unit called by itself adds none
+        self.calls: dict[Unit, Call] = {}  # calls under way
+        self._record: Record = []  # ended calls of the root's forward; a unit called by itself adds none
         self._entries: list[Unit] = []  # units in the order in which this forward has called them
         self._expected: list[Unit] = []  # `_entries` of the last forward
-        self._forward: FrameType | None = None  # the root module's call under way
+        self._forward = False  # whether the root module's call is under way
         self._backward: Backward | None = None
         self._unannounced: set[Unit] = set()  # units kept gathered: perhaps nothing announces their backward
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
@@ -82,13 +81,13 @@ class Schedule:
         if self._backward:
             return "backward", next(reversed(self._backward.entered), None)
         if self._forward:
-            return "forward", next((unit for unit in reversed(self.units) if unit in self._calls), None)
+            return "forward", next((unit for unit in reversed(self.units) if unit in self.calls), None)
         return "rest", None
 
     @property
     def unanswered(self) -> bool:
         """Whether the last forward prepared for a backward that has not come."""
-        return any(call.hooked for call in self._record)
+        return any(call.marked for call in self._record)
 
     def _fence(self, what: Movement) -> None:
         if what is ENTER and self.stepped:
@@ -102,56 +101,66 @@ class Schedule:
     def begin_forward(self) -> None:
         """Release all units as the root module is called, since gathered values may be from before an update.
 
-        A forward that is still under way was interrupted by Ctrl-C, after which torch runs no hooks.
+        Raises ValueError if a parameter was changed while it showed its full value.
         """
         if self._backward:
             return
-        self._calls.clear()
+        self.show_pieces()
         self._refresh(self.units)
         self.forget_nodes()
         self._entries, self._expected = [], self._entries
         self._record = []
-        self._forward = calling_frame()
+        self._forward = True
 
     def _refresh(self, units: Sequence[Unit]) -> None:
         """Release ``units``, and let their next gathers include changes to local pieces."""
         for unit in units:
-            unit.release()
-            for segment in unit.segments:
-                segment.cast()
+            unit.refresh()
         self._fence(ENTER)
 
     def forget_nodes(self) -> None:
         """Give computations on full parameters and users' computations on pieces different nodes."""
         for unit in self.units if torch.is_grad_enabled() else ():
-            for segment in unit.segments:
+            for segment in () if unit.shows_full else unit.segments:
                 segment.forget_nodes()
 
     def end_forward(self, failed: bool) -> None:
-        """Release units that are still being gathered, as the root module returns or (``failed``) raises."""
+        """Release units that are still being gathered, as the root module returns or (``failed``) raises.
+
+        Raises ValueError if a local piece was changed that other ranks may still read.
+        """
         if self._backward:
             return
-        self._forward = None
+        self._forward = False
+        if failed:
+            self.calls.clear()
         for unit in self.units:
             if unit in self._unannounced and not failed:  # of an earlier forward
-                unit.open_full(with_grads=True)
-            elif unit.state is State.GATHERING:
+                unit.open_full()
+            elif unit.state is State.GATHERING or failed:
                 unit.release()
         if not failed:  # an exception must not wait for other ranks
+            for unit in self.units:
+                unit.refuse_late_edits()
             self.forget_nodes()
             self._fence(LEAVE)
 
     def before_forward(self, unit: Unit) -> None:
         """Gather ``unit`` as one of its modules is called."""
-        if unit in self._calls:
-            self._calls[unit].depth += 1
+        if unit in self.calls:
+            self.calls[unit].depth += 1
             return
         # Called by itself, perhaps after an update; or changed in this forward, as a momentum encoder is.
-        if not self._backward and (not self._forward or unit.take_edits()):
-            self._refresh([unit])
+        if not self._backward:
+            unit.refuse_late_edits()
+            if not self._forward or unit.take_edits(self.before_conversion):
+                self._refresh([unit])
         unit.open_full()
+        unit.is_read = True
         self._moment += 1
-        self._calls[unit] = Call(self._before_backward, unit, self._record, self._moment)
+        self.calls[unit] = Call(unit, self._moment)
+        if self._backward:  # which computes something again
+            self._open(self._backward, unit)
         if self._forward and not self._backward:
             self._entries.append(unit)
             at = len(self._entries)
@@ -160,23 +169,36 @@ class Schedule:
                     self._prefetch(following)
         trace.begin("forward", unit.title)
 
-    def call_to_hook(self, unit: Unit) -> Call | None:
-        """Return the call of ``unit`` under way; None in backward, which only recomputes."""
-        return None if self._backward else self._calls.get(unit)
+    def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
+        """Have backward tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
+
+        Work in place on a view gives it another node, and leaves its base's. In backward, which only computes
+        again, and without gradients, nothing is marked.
+        """
+        call = self.calls.get(unit)
+        if self._backward or call is None or not torch.is_grad_enabled():
+            return
+        reach = partial(self._reach, self._record, unit, self._moment)
+        for tensor in tensors:
+            for made in (tensor, tensor._base):
+                if made is not None and (node := made.grad_fn) is not None:
+                    node.register_prehook(reach)
+                    call.marked = True
 
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Release ``unit`` as one of its modules returns, if this was its outermost call.
 
         It stays through backward if backward may need it unannounced, or ``output`` shows parameters.
         """
-        call = self._calls.get(unit)
+        call = self.calls.get(unit)
         if call is None:  # an error prevented its begin
             return
-        stays = not self._backward and call.watch(output)
+        learns = torch.is_grad_enabled() and not (failed or self._backward)
+        stays = learns and self._mark_output(call, output)
         call.depth -= 1
         if call.depth:
             return
-        del self._calls[unit]
+        del self.calls[unit]
         trace.end("forward", unit.title)
         self._moment += 1
         call.ended = self._moment
@@ -184,79 +206,106 @@ class Schedule:
             return
         if self._forward:
             self._record.append(call)
-            if call.hooked:
+            if call.marked:
                 self._pending_since[unit] = min(call.began, self._pending_since.get(unit, call.began))
         elif not failed:
             self._fence(LEAVE)
         unit.refuse_edits()
-        learns = torch.is_grad_enabled() and not failed
         if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self._unannounced.add(unit)
         if unit in self._unannounced:
-            unit.open_full(with_grads=True)
             return
         if learns:
             # Backward begins with the last two calls, if this forward is like the one before.
-            at_end = bool(self._forward) and len(self._expected) - len(self._entries) in (0, 1)
+            at_end = self._forward and len(self._expected) - len(self._entries) in (0, 1)
             stays = (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
         unit.show_local()
         if not stays:
             unit.release()
 
-    def show_pieces(self) -> None:
-        """Show local pieces where a forward without a backward has left full parameters shown."""
+    def _mark_output(self, call: Call, output: Any) -> bool:
+        """Mark all tensors of ``output``; return whether the unit must stay gathered through backward.
+
+        It must if ``output`` may hide tensors in objects, or contains views of the unit's parameters.
+        """
+        unit = call.unit
+        found = [output] if isinstance(output, torch.Tensor) else list(leaves(output))
+        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        self.mark(unit, tensors)
+        call.marked |= unit.trains  # on another rank an output may have a gradient
+        others = [leaf for leaf in found if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
+        return bool(others) or any(unit.shows(tensor) for tensor in tensors)
+
+    def refuse_edits(self) -> None:
+        """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
         for unit in self._unannounced:
-            unit.show_local()
+            unit.refuse_edits()
+
+    def show_pieces(self) -> None:
+        """Show local pieces where a forward without a backward has left full parameters shown.
+
+        Raises ValueError if one of these was changed.
+        """
+        try:
+            self.refuse_edits()
+        finally:
+            for unit in self._unannounced:
+                unit.show_local()
 
     # backward
 
-    def _before_backward(self, call: Call) -> None:
-        """Reach ``call``, since the gradient of one of its outputs exists."""
-        backward = self._backward or self._begin_backward(call.record)
-        # The latter: a tensor that passed through the call, while autograd is already below it.
-        if call is backward.call or call.began > backward.moment:
+    def _reach(self, record: Record, unit: Unit, moment: int, _: object) -> None:
+        """Descend to ``moment``: autograd runs a node that ``unit`` made then, in ``record``'s forward."""
+        backward = self._backward or self._begin_backward(record)
+        if moment >= backward.moment:  # a tensor that only passed through the call
             return
-        if call.record is not backward.record:  # two forwards, one backward
-            self._replay(backward, 0)
-            backward.record, backward.ahead = call.record, list(call.record)
-        self._replay(backward, call.ended)
-        self._enter(backward, call)
-        backward.call = call
+        self._descend(backward, moment)
+        if record is not backward.record:  # two forwards, one backward
+            self._enter(backward, record)
+            self._descend(backward, moment)
+        if unit not in backward.entered:  # called by itself
+            self._open(backward, unit)
 
-    def _replay(self, backward: Backward, moment: int) -> None:
-        """Reach the calls that ended at ``moment`` or later and have not been reached."""
-        while backward.ahead and backward.ahead[-1].ended >= moment:
-            skipped = backward.ahead.pop()
-            if skipped.hooked:
-                self._enter(backward, skipped)
+    def _descend(self, backward: Backward, moment: int) -> None:
+        """Gather the units of calls that ended after ``moment``; complete units first called after it."""
+        while backward.ahead and backward.ahead[-1].ended > moment:
+            call = backward.ahead.pop()
+            if call.marked:
+                self._complete_after(backward, call.ended)
+                self._open(backward, call.unit)
+                self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.marked), None))
+        self._complete_after(backward, moment)
+        backward.moment = moment
 
-    def _enter(self, backward: Backward, call: Call) -> None:
-        """Gather the unit of ``call``; complete every unit that was called only after ``call`` ended.
-
-        Collectives and their order are the same whether or not an output's gradient ever arrives.
-        """
-        unit = call.unit
-        if call.ended < backward.moment:
-            backward.moment = call.ended
-            for other in [other for other in backward.current if backward.first[other] > call.ended]:
-                backward.current.remove(other)
-                self._complete(backward, other, call.ended)
-                needed = other in self._unannounced and other not in backward.completed
-                if other not in self._calls and not needed:
-                    other.release()
-            self._launch_completed(backward)
-        unit.open_full(with_grads=True)
-        self._begin_unit(backward, unit, call.began)
-        self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.hooked), None))
-
-    def _begin_unit(self, backward: Backward, unit: Unit, began: int) -> None:
-        if unit not in backward.current:
-            backward.first[unit] = min(began, backward.first.get(unit, began))
-            backward.current.append(unit)
-            backward.entered[unit] = None
+    def _open(self, backward: Backward, unit: Unit) -> None:
+        """Gather ``unit``, whose parameters may get gradients from now on."""
+        unit.open_full()
+        if not unit.is_open:
+            unit.is_open, backward.entered[unit] = True, None
             trace.begin("backward", unit.title)
 
-    def _begin_backward(self, record: list[Call]) -> Backward:
+    def _complete_after(self, backward: Backward, moment: int) -> None:
+        """Complete the units whose first call began after ``moment``."""
+        while backward.order and backward.first.get(backward.order[-1], 0) > moment:
+            unit = backward.order.pop()
+            if unit.is_open:
+                self._complete(backward, unit, moment)
+
+    def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
+        """Take the gradients of ``unit``, start to reduce them, and release it.
+
+        If it awaits the backward of another forward, which called it by ``moment``, it is reduced after that.
+        """
+        unit.is_open = False
+        trace.end("backward", unit.title)
+        self.reductions[unit].take(backward.captured)
+        awaits = self._pending_since.get(unit, sys.maxsize) <= moment
+        if unit not in self.calls and not (awaits and unit in self._unannounced):
+            unit.release()
+        if unit.trains and self.reduce_gradients and not awaits:
+            self._launch(backward, unit)
+
+    def _begin_backward(self, record: Record) -> Backward:
         """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
         if self.root.pinned:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
@@ -265,92 +314,78 @@ class Schedule:
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
                 "are released when this backward ends; compute gradients of gradients on an unsharded model"
             )
-        postpone(member.param for unit in self.units for member in unit.members)
-        for reduction in self._reductions.values():
-            reduction.begin_backward()
-        first = {call.unit: call.began for call in sorted(record, key=lambda call: -call.began)}
-        order = [unit for unit in reversed(self.units) if self._reductions[unit].expected]
-        order.sort(key=lambda unit: -first.get(unit, 0))
-        self._backward = backward = Backward(record, list(record), first, order)
+        self.refuse_edits()
+        backward = Backward()
+        for unit in self.units:
+            self.reductions[unit].begin_backward()
+            for member in unit.members:
+                postpone(member.param)
+                if (grad := member.param.grad) is not None:
+                    backward.before.append((member, grad))
+                    member.param.grad = None
+        self._enter(backward, record)
+        self._backward = backward
         end = partial(self._end_backward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         return backward
 
-    def gradient_arrives(self, member: ShardedParam, grad: torch.Tensor) -> None:
-        """Prepare a parameter for its next gradient. Raises ValueError if that comes from its piece."""
-        unit = self._reduction_of[member].unit
-        if grad.shape != member.part.shape or not (member.shows_full or unit in self._unannounced):
+    def _enter(self, backward: Backward, record: Record) -> None:
+        """Begin to descend through the calls of ``record``."""
+        backward.record, backward.ahead, backward.moment = record, list(record), sys.maxsize
+        backward.first = first = {call.unit: call.began for call in sorted(record, key=lambda c: -c.began)}
+        backward.order = [unit for unit in self.units if unit not in backward.launched]
+        backward.order.sort(key=lambda unit: first.get(unit, 0))
+
+    def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
+        """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
+
+        Raises ValueError if the gradient is of a local piece; ``fits``: it has the parameter's shape.
+        """
+        if not fits or not (unit.shows_full or unit in self._unannounced):
             raise ValueError(
-                f"the gradient of {member.name} comes from its piece, which code outside of the forward of "
-                f"{unit.title} has used: compute that there, or add its gradient to {member.name}.grad after "
+                f"the gradient of {name} comes from its piece, which code outside of the forward of "
+                f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
-        if not member.shows_full:
-            unit.open_full(with_grads=True)  # `show_pieces` has shown pieces since forward
-        backward = self._backward or self._begin_backward(self._record)
-        self._begin_unit(backward, unit, backward.first.get(unit, 0))
-        backward.arriving[member] = True
-        member.put_grad_away()
-
-    def gradient_arrived(self, member: ShardedParam) -> None:
-        """Take the gradient that autograd has accumulated in one parameter."""
-        backward, reduction = self._backward, self._reduction_of[member]
-        if backward is None or not backward.arriving.pop(member, False) or member.param.grad is None:
-            return  # a loss on the local piece, or a parameter frozen since forward
-        if reduction.collect(member):
-            self._complete(backward, reduction.unit, backward.first[reduction.unit] - 1)
-            self._launch_completed(backward)
-
-    def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
-        """Record that ``unit`` gets no further gradient, unless another forward called it by ``moment``."""
-        trace.end("backward", unit.title)
-        self._reductions[unit].arrived.clear()  # reentrant checkpointing may bring every gradient again
-        if self._pending_since.get(unit, sys.maxsize) > moment:
-            backward.completed.add(unit)
-
-    def _launch_completed(self, backward: Backward) -> None:
-        """Start the reductions whose turn has come, in `order`, but not of units that backward passed by."""
-        for unit in backward.order[backward.turn :]:
-            passed = unit not in backward.entered and backward.first.get(unit, 0) > backward.moment
-            if not passed and unit not in backward.completed:
-                break
-            backward.turn += 1
-            if self.reduce_gradients and not passed:
-                self._launch(backward, unit)
+        # The root's, used after forward; or shown as pieces since (`show_pieces`).
+        self._open(self._backward or self._begin_backward(self._record), unit)
 
     def _launch(self, backward: Backward, unit: Unit) -> None:
-        reduction, under_way = self._reductions[unit], backward.under_way
+        reduction, under_way = self.reductions[unit], backward.under_way
         room = self._room - reduction.full_bytes
         while reduction in under_way or sum(each.full_bytes for each in under_way) > room:
             under_way.popleft().finish()
         reduction.launch()
         under_way.append(reduction)
-        backward.launched.append(unit)
+        backward.launched[unit] = None
 
     def _end_backward(self, backward: Backward) -> None:
         """Finish all reductions and call users' hooks. Raises ValueError for ``torch.autograd.grad``."""
-        if backward.arriving:
-            names = ", ".join(member.name for member in backward.arriving)
-            self._forget(backward)
+        self._descend(backward, -1)
+        for unit in reversed(self.units):
+            if unit.is_open:
+                self._complete(backward, unit, -1)
+        if backward.captured:
+            names = ", ".join(backward.captured)
+            self._forget()
             raise ValueError(
                 f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
                 "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
             )
-        self._replay(backward, 0)
-        self._unreduced.update(backward.entered)
+        self._unreduced.update(unit for unit in backward.entered if unit.trains)
         if self.reduce_gradients:
-            late = [u for u in backward.order if u in self._unreduced and u not in backward.launched]
-            again = [unit for unit in backward.launched if self._reductions[unit].waiting]
+            late = [u for u in reversed(self.units) if u in self._unreduced and u not in backward.launched]
+            again = [unit for unit in backward.launched if self.reductions[unit].waiting]
             for unit in [*late, *again]:
                 self._launch(backward, unit)
             for reduction in backward.under_way:
                 reduction.finish()
             self._unreduced.clear()
-        self._rest()
+        self._rest(backward)
         self._fence(LEAVE)
-        given = give(self._reductions[unit] for unit in dict.fromkeys(backward.launched))
+        given = give(self.reductions[unit] for unit in backward.launched)
         for unit in self._unreduced:
-            self._reductions[unit].show_waiting()
+            self.reductions[unit].show_waiting()
         call_postponed(given)
 
     def require_reduced(self, what: str) -> None:
@@ -361,39 +396,39 @@ class Schedule:
                 "no_sync first, or clear them with zero_grad() and run another one"
             )
 
+    def before_conversion(self) -> None:
+        """Raise ValueError if gradients wait, laid out in the dtype of before."""
+        self.require_reduced("parameters were converted")
+
     # after errors
 
     def recover(self) -> None:
-        """Reset the state of a backward that an exception ended."""
+        """Reset the state of a backward that an exception ended, and drop all gradients.
+
+        Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
+        """
         if self._backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
-            self._forget(self._backward)
+            self._forget()
 
-    def recover_forward(self) -> None:
-        """Call `recover`, and end a forward that Ctrl-C interrupted, after which torch runs no hooks."""
-        self.recover()
-        if self._forward and all(frame is not self._forward for frame, _ in traceback.walk_stack(None)):
-            self._forward = None
-            self._calls.clear()
-            self._rest()
-
-    def _forget(self, backward: Backward) -> None:
-        for reduction in self._reductions.values():
-            reduction.drop()
-        for member in backward.arriving:
-            member.param.grad = None
+    def _forget(self) -> None:
+        for unit in self.units:
+            unit.is_open = False
+            self.reductions[unit].drop()
         self._unreduced.clear()
-        self._rest()
+        self._rest(Backward())
 
-    def _rest(self) -> None:
-        """End backward, and release all units that no forward under way computes with."""
+    def _rest(self, backward: Backward) -> None:
+        """End ``backward``, and release all units that no forward under way computes with."""
         self._backward = None
         if not self._forward:
             self._unannounced.clear()
             self._pending_since.clear()
             self._record = []
         for unit in self.units:
-            if unit not in self._calls:
+            if unit not in self.calls:
                 unit.release()
+        for member, grad in backward.before:
+            member.set_grad(grad)
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.state is State.SHARDED:

@@ -75,9 +75,6 @@ class ShardedParam:
         self.info, self.name = info, info.name
         self.param = info.parameter
         self.part, self.offset = part, offset
-        self.shows_full = False
-        self.grad_away: torch.Tensor | None = None  # the piece's gradient, while the parameter shows full
-        self.version = 0  # autograd's version of the parameter at the last cast or `show_full`
         self._address = 0
 
     def set_views(self, local: torch.Tensor, full_view: torch.Tensor, owners: Owners | None) -> None:
@@ -91,42 +88,29 @@ class ShardedParam:
         """Return this parameter's piece (1-D) of ``local``, which is laid out as the rank's interval."""
         return local[self.offset : self.offset + self.part.numel]
 
-    def show_full(self, with_grad: bool = False) -> None:
-        """Show the full value. Put the piece's gradient away, or show it, so that users may clear it."""
-        if not with_grad:
-            self.put_grad_away()
-        elif self.grad_away is not None:
-            self.show_local()  # since assigning `.grad` compares shapes
-        self.param.data = self.full_view
-        self.shows_full, self.version = True, self.param._version
+    def piece_of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of ``whole``, in its shape at rest. Raises ValueError for another shape."""
+        if whole.shape != self.part.shape:
+            raise ValueError(
+                f"parameter {self.name} or its gradient was given shape {tuple(whole.shape)} "
+                f"while it was whole, expected {self.part.shape}"
+            )
+        return self.part.shown(self.part.of(whole))
 
     def show_local(self) -> None:
-        """Show the local piece, with its gradient."""
+        """Show the local piece."""
         self.param.data = self.local_view
-        if self.grad_away is not None:
-            self.param.grad, self.grad_away = self.grad_away, None
-        self.shows_full = False
 
-    def put_grad_away(self) -> None:
-        """Set ``.grad`` to None until the parameter shows its local piece again."""
-        if self.param.grad is not None:
-            self.grad_away, self.param.grad = self.param.grad, None
-
-    @property
-    def held_grad(self) -> torch.Tensor | None:
-        """The gradient of the local piece, shown or put away."""
-        return self.param.grad if self.grad_away is None else self.grad_away
-
-    def set_grad(self, grad: torch.Tensor | None) -> None:
-        """Replace the gradient of the local piece, shown or put away."""
-        if grad is not None and self.owners is not None:
+    def set_grad(self, grad: torch.Tensor) -> None:
+        """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""
+        if self.owners is not None and not isinstance(grad, GradientPiece):
             grad = GradientPiece.of(grad, self.owners)
-        self.param.grad = None if self.shows_full else grad
-        self.grad_away = grad if self.shows_full else None
+        shown, self.param.data = self.param.data, self.local_view  # since torch compares shapes
+        self.param.grad, self.param.data = grad, shown
 
     def give_grad(self, piece: torch.Tensor) -> None:
         """Add ``piece`` (1-D, this rank's part) to the gradient."""
-        piece, held = self.part.shown(piece), self.held_grad
+        piece, held = self.part.shown(piece), self.param.grad
         if held is not None:
             held.add_(piece)
         else:
@@ -141,11 +125,6 @@ class ShardedParam:
                     state[key] = self.part.shown(self.part.of(value).clone())
 
     # what users change
-
-    def changed(self) -> bool:
-        """Return whether users changed the parameter since its last `cast` or `show_full`."""
-        view = self.full_view if self.shows_full else self.local_view
-        return self.param._version != self.version or self.param.data_ptr() != view.data_ptr()
 
     def was_replaced(self) -> bool:
         """Return whether a user's ``.to()``, ``to_empty()`` or ``.data =`` gave the parameter other storage.
@@ -212,10 +191,6 @@ class Segment:
             param.grad = None
         self._adopt(self.from_rank_0(params, like))
 
-    @property
-    def shows_full(self) -> bool:
-        return self.members[0].shows_full
-
     def from_rank_0(self, values: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
         """Broadcast rank 0's ``values`` of the parameters; return this rank's interval of them (1-D).
 
@@ -266,8 +241,6 @@ class Segment:
 
     def cast(self) -> None:
         """Copy ``local`` into ``wire``, while no rank reads it."""
-        for member in self.members:
-            member.version = member.param._version
         if self.wire is not self.local:
             self.wire.copy_(self.local)
 
@@ -277,14 +250,14 @@ class Segment:
             self._storage.resize_(self.full.nbytes if held else 0)
 
     def forget_nodes(self) -> None:
-        """Make autograd create new accumulation nodes from now on, unless parameters show full values.
+        """Make autograd create new accumulation nodes from now on. Parameters must show their pieces.
 
         Autograd keeps one node per parameter while a graph holds it, and checks gradients against the shape
         that the parameter had when the node was made. Assigning data of another dtype makes it forget the
         node. So a loss on pieces reaches the hook that refuses it by name.
         """
-        if self._shows_alike and not self.shows_full:
-            for member in self.members:
+        for member in self.members if self._shows_alike else ():
+            if member.param.requires_grad:  # others have no node
                 member.param.data = self._of_another_dtype
                 member.param.data = member.local_view
 
@@ -295,7 +268,6 @@ class Segment:
 
         Raises ValueError if a piece is not of its part's size, or if dtypes or devices differ.
         """
-        assert not self.shows_full
         for member in self.members:
             member.param = member.info.parameter
         local = self.members[0].param.new_zeros(self.layout.length(self.transport.rank))
@@ -304,9 +276,13 @@ class Segment:
             member.part.shown(member.piece_of(local)).copy_(member.param.data)
         return local
 
+    def converts(self, held: torch.Tensor) -> bool:
+        """Return whether ``held`` has another dtype or device than this rank's interval."""
+        return (held.dtype, held.device) != (self.local.dtype, self.local.device)
+
     def take_over(self, held: torch.Tensor) -> None:
         """Use ``held``, which `held` returned, as this rank's interval."""
-        if (held.dtype, held.device) != (self.local.dtype, self.local.device):
+        if self.converts(held):
             self._adopt(held)
             return
         self.local.copy_(held)

@@ -18,7 +18,7 @@ from shardtrain import comm
 from shardtrain.comm.transport import Flat, Ranks
 from shardtrain.device import synchronize
 from shardtrain.engine.hooks import Engine, engine_of
-from shardtrain.engine.shard import Segment, ShardedParam
+from shardtrain.engine.shard import Segment
 from shardtrain.engine.unit import Unit
 
 
@@ -48,6 +48,7 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
     if grads:
         engine.schedule.require_reduced("unsharded(grads=True)")
     engine.schedule.forget_nodes()
+    kept = {member: member.param.grad for member in engine.members}
     try:
         for unit in engine.units:
             _open(unit, grads)
@@ -56,29 +57,32 @@ def unsharded(module: nn.Module, *, writeback: bool = True, grads: bool = False)
         finally:
             if writeback:
                 for member in engine.members:
-                    member.local_view.copy_(_piece_of(member, member.param.data))
+                    member.local_view.copy_(member.piece_of_whole(member.param.data))
                     if grads:
                         grad = member.param.grad
-                        member.set_grad(None if grad is None else _piece_of(member, grad).clone())
+                        kept[member] = None if grad is None else member.piece_of_whole(grad).clone()
     finally:
-        for member in engine.members:
-            if member.shows_full:
-                member.param.grad = None  # the full gradient
         for unit in engine.units:
             unit.pinned = False
             unit.release()
+        for member, grad in kept.items():
+            member.param.grad = None
+            if grad is not None:
+                member.set_grad(grad)
         engine.schedule.forget_nodes()
 
 
 def _open(unit: Unit, grads: bool) -> None:
     """Show full copies that are private to this rank: no other rank sees edits before they are kept."""
     unit.release()
+    unit.shows_full = True
     for segment in unit.segments:
         values = _whole(unit, segment, segment.local)
         gradients = _whole_grads(unit, segment) if grads else [None] * len(values)
         for member, value, grad in zip(segment.members, values, gradients, strict=True):
-            member.show_full()
-            member.param.data, member.param.grad = value, grad
+            member.param.grad = None
+            member.param.data = value
+            member.param.grad = grad
     unit.pinned = True
 
 
@@ -103,16 +107,6 @@ def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
             member.piece_of(local).copy_(member.part.flattened(member.param.grad))
     wholes = _whole(unit, segment, local) if present.any() else [None] * len(params)
     return [whole if there else None for whole, there in zip(wholes, present.tolist(), strict=True)]
-
-
-def _piece_of(member: ShardedParam, whole: Tensor) -> Tensor:
-    """Return this rank's part of ``whole``, in its shape at rest. Raises ValueError for another shape."""
-    if whole.shape != member.part.shape:
-        raise ValueError(
-            f"parameter {member.name} or its gradient was given shape {tuple(whole.shape)} "
-            f"inside unsharded(), expected {member.part.shape}"
-        )
-    return member.part.shown(member.part.of(whole))
 
 
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -48,7 +48,9 @@ class Unit:
     """Gather and release parameters that are gathered and reduced together.
 
     ``title``: the unit's name in messages. ``pinned``: `unsharded` keeps it gathered, so `release` does
-    nothing. ``account``: shared by all units of a model.
+    nothing. ``account``: shared by all units of a model. ``trains``: whether any of its parameters does.
+    ``is_read``: whether the unit has run since `refresh`, so that other ranks may still read its pieces.
+    ``is_open``: whether it gets gradients in the backward under way.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Unit:
         self.transport = transport
         self.state = State.SHARDED
         self.moving = Pending()
-        self.pinned = False
+        self.pinned = self.shows_full = self.trains = self.is_read = self.is_open = False
         self.account = Account()
+        self._seen: dict[bool, list[tuple[int, int]]] = {}  # `_look` by `shows_full`
 
     def copied(self, memo: Mapping[int, Any]) -> Unit:
         """Return a unit for copies of its modules; see `Segment.copied`. Collective."""
@@ -94,30 +97,66 @@ class Unit:
 
     def show_local(self) -> None:
         """Let the parameters show their local pieces. The full vector stays allocated."""
-        for member in self.members:
-            if member.shows_full:
+        if self.shows_full:
+            for member in self.members:
                 member.show_local()
+            self.shows_full = False
 
-    def take_over(self) -> None:
-        """Adopt the pieces that users have replaced: all, or none and ValueError if one does not fit."""
-        replaced = [s for s in self.segments if not s.shows_full and any(m.was_replaced() for m in s.members)]
-        held = [(segment, segment.held()) for segment in replaced]
+    def take_over(self, before_conversion: Callable[[], None]) -> None:
+        """Adopt the pieces that users have replaced: all, or none and ValueError if one does not fit.
+
+        ``before_conversion`` is called first if a piece has another dtype or device; it may raise.
+        """
+        replaced = [s for s in self.segments if any(m.was_replaced() for m in s.members)]
+        held = [(segment, segment.held()) for segment in ([] if self.shows_full else replaced)]
+        if any(segment.converts(local) for segment, local in held):
+            before_conversion()
         for segment, local in held:
             segment.take_over(local)
 
-    def take_edits(self) -> bool:
-        """Adopt users' changes to local pieces since `Segment.cast`; return whether there were any."""
-        if changed := any(member.changed() for member in self.members if not member.shows_full):
-            self.take_over()
+    def refresh(self) -> None:
+        """Release the unit, and let its next gather include changes of its local pieces."""
+        self.release()
+        for segment in self.segments:
+            segment.cast()
+        self.trains = any(member.param.requires_grad for member in self.members)
+        self.is_read, self._seen[False] = False, self._look()
+
+    def _look(self) -> list[tuple[int, int]]:
+        """Return what tells that users change a parameter: autograd's version of it, and where it lies."""
+        return [(member.param._version, member.param.data_ptr()) for member in self.members]
+
+    def edited(self, in_place: bool = False) -> list[str]:
+        """Return the names of parameters that users have changed, or only of those changed in place."""
+        now, seen = self._look(), self._seen.get(self.shows_full)
+        if now == seen or seen is None:
+            return []
+        rows = zip(self.members, now, seen, strict=True)
+        return [m.name for m, new, old in rows if new != old and not (in_place and new[1] != old[1])]
+
+    def take_edits(self, before_conversion: Callable[[], None]) -> bool:
+        """Adopt users' changes to local pieces since `refresh`; return whether there were any."""
+        if changed := not self.shows_full and bool(self.edited()):
+            self.take_over(before_conversion)
         return changed
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a full parameter was changed: ranks would disagree, or the change be lost."""
-        edited = [member.name for member in self.members if member.shows_full and member.changed()]
-        if edited:
+        if self.shows_full and (edited := self.edited()):
             raise ValueError(
-                f"forward changed {', '.join(edited)} while {self.title} was whole, which would be lost or "
-                "done once per rank; change parameters between steps, inside shardtrain.unsharded(model)"
+                f"{', '.join(edited)} changed while {self.title} was whole, which would be lost or done once "
+                "per rank; change parameters between steps, inside shardtrain.unsharded(model). After a "
+                "forward with gradients, the root is whole until its backward: evaluate under torch.no_grad()"
+            )
+
+    def refuse_late_edits(self) -> None:
+        """Raise ValueError if local pieces were changed while other ranks may still compute with them."""
+        shared = self.transport.in_place and self.transport.world > 1
+        if shared and self.is_read and not self.shows_full and (edited := self.edited(in_place=True)):
+            raise ValueError(
+                f"forward changed {', '.join(edited)} after {self.title} had run, while ranks that share its "
+                "memory may still compute with it; change it before the unit runs, or between steps, or "
+                "use transport='process_group'"
             )
 
     def launch(self) -> None:
@@ -138,18 +177,17 @@ class Unit:
             self.moving.wait()
         self.state = State.GATHERED
 
-    def open_full(self, with_grads: bool = False) -> None:
-        """Gather the unit unless it is gathered, and let its parameters show their full values.
-
-        ``with_grads``: and the pieces' gradients, which users may clear until backward has ended.
-        """
+    def open_full(self) -> None:
+        """Gather the unit unless it is gathered, and let its parameters show their full values."""
+        if self.shows_full:
+            return
         if self.state is State.SHARDED:
             self.launch()
         if self.state is State.GATHERING:
             self.finish()
         for member in self.members:
-            if not member.shows_full or (with_grads and member.grad_away is not None):
-                member.show_full(with_grads)
+            member.param.data = member.full_view
+        self.shows_full, self._seen[True] = True, self._look()
 
     def release(self) -> None:
         """Let the parameters show their local pieces, and free the full vector."""

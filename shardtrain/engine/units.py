@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from types import CodeType
 
 from torch import nn
 
@@ -13,6 +17,7 @@ from shardtrain.engine.unit import Unit
 UnitChoice = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_HARMLESS = ("dtype", "device", "requires_grad")  # what a piece has in common with the whole
 _SMALL = 16_384  # elements; smaller units are not worth collectives of their own
 
 
@@ -125,17 +130,37 @@ def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
     )
 
 
-def note_pieces(error: BaseException, units: Iterable[Unit]) -> None:
-    """Add to ``error`` the parameter that shows a piece where the code that raised it reads it, if any."""
-    shown = [(m.info, unit) for unit in units for m in unit.members if not m.shows_full]
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        names, module = frame.f_code.co_names, frame.f_locals.get("self")
-        for info, unit in shown if isinstance(module, nn.Module) else ():
+def note_pieces(error: BaseException, units: Iterable[Unit], wrapper: CodeType) -> None:
+    """Add a note to ``error``, raised in a call, on the parameter that shows a piece where the code reads it.
+
+    ``wrapper``: the code around each call of a unit. What was raised inside another call has been looked at
+    there, while that unit was whole.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, RuntimeError | IndexError) or any(f.f_code is wrapper for f in frames[1:]):
+        return
+    shown = [(m.info, unit) for unit in units if not unit.shows_full for m in unit.members]
+    for frame in frames:
+        module = frame.f_locals.get("self")
+        if not isinstance(module, nn.Module):
+            continue
+        names = [step.argval for step in dis.get_instructions(frame.f_code)]
+        reads = {pair for pair, use in zip(pairwise(names), names[2:], strict=False) if use not in _HARMLESS}
+        for info, unit in shown:
             *_, layer, attribute = ("", *info.name.split("."))
-            if attribute in names and (layer in names or module is info.holder):
-                error.args = (
-                    f"{error}. {info.name} is this rank's piece while {unit.title} does not run, and the "
+            if (layer, attribute) in reads or (module is info.holder and attribute in names):
+                add_note(
+                    error,
+                    f"{info.name} is this rank's piece while {unit.title} does not run, and the "
                     f"forward of {type(module).__name__} reads it: call {unit.title} as a module, choose "
                     "units so that both are in one, or read it inside shardtrain.unsharded(model)",
                 )
                 return
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add ``note`` to what is shown of ``error``, for Python 3.10 to its message."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}. {note}",)

@@ -37,10 +37,6 @@ _SHAPES = ((256, 257), (257, 300))
 _LR = 1.0  # since a warm-up begins at 0, where nothing could be compared
 
 
-class OwnHook:
-    """Mark the engine's own hooks on parameters, which `postpone` leaves alone."""
-
-
 class Postponed:
     """Stand in for a user's hook while autograd runs, and do nothing."""
 
@@ -51,12 +47,11 @@ class Postponed:
         pass
 
 
-def postpone(params: Iterable[nn.Parameter]) -> None:
-    """Replace users' hooks by `Postponed` ones. Their handles stay valid."""
-    for param in params:
-        hooks = param._post_accumulate_grad_hooks or {}
-        for number, hook in hooks.items() if len(hooks) > 1 else ():
-            if not isinstance(hook, OwnHook | Postponed):
+def postpone(param: nn.Parameter) -> None:
+    """Replace users' hooks of ``param`` by `Postponed` ones. Their handles stay valid."""
+    if hooks := param._post_accumulate_grad_hooks:
+        for number, hook in hooks.items():
+            if not isinstance(hook, Postponed):
                 hooks[number] = Postponed(hook)
 
 
@@ -83,6 +78,12 @@ def uncompiled(hook: Hook) -> Hook:
             hook(*args)
 
     return either
+
+
+def graph_break(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have ``torch.compile`` break the graph at ``call``, and compile what it calls."""
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def refuse_transforms() -> None:
