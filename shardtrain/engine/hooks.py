@@ -87,7 +87,7 @@ class Engine:
         homes = {module: unit for unit in self.units for module in unit.module.modules()}  # inner units last
         for module, unit in homes.items():
             for name in ("reset_parameters", "_reset_parameters"):
-                if callable(getattr(module, name, None)):
+                if callable(getattr(type(module), name, None)):
                     self._wrap_reset(unit, module, name)
         self._hook_casts()
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.schedule.refuse_edits())
@@ -180,20 +180,20 @@ class Engine:
 
         Each rank keeps its part of what it draws: with one seed on all ranks, that of the whole model.
         """
-        reset: Callable[[], None] = getattr(module, name)
+        reset = getattr(type(module), name)
 
-        def whole(called: nn.Module) -> None:
+        def whole(called: nn.Module, *args: Any, **kwargs: Any) -> None:
             below = set(module.modules())
             members = [m for m in unit.members if not below.isdisjoint(h for h, _ in m.info.holders)]
             if called is not module or unit.shows_full or any(m.info.parameter.is_meta for m in members):
-                reset()
+                reset(called, *args, **kwargs)
                 return
             self.settle()
             unit.shows_full = True
             for member in members:
                 member.param.data = member.part.padded(member.local_view)
             try:
-                reset()
+                reset(module, *args, **kwargs)
             finally:
                 for member in members:
                     member.local_view.copy_(member.piece_of_whole(member.param.data))
