@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import pickle
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -458,6 +459,149 @@ def test_edits_are_refused_by_name() -> None:
             model(batch(0))
 
 
+def edit(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+@each_rank(3)
+def test_edits_of_whole_parameters_between_forward_and_backward_are_refused() -> None:
+    """After a forward with gradients the root is whole, as for CLIP's temperature."""
+    changed = r"^scale, stem.weight, .* changed while the root was whole"
+    for then in (
+        lambda model, loss: model(batch(0)),
+        lambda model, loss: loss.backward(),
+        lambda model, loss: model.state_dict(),
+        lambda model, loss: shardtrain.full_state_dict(model),
+        lambda model, loss: sgd(model).step(),
+    ):
+        model = sharded()
+        loss = model(batch(0)).sum()
+        edit(model)
+        with refused(changed):
+            then(model, loss)
+    model = sharded()
+    before = shardtrain.full_state_dict(model)
+    with torch.no_grad():
+        model(batch(0))
+    edit(model)
+    after = shardtrain.full_state_dict(model)
+    assert all(torch.equal(after[name], 2 * value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@each_rank(2)
+def test_a_late_edit_does_not_change_what_a_slow_rank_computes(replaced: bool) -> None:
+    """A momentum encoder that is updated after it has run; rank 1 is still at it then."""
+
+    def key(self: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.3 * dist.get_rank())
+        return self.plain(x)
+
+    def run_then_update(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        with torch.no_grad():
+            target = self.blocks[2](x)
+            for param, other in zip(self.blocks[2].parameters(), self.blocks[1].parameters(), strict=True):
+                if replaced:
+                    param.data = 0.9 * param.data + 0.1 * other.data
+                else:
+                    param.mul_(0.9).add_(other, alpha=0.1)
+        return self.head(self.blocks[0](x) + target)
+
+    def make() -> nn.Module:
+        net = Net(root=run_then_update)
+        net.blocks[2].does = key
+        return net
+
+    model = sharded()
+    if shardtrain.introspect(model).transport.in_place and not replaced:
+        with refused(
+            r"^forward changed blocks\.2\.inside\.weight, .* after blocks\.2 had run, while ranks that"
+        ):
+            shard(make(), units=[Unit])(batch(0))
+    else:
+        like_a_replica(make, squares, units=is_unit)
+
+
+@each_rank(2)
+def test_reset_parameters_draws_what_it_draws_for_the_whole_model() -> None:
+    def make() -> nn.Module:
+        layers = nn.Conv2d(4, 6, 3), nn.MultiheadAttention(6, 2), nn.Embedding(9, 5, padding_idx=1)
+        return nn.Sequential(nn.Linear(70, 30), *layers, nn.BatchNorm2d(5), nn.LSTM(5, 4))
+
+    def reset(net: nn.Module) -> None:
+        torch.manual_seed(3)
+        for module in net.modules():
+            again = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            if again is not None:
+                again()
+
+    with torch.device("meta"):
+        model = shard(make(), units=[nn.Linear])
+    plain = make()
+    reset(model.to_empty(device="cpu"))
+    reset(plain)
+    torch.testing.assert_close(shardtrain.full_state_dict(model), plain.state_dict(), rtol=0, atol=0)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied[0].weight.zero_()
+    reset(copied)
+    torch.testing.assert_close(shardtrain.full_state_dict(copied), plain.state_dict(), rtol=0, atol=0)
+
+
+@each_rank(2)
+def test_errors_of_users_code_keep_their_reason() -> None:
+    def fails(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("a", self.inside.weight.shape)
+
+    def mistyped(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x[:, :5])
+
+    for unit, error in ((fails, KeyError), (mistyped, RuntimeError)):
+        with pytest.raises(error) as caught:
+            shard(Net(unit), units=[Unit])(batch(0))
+        assert "piece" not in str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+        assert error is RuntimeError or caught.value.args == ("a", (7, 7))
+        dist.barrier()
+
+
+@each_rank(2)
+def test_a_root_that_returns_none_while_an_error_is_handled() -> None:
+    def root(self: Any, x: torch.Tensor) -> None:
+        self.seen = self.head(self.blocks[0](self.stem(x)))
+
+    model = shard(Net(root=root), units=[Unit])
+    try:
+        if dist.get_rank() == 0:
+            raise KeyError
+        model(batch(0))
+    except KeyError:
+        model(batch(0))
+    model.seen.sum().backward()
+    assert model.head.weight.grad is not None
+
+
+@each_rank(2)
+def test_optimizers_in_backward_where_a_rank_owns_nothing() -> None:
+    def step(net: nn.Module, number: int) -> None:
+        net(torch.ones(2, 3) * (1 + dist.get_rank())).sum().backward()
+
+    model = shard(nn.Linear(3, 3, bias=False), layout="whole")
+    seen, optimizer = [], sgd(model)
+
+    def hook(param: torch.Tensor) -> None:
+        seen.append(param.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.weight.register_post_accumulate_grad_hook(hook)
+    for number in range(2):
+        step(model, number)
+    assert seen == [model.weight.numel() > 0] * 2
+
+
 class Tied(nn.Module):
     """The root reads the weight of its embedding."""
 
@@ -497,8 +641,11 @@ def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
         "an optimizer's step()": optimizer.step,
         "clip_grad_norm_()": lambda: shardtrain.clip_grad_norm_(model, 1.0),
         "unsharded(grads=True)": lambda: shardtrain.unsharded(model, grads=True).__enter__(),
+        "a copy of a sharded model": lambda: copy.deepcopy(model),
+        "parameters were converted": lambda: classify(model.double(), 0),
     }.items():
         assert raised_soon(ValueError, call).startswith(f"{what} {waiting}")
+    model.float()
     for param in model.parameters():
         param.grad.mul_(2.0)
     assert "was changed while it waits under no_sync" in raised_soon(ValueError, backward)

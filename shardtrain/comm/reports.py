@@ -195,7 +195,7 @@ class Reports:
     """Track what this rank waits for and what the others have reported. The constructor is collective."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        number = torch.tensor(int.from_bytes(os.urandom(3), "big"))
+        number = torch.tensor(int.from_bytes(os.urandom(3), "big"), device="cpu")
         dist.broadcast(number, group=group, group_src=0)
         self.number = int(number.item())  # in all tags, so that messages of two models never match
         peers = [rank for rank in range(group.size()) if rank != group.rank()]

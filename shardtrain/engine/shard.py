@@ -258,8 +258,9 @@ class Segment:
         """
         for member in self.members if self._shows_alike else ():
             if member.param.requires_grad:  # others have no node
+                shown = member.param.data  # a user may have replaced it since
                 member.param.data = self._of_another_dtype
-                member.param.data = member.local_view
+                member.param.data = shown
 
     # what users change
 

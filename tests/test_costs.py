@@ -1,0 +1,125 @@
+"""What a step costs: calls of Python functions, which no other load on the machine changes, and garbage."""
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pool import each_rank
+from small import Parts, shard
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Linear):
+    """A unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+
+def units(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for unit in net.units:
+        x = unit(x)
+    return x
+
+
+def recomputed(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for unit in net.units:
+        x = checkpoint(unit, x, use_reentrant=False)
+    return x
+
+
+def root_layers(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Every third layer is a unit, so that backward comes to the root again and again."""
+    for layer in net.layers:
+        x = layer(x)
+    return x
+
+
+def stack(forward: Forward, count: int, frozen: bool = False) -> nn.Module:
+    layers = nn.ModuleList(Layer() if i % 3 == 1 else nn.Linear(3, 3) for i in range(count))
+    for layer in layers if frozen else ():
+        if not isinstance(layer, Layer):
+            layer.requires_grad_(False)
+    parts = (
+        {"layers": layers} if forward is root_layers else {"units": nn.ModuleList(Layer() for _ in layers)}
+    )
+    return shard(Parts(forward, **parts), units=[Layer])
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def calls(action: Callable[[], object]) -> int:
+    """Return how many Python functions ``action`` calls, C functions not counted."""
+    counted = [0]
+
+    def count(frame: object, event: str, _: object) -> None:
+        counted[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "frozen"), [(units, False), (recomputed, False), (root_layers, False), (root_layers, True)]
+)
+@each_rank(2)
+def test_a_step_costs_as_much_per_unit_or_layer_in_a_larger_model(forward: Forward, frozen: bool) -> None:
+    few, many = (stack(forward, count, frozen) for count in (30, 120))
+    for model in (few, many):
+        step(model)  # warm
+    assert calls(lambda: step(many)) <= 4.1 * calls(lambda: step(few))
+
+
+@each_rank(2)
+def test_a_step_leaves_no_cycles() -> None:
+    model = stack(units, 20)
+    for _ in range(2):
+        step(model)
+    gc.collect()
+    gc.disable()
+    try:
+        step(model)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+@each_rank(2)
+def test_replaced_parameters_leave_no_hooks_behind() -> None:
+    model = stack(units, 2)
+    unit = model.units[0]
+
+    def replace() -> int:
+        unit.weight = nn.Parameter(unit.weight.detach().clone())
+        step(model)
+        return len(gc.get_referrers(type(model.units[1].weight._backward_hooks)))
+
+    before = replace()
+    for _ in range(5):
+        held = replace()
+    assert held == before
+
+
+@each_rank(2)
+def test_the_optimizer_of_another_model_costs_nothing_per_parameter() -> None:
+    models = [stack(units, 3) for _ in range(4)]
+    plain = nn.ModuleList(nn.Linear(3, 3) for _ in range(50))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.step()
+    with_models = calls(optimizer.step)
+    del models
+    gc.collect()
+    assert with_models - calls(optimizer.step) <= 4 * 10
