@@ -62,7 +62,8 @@ def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered() -> None:
     train(model, optimizer)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     units = shardtrain.introspect(model).units
-    assert all(info.local_bytes < info.bytes / world + ALIGN_BYTES for info in units)
+    padding = 5 * ALIGN_BYTES  # at most, of a unit's parameters
+    assert all(info.local_bytes < (info.bytes + padding) / world + ALIGN_BYTES for info in units)
     states = optimizer.state.values()
     for held in (
         [param.grad for param in before if param.grad is not None],
@@ -106,12 +107,12 @@ def test_reductions_under_way_hold_as_many_bytes_as_the_largest() -> None:
 
     sizes: dict[bool, list[int]] = {True: [0], False: [0]}  # elements that are being reduced
     for reshard, under_way in sizes.items():
-        layers = [nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 30)]
+        layers = [nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 45)]
         options = {"transport": "process_group", "reshard_after_forward": reshard}
         model = shard(nn.Sequential(*layers), units=[nn.Linear], **options)
         with counting("launch", 1, under_way), counting("finish", -1, under_way):
             model(torch.randn(2, 9)).sum().backward()
-    small, large = 96, 304  # elements, padded
+    small, large = 128, 480  # elements, padded
     assert sizes[True][:6] == [0, large, 0, small, 2 * small, 3 * small]
     assert max(sizes[False]) == large + 3 * small
 
