@@ -122,14 +122,14 @@ class Pending:
     """
 
     def __init__(self, *steps: Callable[[], object], ended: Any = None) -> None:
-        self._steps, self.ended = steps, ended
+        self.steps, self.ended = steps, ended
 
     def then(self, step: Callable[[], object]) -> Pending:
         """Return this collective with a further ``step``, which completes its results."""
         return Pending(self.wait, step, ended=self.ended)
 
     def wait(self) -> None:
-        steps, self._steps = self._steps, ()
+        steps, self.steps = self.steps, ()
         for step in steps:
             step()
 
