@@ -64,14 +64,10 @@ def test_between_steps_a_rank_holds_its_share_and_nothing_is_gathered() -> None:
     train(model, optimizer)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     units = shardtrain.introspect(model).units
-    padding = 5 * ALIGN_BYTES  # at most, of a unit's parameters
-    assert all(info.local_bytes < (info.bytes + padding) / world + ALIGN_BYTES for info in units)
-    states = optimizer.state.values()
-    for held in (
-        [param.grad for param in before if param.grad is not None],
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-    ):
+    # A unit has at most five parameters.
+    assert all(info.local_bytes < (info.bytes + 5 * ALIGN_BYTES) / world + ALIGN_BYTES for info in units)
+    moments = [[state[key] for state in optimizer.state.values()] for key in ("exp_avg", "exp_avg_sq")]
+    for held in ([param.grad for param in before if param.grad is not None], *moments):
         assert sum(tensor.nbytes for tensor in held) <= sum(info.local_bytes for info in units)
     assert_at_rest(model)
 
@@ -366,10 +362,7 @@ def test_zero_grad_after_a_failed_backward_clears_what_was_reduced_before() -> N
 
 @each_rank(1)
 def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
-    def collect(*_: object) -> None:
-        gc.collect()
-
-    handle = register_optimizer_step_pre_hook(collect)
+    handle = register_optimizer_step_pre_hook(lambda *_: (gc.collect(), None)[1])
     gone, model = shard(OddNet()), shard(OddNet())
     del gone
     train(model, sgd(model), 1)
@@ -466,10 +459,8 @@ def test_units_and_cuts_do_not_change_the_result(options: dict[str, Any]) -> Non
 
 
 def convnext() -> nn.Module:
-    settings = [
-        models.convnext.CNBlockConfig(a, b, n) for a, b, n in ((24, 40, 1), (40, 72, 2), (72, None, 1))
-    ]
-    return models.ConvNeXt(settings, stochastic_depth_prob=0.2, num_classes=5)
+    blocks = [models.convnext.CNBlockConfig(*each) for each in ((24, 40, 1), (40, 72, 2), (72, None, 1))]
+    return models.ConvNeXt(blocks, stochastic_depth_prob=0.2, num_classes=5)
 
 
 def vit() -> nn.Module:
