@@ -18,8 +18,8 @@ from shardtrain import comm
 
 
 def small_model() -> nn.Sequential:
-    """Return two layers with weights of 2×3 and 1×2, all of them 1."""
-    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False))
+    """Return two layers with weights of 3×4 and 1×3, all of them 1, in fp64."""
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 1, bias=False)).double()
     for param in model.parameters():
         nn.init.ones_(param)
     return model
@@ -75,7 +75,7 @@ def walk() -> None:
     seen = look_inside(model)
     tell("At rest every parameter shows the piece that this rank owns, perhaps an empty one.", *held(model))
 
-    images = torch.full((1, 3), float(comm.rank() + 1))
+    images = torch.full((1, 4), comm.rank() + 1, dtype=torch.float64)
     with comm.meter() as meter:
         loss = model(images).square().mean()
         loss.backward()

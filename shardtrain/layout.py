@@ -1,21 +1,22 @@
 """Compute where parameters lie in a unit's flat vector, and which interval of it each rank owns.
 
 Pure arithmetic on integers. Each rank owns one contiguous interval; a policy chooses the cut points. Worked
-numbers for parameters a, b, c of 3, 4 and 6 elements, two ranks, alignment 4::
+numbers for parameters a, b, c of 3, 5 and 2 elements, two ranks, alignment 4::
 
-    even          a a a b b b b c c c c c c . . .      13 elements, padded to 16
-    rank 0        a a a b b b b c                      interval [0, 8):  a[0:3] b[0:4] c[0:1]
-    rank 1                        c c c c c . . .      interval [8, 16): c[1:6]
+    even          a a a . b b b b b . . . c c . .      10 elements, padded to 16
+    rank 0        a a a . b b b b                      interval [0, 8):  a[0:3] b[0:4]
+    rank 1                        b . . . c c . .      interval [8, 16): b[4:5] c[0:2]
 
-    whole         c c c c c c . . a a a b b b b .      the largest first, to the least loaded rank
-    rank 0        c c c c c c . .                      interval [0, 8):  c[0:6]
-    rank 1                        a a a b b b b .      interval [8, 16): a[0:3] b[0:4]
+    whole         b b b b b . . . a a a . c c . .      the largest first, to the least loaded rank
+    rank 0        b b b b b . . .                      interval [0, 8):  b[0:5]
+    rank 1                        a a a . c c . .      interval [8, 16): a[0:3] c[0:2]
 
-``even`` lays parameters end to end and cuts anywhere. A rank holds less than one alignment unit more than
-total / world, at any world size. (Cuts on the first dimension, as FSDP2's, would pad every parameter.)
-``whole`` never cuts a parameter, so that an optimizer may look at all of it. Over all units a rank holds at
-most total / world plus the largest parameter. Both start a parameter of ``LARGE`` or more elements at a
-multiple of the alignment, which kernels need. Padding belongs to no parameter: an optimizer never sees it.
+Every parameter begins at a multiple of the alignment, as in memory of its own: kernels compute other bits for
+other addresses, and some are slower. That pads it by less than one alignment unit, at any world size. (Cuts
+on the first dimension, as FSDP2's, pad it by up to a row per rank.) ``even`` cuts at any multiple. A rank
+holds less than one unit more than padded total / world. ``whole`` never cuts a parameter, so that an
+optimizer may look at all of it. Over all units a rank holds at most total / world plus the largest parameter,
+without padding. Padding belongs to no parameter: an optimizer never sees it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Literal, NamedTuple
-
-LARGE = 4096  # elements; the padding before such a parameter is at most 0.4 % of it
 
 
 class Piece(NamedTuple):
@@ -131,7 +130,7 @@ class Layout:
 
 Policy = Literal["even", "whole"]
 
-# `cut(sizes, align)` returns the layout of one unit, whose intervals are multiples of ``align`` elements.
+# `cut(sizes, align)` returns the layout of one unit. Offsets and bounds are multiples of ``align`` elements.
 Cut = Callable[[Sequence[int], int], Layout]
 
 
@@ -150,16 +149,13 @@ def cut_of(policy: Policy, world: int) -> Cut:
 def even(sizes: Sequence[int], world: int, align: int) -> Layout:
     """Cut the vector into ``world`` intervals of the same length, a multiple of ``align`` elements."""
     assert min(world, align) >= 1, (world, align)
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(_aligned(end, align) if size >= LARGE else end)
-        end = offsets[-1] + size
+    *offsets, end = accumulate((_aligned(size, align) for size in sizes), initial=0)
     length = _aligned(-(-end // world), align)
     return Layout(tuple(sizes), tuple(offsets), tuple(accumulate(repeat(length, world), initial=0)))
 
 
-def _aligned(at: int, align: int) -> int:
-    return -(-at // align) * align
+def _aligned(size: int, align: int) -> int:
+    return -(-size // align) * align
 
 
 class WholeCut:
@@ -183,7 +179,7 @@ class WholeCut:
         for indices in owned:
             at = bounds[-1]
             for index in sorted(indices):
-                offsets[index] = _aligned(at, align) if sizes[index] >= LARGE else at
-                at = offsets[index] + sizes[index]
-            bounds.append(_aligned(at, align))
+                offsets[index] = at
+                at += _aligned(sizes[index], align)
+            bounds.append(at)
         return Layout(tuple(sizes), tuple(offsets), tuple(bounds), whole=True)

@@ -1,17 +1,11 @@
 import functools
-import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from hypothesis import settings
-
-# On some processors MKL adds up in another order where memory is aligned otherwise, and a unit's parameters
-# lie end to end. Tests compare bits; MKL reads this when it is first used.
-os.environ.setdefault("MKL_CBWR", "AVX2")
-
 import torch
+from hypothesis import settings
 
 from pool import PRELOADED, WILD, Pool
 

@@ -18,7 +18,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 189, "device": 177, "comm": 3_578, "engine": 3_229, "optim": 308, "checkpoint": 1_246}
+ENGINE = {"layout": 185, "device": 177, "comm": 3_578, "engine": 3_229, "optim": 308, "checkpoint": 1_246}
 PROGRAM = {
     "job": 2_969,
     "plan": 785,
@@ -26,11 +26,11 @@ PROGRAM = {
     "train": 747,
     "export": 126,
     "bench": 1_314,
-    "doctor": 285,
+    "doctor": 281,
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_128, "files": 95, "rooms": 16, "engine and layout": 3_418, "tests": 12_998}
+LARGEST = {"lines": 16_120, "files": 95, "rooms": 16, "engine and layout": 3_414, "tests": 12_998}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -181,7 +181,7 @@ def without_waits(of: str) -> Patch:
 
 def hold_nothing(self: Backend, *args: Any, run: Callable[..., Pending] = Backend._run) -> Pending:
     pending = run(self, *args)
-    pending._steps[0].__defaults__ = (None,)
+    pending.steps[0].__defaults__ = (None,)
     return pending
 
 

@@ -236,17 +236,17 @@ def test_a_picture_has_a_line_for_what_a_rank_has() -> None:
 
 
 def test_kinds_are_told_apart() -> None:
-    """A linear layer by hand: 12 weights, 4 biases, 5 images, plain SGD."""
-    model = shardtrain.shard(nn.Linear(3, 4))
+    """A linear layer by hand: 64 weights, 16 biases, 5 images, plain SGD."""
+    model = shardtrain.shard(nn.Linear(4, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batch = torch.randn(5, 3)
+    batch = torch.randn(5, 4)
     step = Step(model, lambda logits, _: logits.square().sum(), optimizer, None)
     for _ in range(2):
         timeline = memory_of_step(step, [(batch, torch.zeros(5))])
     most = {kind: timeline.most(kind) for kind in MEMORY_KINDS}
-    assert most["parameters"] == most["optimizer"] == most["gradients"] == 16 * 4
+    assert most["parameters"] == most["optimizer"] == most["gradients"] == 80 * 4
     assert most["gathered"] == 0
-    assert most["activations"] >= 5 * 4 * 4
+    assert most["activations"] >= 5 * 16 * 4
     assert timeline.points[-1].phase == "update"
 
 
@@ -268,7 +268,7 @@ def test_with_whole_parameters_the_rank_that_holds_most_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "flat", "rows"), [("resnet50", 1.0015, 2.309), ("vit_h_14", 1.0003, 1.801)], ids=str
+    ("name", "flat", "rows"), [("resnet50", 1.0084, 2.309), ("vit_h_14", 1.0009, 1.801)], ids=str
 )
 def test_what_1024_ranks_hold_beyond_an_even_share(name: str, flat: float, rows: float) -> None:
     """The flat vector within 1.01 of the ideal; cut on first dimensions it is about twice as much."""
@@ -279,7 +279,7 @@ def test_what_1024_ranks_hold_beyond_an_even_share(name: str, flat: float, rows:
     with simulated_group(1024):
         infos = shardtrain.introspect(shardtrain.shard(model)).units
     held = sum(info.local_bytes for info in infos)
-    assert held * 1024 / whole == pytest.approx(flat, abs=1e-3)
+    assert held * 1024 / whole == pytest.approx(flat, abs=1e-4)
     assert by_rows * 1024 / whole == pytest.approx(rows, abs=1e-3)
 
 

@@ -825,7 +825,7 @@ def test_a_users_own_group_is_the_one_used() -> None:
 def test_an_account_of_what_is_gathered() -> None:
     """One unit at first, when nothing is known of the order; then two, the next one on its way."""
     world = dist.get_world_size()
-    size = world * 16 * -(-90 * 4 // (world * 16))  # bytes of a unit of 90 fp32 elements, padded
+    size = world * 64 * -(-(96 + 16) * 4 // (world * 64))  # bytes of 81 and 9 fp32 elements, padded
     for reshard, units in ((True, 2), (False, 7)):
         layers = nn.Sequential(*(nn.Linear(9, 9) for _ in range(7)))
         model = shard(layers, units=[nn.Linear], reshard_after_forward=reshard)

@@ -1,9 +1,9 @@
 """Collect what a rank writes into its file, and the part of the manifest that all ranks agree on.
 
-Two ranks, a parameter ``w`` of 10 elements cut at 8, AdamW::
+Two ranks, a parameter ``w`` of 40 elements cut at 32, AdamW::
 
-    rank-00000   parameters/w [8]   optimizer/exp_avg/w [8] …   optimizer/step/w []   averaged/mean [7]
-    rank-00001   parameters/w [2]   optimizer/exp_avg/w [2] …
+    rank-00000   parameters/w [32]   optimizer/exp_avg/w [32] …   optimizer/step/w []   averaged/mean [7]
+    rank-00001   parameters/w [8]    optimizer/exp_avg/w [8] …
     both         buffers/mean [7] (their own)   extra/0 … (their own)
 
 Moving averages of the weights, if any, are `ema/w`, sharded like `parameters/w`. With replicas, the first

@@ -7,8 +7,8 @@
 Ranks agree after each phase, so all continue or all raise, and nothing changes before the last phase.
 
 Ranks hold intervals of a parameter's memory, so a load at another world size or with other units intersects
-intervals. A parameter of 10 elements saved by two ranks as 0:8 and 8:10, loaded by three as 0:4, 4:8 and
-8:10: ranks 0 and 1 read halves of the first file, rank 2 reads the second.
+intervals. A parameter of 40 elements saved by two ranks as 0:32 and 32:40, loaded by three as 0:16, 16:32
+and 32:40: ranks 0 and 1 read halves of the first file, rank 2 reads the second.
 """
 
 from __future__ import annotations

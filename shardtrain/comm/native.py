@@ -112,9 +112,9 @@ class Backend:
         return self._run(gradients[0].full.device, partial(self._reduce, gradients, means))
 
     def average(self, values: Sequence[Interval], after: Pending) -> Pending:
-        """Start averaging ``values``, which ``after`` computes, in place."""
+        """Start averaging ``values``, which ``after`` computes, in place. Keep its memory alive, too."""
         moved = [x if x.dtype == wire else x.new_empty(x.shape, dtype=wire) for x, wire in values]
-        return self._run(moved[0].device, after.wait, partial(self._average, values, moved))
+        return self._run(moved[0].device, *after.steps, partial(self._average, values, moved))
 
     def exchange(self, moves: Sequence[Move]) -> Pending:
         def run() -> None:
@@ -129,7 +129,7 @@ class Backend:
 
         return self._run(moves[0][0][0].device, run)
 
-    def _run(self, device: torch.device, *movements: Callable[[], None]) -> Pending:
+    def _run(self, device: torch.device, *movements: Callable[[], object]) -> Pending:
         """Run ``movements`` in turn, on an accelerator in the communication stream of ``device``.
 
         The result keeps ``movements``, and so their memory, alive until it is waited for.

@@ -73,8 +73,8 @@ class Gradient(NamedTuple):
 
     def clear_padding(self) -> None:
         """Fill padding with zeros if it would influence the scales of int8."""
-        for gap in self.layout.gaps if self.quantised else ():
-            self.full[gap].zero_()
+        if self.quantised and self.layout.gaps:
+            torch._foreach_zero_([self.full[gap] for gap in self.layout.gaps])
 
     def new_mean(self, rank: int) -> Tensor:
         """Allocate the mean of rank ``rank``'s interval, and make ``own`` views of it; return it (1-D)."""
@@ -122,14 +122,14 @@ class Pending:
     """
 
     def __init__(self, *steps: Callable[[], object], ended: Any = None) -> None:
-        self._steps, self.ended = steps, ended
+        self.steps, self.ended = steps, ended
 
     def then(self, step: Callable[[], object]) -> Pending:
         """Return this collective with a further ``step``, which completes its results."""
         return Pending(self.wait, step, ended=self.ended)
 
     def wait(self) -> None:
-        steps, self._steps = self._steps, ()
+        steps, self.steps = self.steps, ()
         for step in steps:
             step()
 

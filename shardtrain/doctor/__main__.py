@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,9 +273,6 @@ def examine(settings: DoctorSettings, rank_info: RankInfo, device: torch.device)
 
 
 def main() -> None:
-    # On some processors the order of MKL's sums depends on alignment, and a unit's parameters lie end to end.
-    # The doctor compares bits. MKL reads this variable at its first use.
-    os.environ.setdefault("MKL_CBWR", "AVX2")
     launch.start(read, examine)
 
 

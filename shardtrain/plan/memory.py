@@ -8,7 +8,7 @@ The engine knows its own memory: shards, full vectors, buffers for gradients. Ot
 the time at which it was allocated::
 
     forward                                  activations
-    backward, in a parameter's own node      gradients: as they arrive, are laid end to end, and are reduced
+    backward, in a parameter's own node      gradients: as they arrive, are laid out, and are reduced
     backward, elsewhere                      activations, their gradients included
     before forward, update                   other, with the batch and buffers
 """
