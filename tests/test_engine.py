@@ -240,6 +240,21 @@ def test_the_norm_of_double_gradients_is_double(layout: str) -> None:
     torch.testing.assert_close(shardtrain.clip_grad_norm_(model, 1.0), theirs, rtol=1e-13, atol=0)
 
 
+@each_rank(3, 4, transport="auto")
+def test_a_rank_holds_four_shards_and_little_else() -> None:
+    """Counts all live tensors, so also what messages, guard and reductions hold between steps."""
+    layers = [nn.Linear(64, 64) for _ in range(8)]
+    model = shard(nn.Sequential(*layers), units=[nn.Linear], transport="process_group")
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model(torch.randn(3, 64)).square().sum().backward()
+        optimizer.step()
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = {storage._cdata: storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
+    assert sum(storages.values()) < 4.1 * sum(unit.local_bytes for unit in shardtrain.introspect(model).units)
+
+
 @each_rank(2)
 def test_a_figure_of_a_piece_is_refused_and_results_of_arithmetic_are_pieces() -> None:
     model, replica = sharded_and_replica()
