@@ -74,12 +74,11 @@ class Engine:
         self._modules = _modules_below(module)
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
-        # `copy`, `pickle` and DistributedDataParallel look up the last three.
+        # `copy` and `pickle` look up the last two.
         self._attributes = {
             _ENGINE: self,
             "__deepcopy__": self._copy_module,
             "__reduce_ex__": _refuse_pickling,
-            "_ddp_params_and_buffers_to_ignore": _RefuseDDP(),
         }
         self._attach()
         _watch_optimizers()
@@ -154,6 +153,7 @@ class Engine:
 
         self._handles.append(module.register_forward_pre_hook(user_code.uncompiled(before), prepend=True))
         self._handles.append(module.register_forward_hook(user_code.uncompiled(after), always_call=True))
+        module.__dict__["named_modules"] = functools.partial(user_code.modules_unless_wrapped, module)
 
     def _hook_inside(self, unit: Unit, module: nn.Module) -> None:
         def after(called: nn.Module, args: Any, output: Any) -> None:
@@ -297,16 +297,6 @@ def is_entrance(module: nn.Module) -> bool:
     """Return whether a call of ``module`` gathers a unit."""
     hooks = [getattr(hook, "__qualname__", "") for hook in module._forward_pre_hooks.values()]
     return any(name.startswith(Engine._hook_entrance.__qualname__) for name in hooks)
-
-
-class _RefuseDDP:
-    """Raise ValueError when DistributedDataParallel reads the names of parameters to ignore."""
-
-    def __iter__(self) -> NoReturn:
-        raise ValueError(
-            "a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel, and "
-            "keep accelerate, Trainer or Fabric from doing so"
-        )
 
 
 def _refuse_pickling(protocol: int) -> NoReturn:
