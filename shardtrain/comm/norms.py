@@ -133,9 +133,10 @@ def _marked(name: str, result: Any, args: Sequence[Any]) -> Any:
     def marked(tensor: Any, like: Tensor) -> Any:
         if type(tensor) is not Tensor or name.startswith(("as_subclass", "isclose", "new_")):
             return tensor
-        of_elements = tensor.ndim > 0 and tensor.numel() >= like.numel()
-        if not (tensor.shape == like.shape or of_elements or name in _SELECT or _shares(tensor, like)):
-            return tensor if piece.owners.whole else _refuse()
+        if tensor.shape != like.shape and (tensor.ndim == 0 or tensor.numel() < like.numel()):
+            is_view = tensor.untyped_storage()._cdata == like.untyped_storage()._cdata
+            if not is_view and name not in _SELECT:
+                return tensor if piece.owners.whole else _refuse()
         return GradientPiece.of(tensor, piece.owners)
 
     if isinstance(result, Tensor):
@@ -143,11 +144,6 @@ def _marked(name: str, result: Any, args: Sequence[Any]) -> Any:
     if hasattr(result, "indices"):  # elements and their places in this piece
         return result
     return type(result)(map(marked, result, args[0] if name.startswith("_foreach") else repeat(piece)))
-
-
-def _shares(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether ``tensor`` is a view of the memory of ``other``."""
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:
