@@ -239,14 +239,52 @@ def test_the_norm_of_double_gradients_is_double(layout: str) -> None:
     torch.testing.assert_close(shardtrain.clip_grad_norm_(model, 1.0), theirs, rtol=1e-13, atol=0)
 
 
+@each_rank(3, 4, transport="auto")
+def test_a_rank_holds_four_shards_and_little_else() -> None:
+    """Counts all live tensors, so also what messages, guard and reductions hold between steps."""
+    layers = [nn.Linear(64, 64) for _ in range(8)]
+    model = shard(nn.Sequential(*layers), units=[nn.Linear], transport="process_group")
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model(torch.randn(3, 64)).square().sum().backward()
+        optimizer.step()
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = {storage._cdata: storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
+    assert sum(storages.values()) < 4.1 * sum(unit.local_bytes for unit in shardtrain.introspect(model).units)
+
+
 @each_rank(2)
-def test_the_norm_of_a_piece_is_refused() -> None:
-    model, _ = sharded_and_replica()
-    classify(model, 0).backward()
-    grad = next(param.grad for param in model.parameters() if param.grad is not None)
-    for look in (lambda: grad.data.norm(2).item(), lambda: grad.norm(dim=0)):
-        with pytest.raises(ValueError, match=r"^this is the norm of one rank's piece of a gradient: call"):
+def test_a_figure_of_a_piece_is_refused_and_results_of_arithmetic_are_pieces() -> None:
+    model, replica = sharded_and_replica()
+    for net in (model, replica):
+        classify(net, 0).backward()
+    grads = [param.grad for param in model.parameters()]
+    grad = next(grad for grad in grads if grad.numel() > 1)
+    for look in (
+        lambda: grad.data.norm(2).item(),
+        lambda: grad.norm() ** 2,
+        lambda: grad / grad.norm(),
+        lambda: grad.norm(dim=0),
+        lambda: (grad**2).sum(),
+        lambda: sum(each.square().sum() for each in grads),
+        lambda: grad[:2].mean(0),
+        lambda: torch.dot(grad.flatten(), grad.clone().flatten()),
+        lambda: torch.isfinite(input=grad).all(),
+        lambda: torch.std_mean(grad),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^this is a norm, sum or test of one rank's piece of a gradient"
+        ):
             look()
+    expected = torch.stack([param.grad.norm() for param in replica.parameters()]).norm()
+    again = [torch.zeros_like(grad).add(copy.deepcopy(grad).square().sqrt()) for grad in grads]
+    for marked in (again, torch._foreach_mul(grads, 1.0)):
+        norm = torch.stack([each.norm() for each in marked]).norm()
+        torch.testing.assert_close(norm, expected)
+    assert f"{grad[0].flatten()[0]:.3f} {grad.numpy().sum():.3f} {grad}"
+    assert torch.topk(grad.flatten(), 1).indices.numel() == grad.new_zeros(1).numel()
+    torch.testing.assert_close(copy.deepcopy(grad), grad)
     assert type(pickle.loads(pickle.dumps(grad))) is torch.Tensor
 
 

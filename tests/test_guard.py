@@ -308,7 +308,7 @@ def test_tags_of_different_kinds_never_meet() -> None:
     kinds = [
         {1},
         {messages.collective_tag(position, n) for position in range(200) for n in (0, last_unit)},
-        {messages.report_tag(number) + pulse for number in (0, (1 << 24) - 1) for pulse in (0, 1)},
+        {messages.report_tag(number) + part for number in (0, (1 << 24) - 1) for part in range(4)},
         {messages.ROW, messages.TEXT},
         {messages.size_tag(size) for size in (0, 1, 1 << 29, 1 << 40)},
         {1 << 31},

@@ -104,6 +104,34 @@ def test_unsharded_gradients_and_an_edit_of_a_shape(writeback: bool) -> None:
     assert_at_rest(model)
 
 
+def of_dtypes(value: float, **dtypes: torch.dtype) -> nn.Module:
+    values = [torch.full((7,), value).to(dtype) for dtype in dtypes.values()]
+    params = [nn.Parameter(v, v.is_floating_point() or v.is_complex()) for v in values]
+    return shard(Parts(None, **dict(zip(dtypes, params, strict=True))))
+
+
+@each_rank(3)
+def test_whole_gradients_of_any_dtype() -> None:
+    model = of_dtypes(1.0, number=torch.int64, fp8=torch.float8_e4m3fn, complex=torch.complex64)
+    for param in (params := [param for param in model.parameters() if param.requires_grad]):
+        param.grad = torch.ones(param.shape).to(param.dtype)
+    with shardtrain.unsharded(model, grads=True):
+        assert [param.grad.tolist() for param in params] == [[1.0] * 7] * 2
+
+
+@each_rank(3)
+def test_an_optimizer_of_parameters_of_any_dtype_is_saved_and_loaded(tmp_path: Path) -> None:
+    saved, loaded = (of_dtypes(v, i=torch.int64, b=torch.bool, f=torch.float32) for v in (1.0, 0.0))
+    for model, use in ((saved, checkpoint.save), (loaded, checkpoint.load)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for param in [param for param in model.parameters() if param.dtype is torch.float32]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        use(tmp_path / "all", model, optimizer)
+    for name, value in shardtrain.full_state_dict(saved).items():
+        assert shardtrain.full_state_dict(loaded)[name].tolist() == value.tolist()
+
+
 @pytest.mark.parametrize("rank0_only", [True, False])
 @each_rank(1, 2, 3, 4)
 def test_a_full_state_dict_is_the_plain_model_s(rank0_only: bool) -> None:
@@ -502,6 +530,8 @@ def test_what_stores_tensors_otherwise_is_refused_by_name(tmp_path: Path) -> Non
     model, plain = various(1)
     optimizer = adam(model, steps=2)
     state = model.state_dict()
+    looked = state["fc.weight"]
+    assert looked.data_ptr() == model.fc.weight.data_ptr() == looked.untyped_storage().data_ptr()
     out = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
     for attempt in (
         lambda: torch.save(state["fc.weight"].clone(), io.BytesIO()),

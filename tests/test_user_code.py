@@ -18,10 +18,13 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributions import Normal
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
@@ -384,7 +387,9 @@ def test_calls_are_refused() -> None:
     own, x = {name: 2 * param for name, param in model.named_parameters()}, (batch(0),)
     copied, norm = copy.deepcopy(model.blocks[0]), model.blocks[0].norm
     declare = shardtrain.forward_method
-    of_ddp = "^a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel"
+    of_ddp = "^a sharded model reduces its gradients itself: do not wrap it, or a model that contains it"
+    around = nn.Sequential(model, nn.Linear(3, 3))
+    on_cpu = init_device_mesh("cpu", (2,))
     classes = r"^units must be module classes or a callable, got \(?.?'Unit'"
     precision = r"^precision must be a shardtrain.Precision, such as Precision\(param=torch.bfloat16\), "
     for message, call in (
@@ -406,11 +411,56 @@ def test_calls_are_refused() -> None:
         ("^LayerNorm is neither a sharded model nor one of its units", lambda: declare(norm, "forward")),
         ("^a sharded model cannot be pickled", lambda: pickle.dumps(model)),
         ("^this Unit is a copy of a part of a sharded model", lambda: copied(torch.ones(2, 7))),
+        ("^a sharded model cannot be pickled", lambda: pickle.dumps(around)),
         (of_ddp, lambda: nn.parallel.DistributedDataParallel(model)),
+        (of_ddp, lambda: nn.parallel.DistributedDataParallel(around)),
+        (of_ddp, lambda: nn.parallel.DistributedDataParallel(model.blocks[0])),
+        (of_ddp, lambda: fully_shard(around, mesh=on_cpu)),
         ("^parameter .* was replaced by the result of a computation", lambda: functional_call(model, own, x)),
     ):
         with refused(message):
             call()
+
+
+class Marked(torch.Tensor):
+    """A tensor subclass, such as those of torchao."""
+
+
+@each_rank(2, transport="auto")
+def test_only_plain_tensors_are_sharded() -> None:
+    def make(kind: Callable[[torch.Tensor], nn.Parameter]) -> nn.Module:
+        model = nn.Linear(3, 3)
+        model.weight = kind(model.weight.data)
+        return model
+
+    mesh = init_device_mesh("cpu", (2,))
+    for kind, name in (
+        (lambda data: nn.Parameter(data.as_subclass(Marked)), "test_user_code.Marked"),
+        (lambda data: nn.Parameter(distribute_tensor(data, mesh)), "torch.distributed.tensor.DTensor"),
+    ):
+        with refused(f"^parameter weight is a {name}, expected a plain torch.Tensor: a"):
+            shard(make(kind))
+        left = make(kind)
+        left.weight.requires_grad_(False)
+        shard(left, ignored=[left.weight])
+        assert type(left.weight.data).__name__ == name.rpartition(".")[2]
+    own = shard(make(type("Own", (nn.Parameter,), {})))
+    own(torch.ones(2, 3)).sum().backward()
+    assert type(own.weight).__name__ == "Own"
+
+
+@each_rank(2)
+def test_nothing_is_left_of_a_method_called_as_forward_or_of_an_optimizer_s_trial() -> None:
+    model = sharded()
+    block = model.blocks[0]
+    shardtrain.forward_method(block, "plain")
+    before, steps = {*vars(block)}, []
+    block.plain(torch.ones(2, 7)).sum().backward()
+    assert {*vars(block)} == before
+    hook = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
+    sgd(model).step()
+    hook.remove()
+    assert steps == [1]
 
 
 @each_rank(2)

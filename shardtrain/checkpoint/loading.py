@@ -31,6 +31,7 @@ from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
 from shardtrain.engine.state_dict import persistent_buffers
+from shardtrain.engine.user_code import step_unhooked
 
 
 class Opened(NamedTuple):
@@ -184,7 +185,9 @@ def _try(
     """Make a step with a group's saved options and state on a small parameter; raise what it raises."""
     own = {key: value for key, value in ours.items() if key not in ("params", "param_names")}
     options = {**own, **_options(saved, own)}
-    param = nn.Parameter(ours["params"][0].new_zeros(2, 2) if ours["params"] else torch.zeros(2, 2))
+    differentiable = [p for p in ours["params"] if p.is_floating_point() or p.is_complex()]
+    like = differentiable[0] if differentiable else torch.zeros(())
+    param = nn.Parameter(like.new_zeros(2, 2))
     param.grad = torch.ones_like(param)
 
     def step(options: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -199,7 +202,7 @@ def _try(
                 state[key] = torch.zeros(() if whole else param.shape, dtype=dtype)
         group = {**options, "params": [0]}
         trial.load_state_dict({"state": {0: state} if state else {}, "param_groups": [group]})
-        trial.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+        step_unhooked(trial)
 
     try:
         step(own, {})

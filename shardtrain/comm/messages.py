@@ -145,7 +145,7 @@ def chunks(elements: int, element_size: int) -> list[slice]:
 #     from        to          what
 #     0           2**20 - 1   users' own messages on the same group
 #     2**20       2**27 - 1   the engine's collectives: 2**20 numbers at each of 127 positions, in turn
-#     2**27       2**28 - 1   reports, two tags per transport: a report, and its pulse
+#     2**27       2**28 - 1   reports, four tags per transport: head, pulse, collectives, none
 #     2**28                   the row in which a rank announces a public collective
 #     2**28 + 1               its text, where ranks announce different ones
 #     2**29       2**30 - 1   payloads of public collectives, by their sizes
@@ -181,8 +181,8 @@ def collective_tag(position: int, number: int) -> int:
 
 
 def report_tag(number: int) -> int:
-    """Return the tag of reports of the transport ``number`` (below 2**24). The next tag is its pulse's."""
-    return _REPORTS + 2 * number
+    """Return the tag of reports of the transport ``number`` (below 2**24), which has the next three, too."""
+    return _REPORTS + 4 * number
 
 
 def size_tag(size: int) -> int:

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, NoReturn
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
-from torch.utils._pytree import tree_leaves
 
 from shardtrain.comm.trace import ALL_REDUCE, waiting
 from shardtrain.comm.transport import Transport
 
 _NORMS = {Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm}
-_SAME = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu, torch.cat}  # type: ignore[attr-defined]
-_SAME_PIECES = {*_SAME, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.mul}
-_SAME_NORMS = {*_SAME, torch.stack}
+_SAME_NORMS = {Tensor.detach, Tensor.data.__get__, Tensor.float, Tensor.double, Tensor.to, Tensor.cpu}  # type: ignore[attr-defined]
+_SAME_NORMS |= {torch.cat, torch.stack}
+_SELECT = {"__getitem__", "index_select", "masked_select", "gather", "take", "nonzero"}
 
 
 class Owners(NamedTuple):
@@ -38,7 +38,10 @@ class Owners(NamedTuple):
 
 
 class GradientPiece(Tensor):
-    """Mark this rank's piece of a gradient, possibly empty. Most results of arithmetic are plain tensors."""
+    """Mark this rank's piece of a gradient, possibly empty. Results of arithmetic are pieces, too.
+
+    Results that combine elements (sums, means, dot products) are refused, since others have the rest.
+    """
 
     owners: Owners
 
@@ -51,11 +54,11 @@ class GradientPiece(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if PieceNorm in types:
+            return NotImplemented  # so that `PieceNorm` refuses
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _SAME_PIECES:
-                return cls.of(func(*args, **kwargs), _first(cls, args).owners)
             if func not in _NORMS:
-                return func(*args, **kwargs)
+                return _marked(func.__name__, func(*args, **kwargs), [*args, *kwargs.values()])
             order = _order(func, *args, **kwargs)
             if order is None:
                 return func(*args, **kwargs) if _first(cls, args).owners.whole else _refuse()
@@ -66,6 +69,12 @@ class GradientPiece(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
 
 
 class PieceNorm(Tensor):
@@ -108,7 +117,33 @@ def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: tor
 
 def _first(kind: type[Any], args: Sequence[Any]) -> Any:
     """Return the first tensor of ``kind`` in ``args``, lists included."""
-    return next(arg for arg in tree_leaves(args) if isinstance(arg, kind))
+    rows = (arg if isinstance(arg, list | tuple) else [arg] for arg in args)
+    return next(arg for row in rows for arg in row if isinstance(arg, kind))
+
+
+def _marked(name: str, result: Any, args: Sequence[Any]) -> Any:
+    """Return the ``result`` of the function ``name`` of ``args``, with new tensors marked as pieces.
+
+    Raises ValueError for a tensor that combines elements of a piece, unless gradients have one owner.
+    """
+    if not isinstance(result, Tensor | list | tuple) or (name.endswith("_") and not name.endswith("__")):
+        return result  # no tensor, or one that was changed in place
+    piece = _first(GradientPiece, args)
+
+    def marked(tensor: Any, like: Tensor) -> Any:
+        if type(tensor) is not Tensor or name.startswith(("as_subclass", "isclose", "new_")):
+            return tensor
+        if tensor.shape != like.shape and (tensor.ndim == 0 or tensor.numel() < like.numel()):
+            is_view = tensor.untyped_storage()._cdata == like.untyped_storage()._cdata
+            if not is_view and name not in _SELECT:
+                return tensor if piece.owners.whole else _refuse()
+        return GradientPiece.of(tensor, piece.owners)
+
+    if isinstance(result, Tensor):
+        return marked(result, piece)
+    if hasattr(result, "indices"):  # elements and their places in this piece
+        return result
+    return type(result)(map(marked, result, args[0] if name.startswith("_foreach") else repeat(piece)))
 
 
 def _order(norm: Any, _: Any, order: Any = None, dim: Any = None, *__: Any, **named: Any) -> float | None:
@@ -145,7 +180,7 @@ def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: t
 
 def _refuse() -> NoReturn:
     raise ValueError(
-        "this is the norm of one rank's piece of a gradient: call torch's or shardtrain's clip_grad_norm_ "
-        "for the norm of all gradients (max_norm=inf only measures), or read whole ones inside "
-        "shardtrain.unsharded(model, grads=True)"
+        "this is a norm, sum or test of one rank's piece of a gradient: call torch's or "
+        "shardtrain's clip_grad_norm_ for the norm of all gradients (max_norm=inf only measures), read whole "
+        "ones inside shardtrain.unsharded(model, grads=True), or the piece as grad.as_subclass(torch.Tensor)"
     )

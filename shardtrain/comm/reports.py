@@ -34,7 +34,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardtrain.comm.guard import KEPT, MESSAGE, Diverged, Paths, PeerLost, named
+from shardtrain.comm.guard import MESSAGE, Diverged, Paths, PeerLost, named
 from shardtrain.comm.messages import FOREVER, report_tag
 from shardtrain.comm.native import living, time_out_s
 from shardtrain.comm.trace import Movement
@@ -48,7 +48,6 @@ GRACE_S = 2.0  # the time for the others to report, once ranks are known to diff
 HEAD = struct.Struct("<iiidi")
 # LEAVES: the sender has dropped the model. DIFFERS: some ranks differ, and all are asked to report.
 TELLS, ASKS, LEAVES, DIFFERS = range(4)
-REPORT_BYTES = HEAD.size + KEPT * MESSAGE.size
 # Why a rank is lost, and how the error says so of one rank and of several.
 ENDED, SILENT, ELSEWHERE = range(3)
 _STATES = (
@@ -89,10 +88,10 @@ class Links:
     """Send and receive reports between this rank and its ``peers``. May outlive the model, see `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
-        """``tag``: that of reports; the next tag is the pulse's."""
+        """``tag``: that of reports' heads; the next tags are the pulse's and that of their collectives."""
         self.peers, self._paths = [*paths.theirs], paths
         self.group, self._tag = weakref.ref(group), tag
-        self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=16) for peer in self.peers}
+        self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=32) for peer in self.peers}
         # Receives that never complete, through which `close` reaches gloo once the group is destroyed.
         self._pulses = [group.recv([torch.empty(1)], peer, tag + 1) for peer in self.peers]
         self._closing = threading.Lock()
@@ -131,11 +130,16 @@ class Links:
         """Return the next report of ``peer``; empty once the connection is closed, by either side."""
         try:
             while len(arriving) < 4:  # so that reports arrive while this rank handles another
-                memory = torch.empty(REPORT_BYTES, dtype=torch.uint8)
+                memory = torch.empty(HEAD.size, dtype=torch.uint8)
                 arriving.append((memory, living(self.group).recv([memory], peer, self._tag)))
             memory, work = arriving.popleft()
             work.wait(FOREVER)
-            return memory.numpy().tobytes()
+            head = memory.numpy().tobytes()
+            # Memory for the rest only now: with many peers it would be as large as a shard.
+            rest = torch.empty(HEAD.unpack(head)[-1] * MESSAGE.size, dtype=torch.uint8)
+            if len(rest):
+                living(self.group).recv([rest], peer, self._tag + 2).wait(FOREVER)
+            return head + rest.numpy().tobytes()
         except (RuntimeError, ValueError):
             return b""
 
@@ -145,12 +149,13 @@ class Links:
         # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in [*_waits]), default=now)
         head = HEAD.pack(why, lost, state, now - at_work, len(own))
-        body = b"".join(MESSAGE.pack(position, *entry) for position, entry in own.items())
-        data = torch.frombuffer(bytearray((head + body).ljust(REPORT_BYTES, b"\0")), dtype=torch.uint8)
-        for peer in self.peers if to is None else to:
-            with suppress(RuntimeError):
-                if group is not None and peer != lost:
-                    self._sent[peer].append(group.send([data], peer, self._tag))
+        rest = b"".join(MESSAGE.pack(position, *entry) for position, entry in own.items())
+        for tag, data in [(self._tag, head), (self._tag + 2, rest)] if rest else [(self._tag, head)]:
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for peer in self.peers if to is None else to:
+                with suppress(RuntimeError):
+                    if group is not None and peer != lost:
+                        self._sent[peer].append(group.send([tensor], peer, tag))
 
     def close(self, lost: int = -1) -> None:
         """Wait up to ``GRACE_S`` until the last reports are sent; then close all connections.

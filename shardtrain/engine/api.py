@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
@@ -82,10 +83,10 @@ def shard(
     The algorithm is ZeRO stage 3 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
     """
     precision = precision or Precision()
-    _check(module, transport, mesh, precision)
     left_alone: set[nn.Parameter] = set()
     for item in ignored:
         left_alone.update(item.parameters() if isinstance(item, nn.Module) else [item])
+    _check(module, transport, mesh, precision, left_alone)
     anchors = unit_modules(module, units)
     infos = infos_by_unit(module, anchors, left_alone)
     initial = InitialValues(module, None if device is None else torch.device(device))
@@ -162,17 +163,22 @@ def forward_method(module: nn.Module, *names: str) -> None:
 
 def _call_as_forward(method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call ``module`` with ``method`` in place of its forward. Inside ``method``, forward is restored."""
-    forward = module.forward
+    own = module.__dict__.get("forward")
+
+    def restore() -> None:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.forward = own
 
     def instead(*args: Any, **kwargs: Any) -> Any:
-        module.forward = forward
+        restore()
         return method(module, *args, **kwargs)
 
     module.forward = instead
     try:
         return module(*args, **kwargs)
     finally:
-        module.forward = forward
+        restore()
 
 
 class UnitInfo(NamedTuple):
@@ -253,7 +259,11 @@ def introspect(module: nn.Module) -> Introspection:
 
 
 def _check(
-    module: nn.Module, transport: str | Transport, mesh: DeviceMesh | None, precision: Precision
+    module: nn.Module,
+    transport: str | Transport,
+    mesh: DeviceMesh | None,
+    precision: Precision,
+    ignored: set[nn.Parameter],
 ) -> None:
     if not isinstance(precision, Precision):
         raise ValueError(
@@ -271,6 +281,13 @@ def _check(
     lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
     if lazy:
         raise ValueError(f"parameters without a shape yet: {', '.join(lazy)}; run one forward before shard()")
+    for name, param in module.named_parameters():
+        kind = type(param.data)
+        if param not in ignored and kind not in (torch.Tensor, FakeTensor):
+            raise ValueError(
+                f"parameter {name} is a {kind.__module__}.{kind.__name__}, expected a plain torch.Tensor: a "
+                "tensor subclass cannot be cut into pieces; convert it, or leave it whole with ignored=[...]"
+            )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and isinstance(transport, str) and not dist.is_initialized():
         raise RuntimeError(

@@ -93,10 +93,9 @@ class Engine:
         refuse = self.module.register_state_dict_pre_hook(lambda *_: self.schedule.refuse_edits())
         self._handles.append(refuse)
         self._set(self.module, _ENGINE, self)
-        # `copy`, `pickle` and DistributedDataParallel look up these.
+        # `copy` and `pickle` look up these.
         self._set(self.module, "__deepcopy__", self._copy_module)
         self._set(self.module, "__reduce_ex__", _refuse_pickling)
-        self._set(self.module, "_ddp_params_and_buffers_to_ignore", _RefuseDDP())
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of ``module`` itself, until `_detach`."""
@@ -172,6 +171,7 @@ class Engine:
                 raise
             return output
 
+        self._set(module, "named_modules", MethodType(user_code.modules_unless_wrapped, module))
         self._set(module, "_compiled_call_impl", None)
         self._set(module, "_call_impl", MethodType(user_code.graph_break(call), module))
 
@@ -368,16 +368,6 @@ def _gradient_hook(schedule: Schedule, unit: Unit, member: ShardedParam) -> Call
                 drives.gradient_arrives(reduction.unit, name, grad.shape == shape)
 
     return hook
-
-
-class _RefuseDDP:
-    """Raise ValueError when DistributedDataParallel reads the names of parameters to ignore."""
-
-    def __iter__(self) -> NoReturn:
-        raise ValueError(
-            "a sharded model reduces its gradients itself: do not wrap it in DistributedDataParallel, and "
-            "keep accelerate, Trainer or Fabric from doing so"
-        )
 
 
 def _refuse_pickling(protocol: int) -> NoReturn:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # an import of 0.3 s, which only programs that use DCP need
 
 _WAY_OUT = "save shardtrain.full_state_dict(model), or use torch.distributed.checkpoint.save"
 _DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+# What copies tensors from their memory, and the functions by which it begins.
+_SAVERS = ("safetensors", "transformers", "huggingface_hub", "accelerate", "diffusers", "torch.distributed.")
 _MEMORY = {Tensor.data_ptr, Tensor.storage, Tensor._typed_storage, Tensor.untyped_storage}
 
 
@@ -67,7 +69,7 @@ class LocalPiece(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         piece = next((arg for arg in args if isinstance(arg, cls)), None)
-        if piece is not None and func in _MEMORY:  # the first call of safetensors and DCP's async_save
+        if piece is not None and func in _MEMORY and _caller().startswith(_SAVERS):
             piece._refuse("copied from memory, by safetensors, save_pretrained or async_save")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -108,6 +110,14 @@ class LocalPiece(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.boxes[tuple(index.offset or ())]
+
+
+def _caller() -> str:
+    """Return the name of the module that called torch's function, which called this module."""
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"] in ("torch._tensor", "torch.overrides") and frame.f_back:
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"])
 
 
 def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) -> list[RemovableHandle]:

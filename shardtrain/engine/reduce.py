@@ -180,7 +180,7 @@ class Reduction:
             if now is grad and now._version == version:
                 if own:
                     member.param.grad = None
-            elif now is None or not now.any():
+            elif now is None or not now.as_subclass(torch.Tensor).any():
                 del self._flat_of[member].own[member]
             else:
                 raise ValueError(

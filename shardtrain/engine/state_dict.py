@@ -99,7 +99,8 @@ def _whole_grads(unit: Unit, segment: Segment) -> list[Tensor | None]:
     """Return every parameter's full gradient, or None if no rank has one."""
     # Ranks agree first: one whose piece of a parameter is empty does not know whether there is a gradient.
     params = [member.param for member in segment.members]
-    present = segment.local.new_tensor([param.grad is not None and param.numel() > 0 for param in params])
+    here = [param.grad is not None and param.numel() > 0 for param in params]
+    present = segment.local.new_tensor(here, dtype=torch.float32)  # a dtype that has a maximum
     segment.transport.all_ranks.all_reduce(present, "max")
     local = torch.zeros_like(segment.local)
     for member in segment.members:

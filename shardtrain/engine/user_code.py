@@ -15,6 +15,7 @@ would hold of them. The elements that both have must be equal.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import cycle
@@ -34,6 +35,12 @@ Hook = Callable[..., None]
 
 # Cut inside a row and inside a block of 8-bit states; large enough for optimizers that factor their state.
 _SHAPES = ((256, 257), (257, 300))
+_WRAPPERS = (
+    "torch.nn.parallel.",
+    "torch.distributed.fsdp.",
+    "torch.distributed._composable.",
+    "torch.distributed.tensor.",
+)
 _LR = 1.0  # since a warm-up begins at 0, where nothing could be compared
 
 
@@ -84,6 +91,22 @@ def graph_break(call: Callable[..., Any]) -> Callable[..., Any]:
     """Have ``torch.compile`` break the graph at ``call``, and compile what it calls."""
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
+
+
+def modules_unless_wrapped(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """Return ``module.named_modules()``. Raises ValueError if torch's data parallel wrappers ask for them.
+
+    They ask through any model that contains ``module``, before they broadcast or replace its parameters.
+    """
+    frame = sys._getframe(1)
+    while frame.f_globals["__name__"] == nn.Module.__module__ and frame.f_back:
+        frame = frame.f_back
+    if frame.f_globals["__name__"].startswith(_WRAPPERS):
+        raise ValueError(
+            "a sharded model reduces its gradients itself: do not wrap it, or a model that contains it, in "
+            "DistributedDataParallel, FSDP or DTensors, and keep accelerate, Trainer or Fabric from doing so"
+        )
+    return type(module).named_modules(module, *args, **options)
 
 
 def refuse_transforms() -> None:
@@ -167,5 +190,12 @@ def _three_steps(optimizer: torch.optim.Optimizer, values: list[Tensor]) -> list
         for param, value in zip(params, cycle(values)):
             if value.numel():  # an empty piece gets no gradient, as in training
                 param.grad = scale * value.square() + 0.1
-        trial.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+        step_unhooked(trial)
     return [param.detach() for param in params]
+
+
+def step_unhooked(trial: torch.optim.Optimizer) -> None:
+    """Make a step without the hooks that torch calls for every optimizer, which are users'."""
+    step: Any = type(trial).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # see Optimizer.profile_hook_step
+    step(trial, lambda: torch.zeros(()))
