@@ -57,7 +57,7 @@ class Engine:
         self._replaced: list[tuple[nn.Module, str, Any]] = []  # attributes of modules, see `_set`
         self._modules = _modules_below(module)
         # What `check_optimizer` knows of each optimizer.
-        self._optimizers: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._attach()
@@ -251,22 +251,20 @@ class Engine:
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
         groups = optimizer.param_groups
-        # What decides whether it steps parameters of this model, and is right: True once that is known.
+        # What decides whether it steps parameters of this model. If it does, it has been found right.
         state = len(groups), sum([len(group["params"]) for group in groups]), len(self._hooked)
-        known = self._optimizers.get(optimizer)
-        if known == (state, False):
-            return
-        if known != (state, True):
+        known, steps = self._optimizers.get(optimizer, (None, False))
+        if known != state:
             own = {param for param, _ in self._hooked.values()}
             steps = any(param in own for group in groups for param in group["params"])
-            if not steps:
-                self._optimizers[optimizer] = state, False
-                return
-            user_code.refuse_unless_right_on_pieces(optimizer, self.segments[0])
-            self.watch(optimizer)
-            self._optimizers[optimizer] = state, True
-            for member in self.members:
-                member.cut_state(optimizer.state.get(member.param, {}))
+            if steps:
+                user_code.refuse_unless_right_on_pieces(optimizer, self.segments[0])
+                self.watch(optimizer)
+                for member in self.members:
+                    member.cut_state(optimizer.state.get(member.param, {}))
+            self._optimizers[optimizer] = state, steps
+        if not steps:
+            return
         self.schedule.recover()
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()

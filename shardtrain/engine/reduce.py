@@ -1,7 +1,7 @@
 """Reduce full gradients to this rank's averaged interval. No other file makes gradient intervals.
 
-take     take a unit's new gradients. The elements that other ranks own go into the unit's flat gradient. This
-         rank's own stay in autograd's tensor; on an accelerator one launch copies all gradients
+take     take a unit's new gradients. One launch copies the elements that other ranks own into the unit's flat
+         gradient. This rank's own stay in autograd's tensor; on an accelerator they are copied, too
 launch   start the reduce-scatter: send every owner its interval, and sum what arrives
 finish   wait for it
 give     give each parameter its piece of the mean, when backward is over
@@ -61,8 +61,6 @@ class FlatGradient:
     def _clear(self) -> None:
         self.own: dict[ShardedParam, torch.Tensor] = {}
         self._full: torch.Tensor | None = None
-        # On accelerators: views of `_full`, with the gradients to copy into them, or to add.
-        self._not_laid_out: dict[ShardedParam, tuple[torch.Tensor, torch.Tensor, bool]] = {}
 
     def _open(self) -> torch.Tensor:
         if self._full is None:
@@ -74,36 +72,25 @@ class FlatGradient:
                 self._places = dict(zip(self.members, layout.elsewhere(rank), strict=True))
         return self._full
 
-    def keep(self, member: ShardedParam, grad: torch.Tensor) -> None:
-        """Add or copy ``grad`` (1-D): other ranks' parts into the vector, this rank's into ``own``."""
-        full, again = self._open(), member in self.own
-        if self._holds_own:
-            self.own[member] = member.no_grad
-            if member in self._not_laid_out:  # a second gradient in one backward, by reentrant checkpointing
-                self.lay_out()
-            for _, place in self._places[member]:  # one, or none if the parameter is empty
-                self._not_laid_out[member] = full[place], grad, again
-            return
-        start, stop = member.part.start, member.part.stop
-        for span, place in self._places[member]:
-            given = grad[span] if start < stop else grad
-            full[place].add_(given) if again else full[place].copy_(given)
-        if start == stop:
-            self.own[member] = member.no_grad
-        elif again:
-            self.own[member].add_(grad[start:stop])
-        else:
-            # A view of a part would keep the memory of the whole gradient.
-            copy = stop - start < grad.numel()
-            self.own[member] = (grad[start:stop] if copy else grad).to(self.segment.local.dtype, copy=copy)
-
-    def lay_out(self) -> None:
-        """Add or copy gradients that are not laid out into the vector, in one launch each."""
-        for lay_out, again in ((torch._foreach_copy_, False), (torch._foreach_add_, True)):
-            rows = [row for row in self._not_laid_out.values() if row[2] is again]
+    def take(self, grads: Iterable[tuple[ShardedParam, torch.Tensor]]) -> None:
+        """Lay out ``grads`` (each 1-D), or add them to waiting ones: copies and sums in one launch each."""
+        full = self._open()
+        copies, sums = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+        for member, grad in grads:
+            rows = sums if member in self.own else copies
+            rows += [(full[place], grad[span]) for span, place in self._places[member]]
+            start, stop = member.part.start, member.part.stop
+            if self._holds_own or start == stop:
+                self.own[member] = member.no_grad
+            elif rows is sums:
+                self.own[member].add_(grad[start:stop])
+            else:
+                # A view of a part would keep the memory of the whole gradient.
+                cut = stop - start < grad.numel()
+                self.own[member] = (grad[start:stop] if cut else grad).to(self.segment.local.dtype, copy=cut)
+        for lay_out, rows in ((torch._foreach_copy_, copies), (torch._foreach_add_, sums)):
             if rows:
-                lay_out([place for place, _, _ in rows], [grad for _, grad, _ in rows])
-        self._not_laid_out.clear()
+                lay_out([place for place, _ in rows], [grad for _, grad in rows])
 
     def own_part(self, member: ShardedParam) -> torch.Tensor:
         """Return this rank's part (1-D) of a gradient that waits."""
@@ -115,7 +102,6 @@ class FlatGradient:
     def send(self) -> Gradient:
         """Return the collected gradient, with -0.0 where this rank has none, and begin a new one."""
         segment, transport, full = self.segment, self.segment.transport, self._open()
-        self.lay_out()
         if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._piece_starts = self._piece_starts.to(full.device)
@@ -195,6 +181,7 @@ class Reduction:
         Raises ValueError if a gradient is sparse.
         """
         for flat in self.flats:
+            grads = []
             for member in flat.members if flat.expected else ():
                 param = member.param
                 if (grad := param.grad) is None:
@@ -207,8 +194,9 @@ class Reduction:
                         f"parameter {member.name} has a sparse gradient, which cannot be sharded; "
                         "use nn.Embedding(..., sparse=False)"
                     )
-                flat.keep(member, in_memory_order(grad, member.part.stride))
-            flat.lay_out()
+                grads.append((member, in_memory_order(grad, member.part.stride)))
+            if grads:
+                flat.take(grads)
         self.arrived.clear()
 
     @property
@@ -222,7 +210,6 @@ class Reduction:
         Otherwise a user's `zero_grad` or change before the next backward would go unnoticed.
         """
         for flat in self.flats:
-            flat.lay_out()
             for member in flat.own:
                 own = member.param.grad is None
                 if own:

@@ -12,12 +12,10 @@ are gathered besides the root: the one that computes and the next one. Reduction
 many bytes as the largest one, unless all units stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
-are called, and records each call with the moments at which it began and ended (see ``calls.py``). Backward
-descends through these moments. A hook on the node of each call's output tells how far autograd has come. On
-the way down, the unit of a call is gathered where the call ended, whether or not its output has a gradient on
-this rank: another rank's loss may depend on it. A unit is completed where its first call began: it gets no
-further gradient, so its gradients are taken, reduced, and the unit is released. This holds for nested calls,
-repeated calls and frozen parameters.
+are called, and records the calls. Backward descends through them (see ``calls.py``): a hook on the node of
+each call's output tells how far autograd has come. A unit is gathered where a call of it ended, whether or
+not its output has a gradient on this rank, since another rank's loss may depend on it. Where its first call
+began, its gradients are taken and reduced, and it is released. This holds for nested and repeated calls.
 
 Reductions start in the reverse of the order in which forward first entered the units. A parameter that is
 unused on this rank counts as zero in the mean, and has no gradient if no rank uses it (see ``reduce.py``).
@@ -35,12 +33,10 @@ import torch
 from shardtrain.comm import trace
 from shardtrain.comm.trace import ENTER, LEAVE, STEP, Movement, waiting
 from shardtrain.engine.calls import Backward, Call, Record
-from shardtrain.engine.precision import leaves
+from shardtrain.engine.precision import tensors_in
 from shardtrain.engine.reduce import Reduction, give
 from shardtrain.engine.unit import State, Unit
 from shardtrain.engine.user_code import call_postponed, postpone
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # hide no tensors
 
 
 class Schedule:
@@ -68,6 +64,7 @@ class Schedule:
         self._backward: Backward | None = None
         self._unannounced: set[Unit] = set()  # units kept gathered: perhaps nothing announces their backward
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
+        self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
 
     @property
@@ -161,29 +158,23 @@ class Schedule:
         self.calls[unit] = Call(unit, self._moment)
         if self._backward:  # which computes something again
             self._open(self._backward, unit)
-        if self._forward and not self._backward:
+        elif self._forward:
             self._entries.append(unit)
             at = len(self._entries)
             if self._expected[at - 1 : at] == [unit]:  # as in the last forward
-                for following in self._expected[at : at + 1 if self.reshard_after_forward else None]:
+                end = at + 1 if self.reshard_after_forward or at > 1 else None
+                for following in self._expected[at:end]:
                     self._prefetch(following)
         trace.begin("forward", unit.title)
 
     def mark(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Have backward tell when it reaches the nodes that made ``tensors``, outputs of modules of ``unit``.
 
-        Work in place on a view gives it another node, and leaves its base's. In backward, which only computes
-        again, and without gradients, nothing is marked.
+        In backward, which only computes again, and without gradients, nothing is marked.
         """
         call = self.calls.get(unit)
-        if self._backward or call is None or not torch.is_grad_enabled():
-            return
-        reach = partial(self._reach, self._record, unit, self._moment)
-        for tensor in tensors:
-            for made in (tensor, tensor._base):
-                if made is not None and (node := made.grad_fn) is not None:
-                    node.register_prehook(reach)
-                    call.marked = True
+        if call is not None and not self._backward and torch.is_grad_enabled():
+            call.mark(tensors, partial(self._reach, self._record, unit, self._moment))
 
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Release ``unit`` as one of its modules returns, if this was its outermost call.
@@ -194,7 +185,11 @@ class Schedule:
         if call is None:  # an error prevented its begin
             return
         learns = torch.is_grad_enabled() and not (failed or self._backward)
-        stays = learns and self._mark_output(call, output)
+        stays = False
+        if learns:
+            self.mark(unit, tensors_in(output))
+            call.marked |= unit.trains  # on another rank an output may have a gradient
+            stays = call.hides(output)
         call.depth -= 1
         if call.depth:
             return
@@ -207,7 +202,7 @@ class Schedule:
         if self._forward:
             self._record.append(call)
             if call.marked:
-                self._pending_since[unit] = min(call.began, self._pending_since.get(unit, call.began))
+                self._pending_since.setdefault(unit, call.began)
         elif not failed:
             self._fence(LEAVE)
         unit.refuse_edits()
@@ -222,19 +217,6 @@ class Schedule:
         unit.show_local()
         if not stays:
             unit.release()
-
-    def _mark_output(self, call: Call, output: Any) -> bool:
-        """Mark all tensors of ``output``; return whether the unit must stay gathered through backward.
-
-        It must if ``output`` may hide tensors in objects, or contains views of the unit's parameters.
-        """
-        unit = call.unit
-        found = [output] if isinstance(output, torch.Tensor) else list(leaves(output))
-        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-        self.mark(unit, tensors)
-        call.marked |= unit.trains  # on another rank an output may have a gradient
-        others = [leaf for leaf in found if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
-        return bool(others) or any(unit.shows(tensor) for tensor in tensors)
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
@@ -257,25 +239,22 @@ class Schedule:
     def _reach(self, record: Record, unit: Unit, moment: int, _: object) -> None:
         """Descend to ``moment``: autograd runs a node that ``unit`` made then, in ``record``'s forward."""
         backward = self._backward or self._begin_backward(record)
-        if moment >= backward.moment:  # a tensor that only passed through the call
+        if moment >= backward.descent.moment:  # a tensor that only passed through the call
             return
         self._descend(backward, moment)
-        if record is not backward.record:  # two forwards, one backward
-            self._enter(backward, record)
+        if record is not backward.descent.record:  # two forwards, one backward
+            backward.descent.enter(record, [each for each in self.units if each not in backward.launched])
             self._descend(backward, moment)
         if unit not in backward.entered:  # called by itself
             self._open(backward, unit)
 
     def _descend(self, backward: Backward, moment: int) -> None:
-        """Gather the units of calls that ended after ``moment``; complete units first called after it."""
-        while backward.ahead and backward.ahead[-1].ended > moment:
-            call = backward.ahead.pop()
-            if call.marked:
-                self._complete_after(backward, call.ended)
-                self._open(backward, call.unit)
-                self._prefetch(next((c.unit for c in reversed(backward.ahead) if c.marked), None))
-        self._complete_after(backward, moment)
-        backward.moment = moment
+        for unit, reached, opens in backward.descent.to(moment):
+            if opens:
+                self._open(backward, unit)
+                self._prefetch(backward.descent.following)
+            elif unit.is_open:
+                self._complete(backward, unit, reached)
 
     def _open(self, backward: Backward, unit: Unit) -> None:
         """Gather ``unit``, whose parameters may get gradients from now on."""
@@ -283,13 +262,6 @@ class Schedule:
         if not unit.is_open:
             unit.is_open, backward.entered[unit] = True, None
             trace.begin("backward", unit.title)
-
-    def _complete_after(self, backward: Backward, moment: int) -> None:
-        """Complete the units whose first call began after ``moment``."""
-        while backward.order and backward.first.get(backward.order[-1], 0) > moment:
-            unit = backward.order.pop()
-            if unit.is_open:
-                self._complete(backward, unit, moment)
 
     def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
         """Take the gradients of ``unit``, start to reduce them, and release it.
@@ -323,18 +295,11 @@ class Schedule:
                 if (grad := member.param.grad) is not None:
                     backward.before.append((member, grad))
                     member.param.grad = None
-        self._enter(backward, record)
+        backward.descent.enter(record, self.units)
         self._backward = backward
         end = partial(self._end_backward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
         return backward
-
-    def _enter(self, backward: Backward, record: Record) -> None:
-        """Begin to descend through the calls of ``record``."""
-        backward.record, backward.ahead, backward.moment = record, list(record), sys.maxsize
-        backward.first = first = {call.unit: call.began for call in sorted(record, key=lambda c: -c.began)}
-        backward.order = [unit for unit in self.units if unit not in backward.launched]
-        backward.order.sort(key=lambda unit: first.get(unit, 0))
 
     def gradient_arrives(self, unit: Unit, name: str, fits: bool) -> None:
         """Open ``unit`` for a gradient of its parameter ``name`` that no output has announced.
@@ -396,10 +361,6 @@ class Schedule:
                 "no_sync first, or clear them with zero_grad() and run another one"
             )
 
-    def before_conversion(self) -> None:
-        """Raise ValueError if gradients wait, laid out in the dtype of before."""
-        self.require_reduced("parameters were converted")
-
     # after errors
 
     def recover(self) -> None:
@@ -431,5 +392,6 @@ class Schedule:
             member.set_grad(grad)
 
     def _prefetch(self, unit: Unit | None) -> None:
+        """Start to gather ``unit``, if it is not gathered."""
         if unit is not None and unit.state is State.SHARDED:
             unit.launch()

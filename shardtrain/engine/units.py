@@ -149,18 +149,13 @@ def note_pieces(error: BaseException, units: Iterable[Unit], wrapper: CodeType) 
         for info, unit in shown:
             *_, layer, attribute = ("", *info.name.split("."))
             if (layer, attribute) in reads or (module is info.holder and attribute in names):
-                add_note(
-                    error,
+                note = (
                     f"{info.name} is this rank's piece while {unit.title} does not run, and the "
                     f"forward of {type(module).__name__} reads it: call {unit.title} as a module, choose "
-                    "units so that both are in one, or read it inside shardtrain.unsharded(model)",
+                    "units so that both are in one, or read it inside shardtrain.unsharded(model)"
                 )
+                if sys.version_info >= (3, 11):
+                    error.add_note(note)
+                else:
+                    error.args = (f"{error}. {note}",)
                 return
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add ``note`` to what is shown of ``error``, for Python 3.10 to its message."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.args = (f"{error}. {note}",)
