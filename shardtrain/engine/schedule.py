@@ -6,10 +6,10 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
     backward  compute C, reduce C, release C | prefetch A, compute B, ... | ..., release A | reduce R
     end       wait for the last reduction; every parameter shows its local piece again
 
-The root and the last two units stay gathered between forward and backward, which begins with them. On hosts
-that share memory inside all units do. Where all stay, all are prefetched at once. Elsewhere at most two units
-are gathered besides the root: the one that computes and the next one. Reductions under way hold at most as
-many bytes as the largest one, unless all units stay and the host waits for messages.
+The root and the last two units stay gathered until backward, and so do units that return objects, since no
+hook tells when backward needs them. On hosts that share memory inside all do. Where all stay, all are
+prefetched at once. Elsewhere at most two others are gathered: the one that computes and the next. Reductions
+under way hold at most as many bytes as the largest one, unless all stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
 are called, and records the calls. Backward descends through them (see ``calls.py``): a hook on the node of
