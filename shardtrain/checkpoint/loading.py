@@ -31,7 +31,7 @@ from shardtrain.engine.hooks import engine_of
 from shardtrain.engine.state_dict import Spec as Spec
 from shardtrain.engine.state_dict import differences as differences
 from shardtrain.engine.state_dict import persistent_buffers
-from shardtrain.engine.user_code import step_unhooked
+from shardtrain.optim.trial import step_unhooked
 
 
 class Opened(NamedTuple):

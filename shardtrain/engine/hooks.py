@@ -6,7 +6,7 @@
   since a loss may depend on the latter alone. It tells how far backward has come.
 - A hook on each trainable parameter. It refuses gradients of local pieces by name.
 
-Another hook checks each optimizer before it steps: see ``user_code.py``.
+Another hook checks each optimizer before it steps: see ``shardtrain/optim/trial.py``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import note_pieces
+from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
+Trial = Callable[[torch.optim.Optimizer, torch.device, Policy], None]
 _ABSENT = object()
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -61,7 +63,7 @@ class Engine:
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._attach()
-        _watch_optimizers()
+        assert watch_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
         _ENGINES.add(self)
 
     @property
@@ -248,7 +250,7 @@ class Engine:
                     handle = param.register_hook(_gradient_hook(self.schedule, unit, member))
                     self._hooked[member] = param, handle
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, trial: Trial) -> None:
         """Raise ValueError if ``optimizer``, about to step, is not right on pieces, or gradients wait."""
         groups = optimizer.param_groups
         # What decides whether it steps parameters of this model. If it does, it has been found right.
@@ -258,7 +260,8 @@ class Engine:
             own = {param for param, _ in self._hooked.values()}
             steps = any(param in own for group in groups for param in group["params"])
             if steps:
-                user_code.refuse_unless_right_on_pieces(optimizer, self.segments[0])
+                held = self.segments[0]
+                trial(optimizer, held.local.device, "whole" if held.layout.whole else "even")
                 self.watch(optimizer)
                 for member in self.members:
                     member.cut_state(optimizer.state.get(member.param, {}))
@@ -322,15 +325,15 @@ class Engine:
 
 
 @functools.cache
-def _watch_optimizers() -> None:
-    """Check every optimizer before it steps, once for all engines.
+def watch_optimizers(trial: Trial) -> None:
+    """Check every optimizer before it steps, once for all engines; ``trial`` raises if one is not right.
 
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.
     """
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for engine in list(_ENGINES):
-            engine.check_optimizer(optimizer)
+            engine.check_optimizer(optimizer, trial)
 
     register_optimizer_step_pre_hook(before_step)
 
