@@ -17,7 +17,7 @@ PACKAGE = ROOT / "shardtrain"
 PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is its budget of lines, to which
-# a room may add 2 %, so that a comment fails no test. Rooms only shrink: who makes one smaller lowers its number.
+# it may add 2 %, so that a comment fails no test. Budgets only shrink: who makes a room smaller lowers its own.
 ENGINE = {"layout": 185, "device": 177, "comm": 3_578, "engine": 3_229, "optim": 400, "checkpoint": 1_246}
 PROGRAM = {
     "job": 2_969,
@@ -30,7 +30,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_120, "files": 95, "rooms": 16, "engine and layout": 3_414, "tests": 12_998}
+LARGEST = {"lines": 16_120, "files": 95, "rooms": 16, "tests": 12_998}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
@@ -97,7 +97,6 @@ def test_the_package_keeps_its_budget() -> None:
         "lines": lines(*files_of(*ORDER)),
         "files": len(files_of(*ORDER)),
         "rooms": len(ORDER),
-        "engine and layout": lines(*files_of("engine", "layout")),
         "tests": lines(*(ROOT / "tests").rglob("*.py")),
     }
     assert {name: count for name, count in counts.items() if count > LARGEST[name]} == {}

@@ -136,9 +136,8 @@ class Schedule:
                 unit.open_full()
             elif unit.state is State.GATHERING or failed:
                 unit.release()
+            unit.end_reading(failed)
         if not failed:  # an exception must not wait for other ranks
-            for unit in self.units:
-                unit.refuse_late_edits()
             self.forget_nodes()
             self._fence(LEAVE)
 
@@ -149,11 +148,11 @@ class Schedule:
             return
         # Called by itself, perhaps after an update; or changed in this forward, as a momentum encoder is.
         if not self._backward:
-            unit.refuse_late_edits()
+            unit.end_reading()
             if not self._forward or unit.take_edits(self.before_conversion):
                 self._refresh([unit])
+            unit.is_read = True
         unit.open_full()
-        unit.is_read = True
         self._moment += 1
         self.calls[unit] = Call(unit, self._moment)
         if self._backward:  # which computes something again
@@ -203,8 +202,10 @@ class Schedule:
             self._record.append(call)
             if call.marked:
                 self._pending_since.setdefault(unit, call.began)
-        elif not failed:
-            self._fence(LEAVE)
+        else:
+            unit.is_read = False
+            if not failed:
+                self._fence(LEAVE)
         unit.refuse_edits()
         if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
             self._unannounced.add(unit)

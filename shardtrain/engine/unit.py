@@ -49,7 +49,7 @@ class Unit:
 
     ``title``: the unit's name in messages. ``pinned``: `unsharded` keeps it gathered, so `release` does
     nothing. ``account``: shared by all units of a model. ``trains``: whether any of its parameters does.
-    ``is_read``: whether the unit has run since `refresh`, so that other ranks may still read its pieces.
+    ``is_read``: whether the unit has run in the forward under way, so other ranks may still read its pieces.
     ``is_open``: whether it gets gradients in the backward under way.
     """
 
@@ -120,7 +120,7 @@ class Unit:
         for segment in self.segments:
             segment.cast()
         self.trains = any(member.param.requires_grad for member in self.members)
-        self.is_read, self._seen[False] = False, self._look()
+        self._seen[False] = self._look()
 
     def _look(self) -> list[tuple[int, int]]:
         """Return what tells that users change a parameter: autograd's version of it, and where it lies."""
@@ -149,10 +149,11 @@ class Unit:
                 "forward with gradients, the root is whole until its backward: evaluate under torch.no_grad()"
             )
 
-    def refuse_late_edits(self) -> None:
+    def end_reading(self, failed: bool = False) -> None:
         """Raise ValueError if local pieces were changed while other ranks may still compute with them."""
-        shared = self.transport.in_place and self.transport.world > 1
-        if shared and self.is_read and not self.shows_full and (edited := self.edited(in_place=True)):
+        shared = self.transport.in_place and self.transport.world > 1 and not (self.shows_full or failed)
+        was_read, self.is_read = self.is_read, False
+        if was_read and shared and (edited := self.edited(in_place=True)):
             raise ValueError(
                 f"forward changed {', '.join(edited)} after {self.title} had run, while ranks that share its "
                 "memory may still compute with it; change it before the unit runs, or between steps, or "
