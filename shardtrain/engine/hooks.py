@@ -175,7 +175,8 @@ class Engine:
 
         self._set(module, "named_modules", MethodType(user_code.modules_unless_wrapped, module))
         self._set(module, "_compiled_call_impl", None)
-        self._set(module, "_call_impl", MethodType(user_code.graph_break(call), module))
+        call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile breaks the graph
+        self._set(module, "_call_impl", MethodType(call, module))
 
     def _wrap_reset(self, unit: Unit, module: nn.Module, name: str) -> None:
         """Have ``module.reset_parameters()`` see whole parameters of ``unit``, since it computes fan-ins.

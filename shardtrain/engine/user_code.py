@@ -71,12 +71,6 @@ def uncompiled(hook: Hook) -> Hook:
     return either
 
 
-def graph_break(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``torch.compile`` break the graph at ``call``, and compile what it calls."""
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return call
-
-
 def modules_unless_wrapped(module: nn.Module, *args: Any, **options: Any) -> Any:
     """Return ``module.named_modules()``. Raises ValueError if torch's data parallel wrappers ask for them.
 
