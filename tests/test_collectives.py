@@ -15,7 +15,7 @@ from torch import empty, ones
 
 from shardtrain import comm
 from shardtrain import comm as dist
-from shardtrain.comm import messages, native, public
+from shardtrain.comm import messages, native
 
 from pool import each_rank
 
@@ -184,7 +184,7 @@ def test_chunks_change_nothing_and_sums_have_rank_order(window: int) -> None:
     expected = inputs[0][rank].clone()
     for full in inputs[1:]:
         expected += full[rank]
-    with patch.object(messages, "CHUNK_BYTES", 64), patch.object(public, "WINDOW", window):
+    with patch.object(messages, "CHUNK_BYTES", 64), patch.object(messages, "WINDOW", window):
         output, gathered = torch.empty(n), torch.empty(world, n)
         comm.all_gather_into_tensor(gathered, output.fill_(rank))
         equal(gathered, torch.arange(float(world)).view(-1, 1).expand(world, n))

@@ -4,24 +4,21 @@
 
 - on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
   twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
-- arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank
-  (``agreement.py``). Outputs of calls under way on that group are then undefined; the group remains usable.
+- arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank, before
+  anything has been moved (``agreement.py``).
 
-With ``async_op=True`` a thread completes the call on gloo. On other backends ranks agree inside the call, and
+With ``async_op=True`` a thread agrees and moves on gloo. On other backends ranks agree inside the call, and
 the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
 from threading import Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -31,11 +28,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from shardtrain.comm import native
-from shardtrain.comm.agreement import EAGER_BYTES, Agreement, Part
-from shardtrain.comm.arithmetic import check_op, merge, op_name
-from shardtrain.comm.messages import WINDOW, Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.agreement import Row, check_agreement, start_sharing
+from shardtrain.comm.arithmetic import check_op, op_name
+from shardtrain.comm.messages import Mailbox, call_tag, start_exchange, start_reduce_scatter
 from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement, count
-from shardtrain.comm.transport import Pending
 
 Op = dist.ReduceOp.RedOpType
 Group = dist.ProcessGroup
@@ -95,14 +91,6 @@ class Side:
         first, shapes = self.items[0], ", ".join(str(list(item.shape)) for item in self.items)
         where = "" if first.is_cpu else f" on {first.device.type}"
         return f"{str(first.dtype).removeprefix('torch.')} {shapes}{where}"
-
-    def places(self) -> list[Part]:
-        """Return address and size of every rank's part."""
-        if self.parts == LIST:
-            return [(item.data_ptr(), size) for item, size in zip(self.items, self.sizes, strict=True)]
-        start, step = self.items[0].data_ptr(), self.parts != ALL
-        before = accumulate(self.sizes[:-1], initial=0)
-        return [(start + step * offset, size) for offset, size in zip(before, self.sizes, strict=True)]
 
     def cut(self) -> list[Tensor]:
         """Return every rank's part as a vector."""
@@ -228,48 +216,29 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     if rank < 0:
         warnings.warn(f"{call.name} called on a rank that does not belong to the given group", stacklevel=4)
         return None
-    mailbox, parts, own, least = Mailbox(group, rank, world), list[Part](), None, EAGER_BYTES
     try:
-        words, row = _check(call, mailbox)
-        if world == 1:
-            least = -1  # no part is sent with a row
-        elif row[2]:
-            parts = call.input.places()
-        else:
-            own = _backends_own(call)
-        count(call.movement, [sum(call.input.sizes) - call.input.sizes[rank]])
+        row = _check(call, group, rank, world)
+        count(call.movement, [sum(row.sent) - row.sent[rank]])
     # The others must learn of any error, or they would wait for this rank until the time-out.
     except Exception as error:
-        words, row = str(error), [1, 0, 0] + [0] * 2 * world
-    agreement, moving = Agreement(mailbox, row, words, parts), Pending()
+        row = Row.of(str(error), "", [0] * world, [0] * world, is_wrong=True)
+    # Started here, since rows of different ranks meet in the order of the calls, not of the threads.
+    rows = start_sharing(row, group, rank)
 
-    def finish() -> None:
+    def agree() -> int:
+        """Return the tag of the call's messages, once all ranks agree."""
         try:
-            agreement.settle(moving)
+            return call_tag(check_agreement(rows()).clock)
         except ValueError as refusal:
             raise ValueError(f"{call.name} refused on every rank: {refusal}") from None
-        if parts and call.op is None:
-            agreement.deliver(call.output.places())
-        elif parts and call.output.sizes[rank] <= EAGER_BYTES:
-            out = call.output.flat()[0]
-            values = [came[: out.nbytes].view(out.dtype) for came in agreement.arrived()]
-            values[rank] = call.input.cut()[rank]
-            merge(values, out, call.op)
-        moving.wait()
 
-    if own is not None:
-        finish()
-        return own(group=group, async_op=async_op)
-    if not row[0] and max(row[3:]) > least:
-        # Concurrent calls may have one size and so one tag. So each posts all its receives at once, in the
-        # order of the calls.
-        sides = call.input.cut(), call.output.cut()
-        outgoing, incoming = ([p[: p.numel() * (p.nbytes > least)] for p in side] for side in sides)
-        if call.op is None:
-            moving = start_exchange(mailbox, None, outgoing, incoming)
-        else:
-            window = sys.maxsize if async_op else WINDOW
-            moving = start_reduce_scatter(mailbox, None, outgoing, incoming[rank], call.op, window)
+    def finish() -> None:
+        _move(call, Mailbox(group, rank, world), agree())
+
+    by_gloo = group is not None and native.has_gloo(group) and (row.is_wrong or call.input.items[0].is_cpu)
+    if not by_gloo and world > 1:
+        agree()
+        return _backends_own(call)(group=group, async_op=async_op)
     if async_op:
         return Background(finish)
     finish()
@@ -301,16 +270,12 @@ class Background(Work):
         return self._end.done()
 
 
-def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
-    """Return the call in words, and its row (see `Agreement`).
-
-    Tensors must be of one dtype, and on a device that the group supports. An input that shares memory with
-    the output is copied, unless this rank's part has one place there.
+def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
+    """Return the row that describes the call. Its tensors must be of one dtype, on a device that ``group`` moves.
 
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
     """
-    group, rank, world = mailbox.group, mailbox.rank, mailbox.world
     output, input = call.output, call.input
     output.check(world)
     input.check(world)
@@ -318,7 +283,6 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
     other = next((item.device for item in every if item.device != device), None)
     if other is not None:
         raise ValueError(f"expected all tensors on one device, found {device} and {other}")
-    by_messages = group is None or world == 1 or (device.type == "cpu" and native.has_gloo(group))
     if group is not None and device.type not in native.device_types(group):
         moved = ", ".join(native.device_types(group))
         raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
@@ -333,12 +297,25 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
         raise ValueError(f"{fit}, found {output} for {input}")
     words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {input}"
     # What must be the same on every rank; of an all-to-all, not the shapes.
-    alike = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
-    from_, to = ({item.untyped_storage().data_ptr() for item in side.items} for side in (input, output))
-    shared = from_ & to and by_messages
-    if shared and (call.movement is ALL_TO_ALL or input.places()[rank] != output.places()[rank]):
-        input.items = [item.detach().clone() for item in input.items]
-    return words, [0, zlib.crc32(alike.encode()), by_messages, *input.sizes, *output.sizes]
+    same = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
+    return Row.of(words, same, input.sizes, output.sizes)
+
+
+def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
+    """Run the collective by messages, all with the tag ``tag``.
+
+    An input that shares memory with the output is copied, unless this rank's part has one place there.
+    """
+    outgoing, incoming, rank = call.input.cut(), call.output.cut(), mailbox.rank
+    from_, to = ({part.untyped_storage().data_ptr() for part in side} for side in (outgoing, incoming))
+    is_in_place = call.movement is not ALL_TO_ALL and outgoing[rank].data_ptr() == incoming[rank].data_ptr()
+    if from_ & to and not is_in_place:
+        call.input.items = [item.detach().clone() for item in call.input.items]
+        outgoing = call.input.cut()
+    if call.op is None:
+        start_exchange(mailbox, tag, outgoing, incoming).wait()
+    else:
+        start_reduce_scatter(mailbox, tag, outgoing, incoming[rank], call.op).wait()
 
 
 def _backends_own(call: Call) -> Callable[..., Work | None]:
