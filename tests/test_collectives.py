@@ -1,6 +1,7 @@
 """The public collectives: torch's documented examples, odd sizes, refusals on every rank, traffic."""
 
 import functools
+import random
 import re
 import time
 from functools import partial
@@ -15,7 +16,7 @@ from torch import empty, ones
 
 from shardtrain import comm
 from shardtrain import comm as dist
-from shardtrain.comm import messages, native
+from shardtrain.comm import agreement, messages, native, public
 
 from pool import each_rank
 
@@ -227,15 +228,23 @@ def test_odd_tensors() -> None:
 
 @each_rank(2, 3, 4, transport="auto")
 def test_calls_under_way_together_keep_apart() -> None:
+    """Calls of one size, whose threads run in another order on every rank."""
     rank, world = comm.rank(), comm.world_size()
     full = torch.arange(float(world * 3))
     outputs = [torch.empty(3) for _ in range(20)]
-    works = [
-        comm.reduce_scatter_tensor(output, full * (index + 1), async_op=True)
-        for index, output in enumerate(outputs)
-    ]
-    for work in reversed(works):
-        finish(work, True)
+    delays = random.Random(rank)
+
+    def agree_late(*rows: Any) -> Any:
+        time.sleep(delays.random() / 20)
+        return agreement.check_agreement(*rows)
+
+    with patch.object(public, "check_agreement", agree_late):
+        works = [
+            comm.reduce_scatter_tensor(output, full * (index + 1), async_op=True)
+            for index, output in enumerate(outputs)
+        ]
+        for work in reversed(works):
+            finish(work, True)
     for index, output in enumerate(outputs):
         equal(output, full.view(world, 3)[rank] * world * (index + 1))
 

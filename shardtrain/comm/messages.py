@@ -140,7 +140,8 @@ def chunks(elements: int, element_size: int) -> list[slice]:
 #     from        to          what
 #     0           2**20 - 1   users' own messages on the same group
 #     2**20       2**27 - 1   the engine's collectives: 2**20 numbers at each of 127 positions, in turn
-#     2**27       2**28 - 1   reports, four tags per transport: head, pulse, collectives, none
+#     2**27       2**28 - 2   reports, four tags per transport: head, pulse, collectives, none
+#     2**28 - 1               the row in which a rank announces a public collective
 #     2**28       2**31 - 1   public collectives: rank 0's clock in microseconds, repeating after 31 minutes
 #
 # A collective's number encodes the unit, gather or reduction, and the segment. After 4,096 units numbers
@@ -150,6 +151,7 @@ _NUMBERS = 1 << 20
 _REPORTS = 1 << 27
 _POSITIONS = _REPORTS // _NUMBERS - 1
 _CALLS = 1 << 28
+ROW = _CALLS - 1
 
 _SEGMENTS = 128
 

@@ -271,7 +271,7 @@ class Background(Work):
 
 
 def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
-    """Return the row that describes the call. Its tensors must be of one dtype, on a device that ``group`` moves.
+    """Return the row that describes the call. Its tensors have one dtype, and a device that ``group`` moves.
 
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
