@@ -419,6 +419,9 @@ def test_the_backend_s_own_collectives() -> None:
         equal(total, [float(world * rank)] * 3)
         comm.all_to_all_single(output, torch.arange(float(world)).repeat_interleave(3))
         equal(output, [float(rank)] * 3 * world)
+        pairs = torch.empty(world, dtype=torch.cfloat)
+        comm.all_to_all_single(pairs, torch.full((world,), 1j * rank))
+        equal(pairs, 1j * torch.arange(world))
         named = f"refused on every rank: rank 1: expected output to have equal parts for {world} ranks"
         with pytest.raises(ValueError, match=named):
             call(GATHER, output=torch.empty(world * 3 + (rank == 1)))

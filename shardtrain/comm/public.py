@@ -46,20 +46,22 @@ ALL, EQUAL, ROWS, LIST = "all", "equal", "rows", "list"
 class Side:
     """Hold what a call reads or writes, as given. ``rows``: rows of each rank's part; None: equally many.
 
-    After `check`, ``items`` are its tensors, one or one per rank, and ``sizes`` the bytes of their parts.
+    After `check`, ``items`` are its tensors. ``flat`` are these as detached vectors, complex values as pairs
+    of real ones, and ``parts`` each rank's part of them.
     """
 
-    def __init__(self, name: str, given: Any, parts: str, rows: Sequence[int] | None = None) -> None:
-        self.name, self.given, self.parts, self.rows = name, given, parts, rows
+    def __init__(self, name: str, given: Any, kind: str, rows: Sequence[int] | None = None) -> None:
+        self.name, self.given, self.kind, self.rows = name, given, kind, rows
         self.items: list[Tensor] = []
-        self.sizes: list[int] = []
+        self.flat: list[Tensor] = []
+        self.parts: list[Tensor] = []
 
     def check(self, world: int) -> None:
         """Raise ValueError unless these are dense, contiguous tensors with a part for each rank."""
-        name, items = self.name, self.given if self.parts == LIST else [self.given]
+        name, items = self.name, self.given if self.kind == LIST else [self.given]
         if not isinstance(items, (list, tuple)):
             raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
-        if self.parts == LIST and len(items) != world:
+        if self.kind == LIST and len(items) != world:
             raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(items)}")
         for item in items:
             if not isinstance(item, Tensor):
@@ -68,15 +70,23 @@ class Side:
                 raise ValueError(f"expected dense tensors, found {item.layout}")
             if not item.is_contiguous() or item.is_conj() or item.is_neg():
                 raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
-        self.items = [*items]
-        self.sizes = self._parts_in_bytes(world)
+        self.items, plain = [*items], [item.detach() for item in items]
+        self.flat = [(torch.view_as_real(each) if each.is_complex() else each).view(-1) for each in plain]
+        self.parts = self._cut(world)
 
-    def _parts_in_bytes(self, world: int) -> list[int]:
-        """Return the ``sizes``. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 60 and 20."""
-        first, sizes = self.items[0], [item.nbytes for item in self.items]
-        if self.parts in (LIST, ALL):
-            return sizes if self.parts == LIST else sizes * world
-        rows = first.shape[0] if self.parts == ROWS and first.dim() else first.numel()
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each rank's part."""
+        return [part.nbytes for part in self.parts]
+
+    def _cut(self, world: int) -> list[Tensor]:
+        """Return the ``parts``. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 15 and 5 elements."""
+        if self.kind == LIST:
+            return self.flat
+        if self.kind == ALL:
+            return self.flat * world
+        first = self.items[0]
+        rows = first.shape[0] if self.kind == ROWS and first.dim() else first.numel()
         splits = self.rows or [rows // world] * world
         if not self.rows and rows % world:
             raise ValueError(f"expected {self.name} to have equal parts for {world} ranks, found {self}")
@@ -84,27 +94,14 @@ class Side:
         if not are_splits or len(splits) != world or sum(splits) != rows:
             wanted = f"{world} split sizes of at least 0 that add up to the {rows} rows of {self.name}"
             raise ValueError(f"expected {wanted}, found {list(splits)}")
-        return [size * (first.nbytes // max(rows, 1)) for size in splits]
+        elements = self.flat[0].numel() // max(rows, 1)
+        return list(self.flat[0].split([size * elements for size in splits]))
 
     def __str__(self) -> str:
         """Return dtype and shapes, such as ``float32 [3, 2], [3]``."""
         first, shapes = self.items[0], ", ".join(str(list(item.shape)) for item in self.items)
         where = "" if first.is_cpu else f" on {first.device.type}"
         return f"{str(first.dtype).removeprefix('torch.')} {shapes}{where}"
-
-    def cut(self) -> list[Tensor]:
-        """Return every rank's part as a vector."""
-        flat = self.flat()
-        if self.parts == LIST:
-            return flat
-        if self.parts == ALL:
-            return flat * len(self.sizes)
-        return list(flat[0].split([size // flat[0].itemsize for size in self.sizes]))
-
-    def flat(self) -> list[Tensor]:
-        """Return its tensors as detached vectors, complex values as pairs of real ones."""
-        plain = (item.detach() for item in self.items)
-        return [(torch.view_as_real(each) if each.is_complex() else each).view(-1) for each in plain]
 
 
 class Call(NamedTuple):
@@ -232,13 +229,14 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         except ValueError as refusal:
             raise ValueError(f"{call.name} refused on every rank: {refusal}") from None
 
+    on_cpu = row.is_wrong or call.input.items[0].is_cpu
+    if not (group is None or world == 1 or (native.has_gloo(group) and on_cpu)):
+        agree()
+        return _backends_own(call)(group=group, async_op=async_op)
+
     def finish() -> None:
         _move(call, Mailbox(group, rank, world), agree())
 
-    by_gloo = group is not None and native.has_gloo(group) and (row.is_wrong or call.input.items[0].is_cpu)
-    if not by_gloo and world > 1:
-        agree()
-        return _backends_own(call)(group=group, async_op=async_op)
     if async_op:
         return Background(finish)
     finish()
@@ -306,12 +304,11 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
 
     An input that shares memory with the output is copied, unless this rank's part has one place there.
     """
-    outgoing, incoming, rank = call.input.cut(), call.output.cut(), mailbox.rank
+    outgoing, incoming, rank = call.input.parts, call.output.parts, mailbox.rank
     from_, to = ({part.untyped_storage().data_ptr() for part in side} for side in (outgoing, incoming))
     is_in_place = call.movement is not ALL_TO_ALL and outgoing[rank].data_ptr() == incoming[rank].data_ptr()
     if from_ & to and not is_in_place:
-        call.input.items = [item.detach().clone() for item in call.input.items]
-        outgoing = call.input.cut()
+        outgoing = [part.clone() for part in outgoing]
     if call.op is None:
         start_exchange(mailbox, tag, outgoing, incoming).wait()
     else:
@@ -320,7 +317,7 @@ def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
 
 def _backends_own(call: Call) -> Callable[..., Work | None]:
     """Return the backend's own collective, bound to its tensors."""
-    flat = [side.flat() if side.parts == LIST else side.flat()[0] for side in (call.output, call.input)]
-    by_rows = [call.output.sizes, call.input.sizes] if call.input.parts == ROWS else []
-    size = call.input.items[0].itemsize
-    return partial(call.own, *flat, *([each // size for each in sizes] for sizes in by_rows))
+    sides = call.output, call.input
+    flat = [side.flat if side.kind == LIST else side.flat[0] for side in sides]
+    splits = [[len(part) for part in side.parts] for side in sides if side.kind == ROWS]
+    return partial(call.own, *flat, *splits)
