@@ -386,9 +386,11 @@ def test_ranks_in_different_collectives_are_told(large: bool) -> None:
     n = messages.CHUNK_BYTES * 3 if large else 5
     world = comm.world_size()
     odd, others = (comm.reduce_scatter_tensor, n, world * n), (comm.all_gather_into_tensor, world * 7, 7)
-    collective, output, input = odd if comm.rank() == 2 else others
+    collective, elements, input = odd if comm.rank() == 2 else others
+    output = torch.zeros(elements)
     with pytest.raises(ValueError, match=r"rank 2: .* as on rank 0, all_gather_into_tensor of float32 \[7\]"):
-        collective(torch.empty(output), torch.ones(input))
+        collective(output, torch.ones(input))
+    equal(output, torch.zeros(elements))
 
 
 @each_rank(2, transport="auto")
