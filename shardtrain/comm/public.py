@@ -5,7 +5,8 @@
 - on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
   twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
 - arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank, before
-  any payload moves (``agreement.py``). That costs a round trip: calls of less than 4 MiB are slower than gloo's.
+  any payload moves (``agreement.py``). For that a call needs one more round trip, so it is slower than gloo's
+  own below 4 MiB.
 
 With ``async_op=True`` a thread agrees and moves on gloo. On other backends ranks agree inside the call, and
 the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
