@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.comm import native
-from shardtrain.comm.messages import ROW, Mailbox, start_exchange
+from shardtrain.comm.messages import ROW, Mailbox, call_tag, start_exchange
 from shardtrain.comm.transport import Pending, Ranks
 
 _TEXT_BYTES = 1024
@@ -75,8 +75,8 @@ class Row(NamedTuple):
     """Describe to the other ranks what this rank is about to call.
 
     ``words``: the call in words, or what is wrong with its arguments. ``digest``: of what must be the same on
-    every rank. ``sent``, ``expected``: the bytes for each rank, and the bytes from each. ``clock``: when this
-    rank called, in microseconds. Rank 0's identifies the call on all ranks: no two calls have the same one.
+    every rank. ``sent``, ``expected``: the bytes for each rank, and the bytes from each. ``clock``: when the
+    row was packed, in microseconds. No two calls have the same one, so rank 0's identifies the call.
     """
 
     words: str
@@ -84,16 +84,11 @@ class Row(NamedTuple):
     digest: int
     sent: list[int]
     expected: list[int]
-    clock: int
-
-    @classmethod
-    def of(cls, words: str, same: str, sent: list[int], expected: list[int], is_wrong: bool = False) -> Row:
-        """Return the row of a call made now. ``same``: what must be the same on every rank."""
-        clock = time.perf_counter_ns() // 1000
-        return cls(words, is_wrong, zlib.crc32(same.encode()), sent, expected, clock)
+    clock: int = 0
 
     def pack(self) -> bytes:
-        numbers = [self.is_wrong, self.digest, self.clock, *self.sent, *self.expected]
+        clock = time.perf_counter_ns() // 1000
+        numbers = [self.is_wrong, self.digest, clock, *self.sent, *self.expected]
         return array("q", numbers).tobytes() + self.words.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
 
     @classmethod
@@ -127,15 +122,18 @@ def start_sharing(row: Row, group: dist.ProcessGroup | None, rank: int) -> Calla
     return wait
 
 
-def check_agreement(rows: Mapping[int, Row]) -> Row:
-    """Return the first rank's row. Raises ValueError, the same on every rank, unless all agree."""
+def check_agreement(name: str, rows: Mapping[int, Row]) -> int:
+    """Return the tag of the messages of the collective ``name``, which all ``rows`` describe.
+
+    Raises ValueError, the same on every rank, if they do not.
+    """
     complaints = [f"rank {rank}: {row.words}" for rank, row in rows.items() if row.is_wrong]
     complaints = complaints or _differences(rows)
     if (more := len(complaints) - _NAMED) > 0:
         complaints[_NAMED:] = [f"and {more} more ranks"]
     if complaints:
-        raise ValueError("; ".join(complaints))
-    return next(iter(rows.values()))
+        raise ValueError(f"{name} refused on every rank: {'; '.join(complaints)}")
+    return call_tag(next(iter(rows.values())).clock)
 
 
 def _differences(rows: Mapping[int, Row]) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -31,7 +32,7 @@ from torch.distributed import ReduceOp, Work
 from shardtrain.comm import native
 from shardtrain.comm.agreement import Row, check_agreement, start_sharing
 from shardtrain.comm.arithmetic import check_op, op_name
-from shardtrain.comm.messages import Mailbox, call_tag, start_exchange, start_reduce_scatter
+from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement, count
 
 Op = dist.ReduceOp.RedOpType
@@ -219,24 +220,16 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
         count(call.movement, [sum(row.sent) - row.sent[rank]])
     # The others must learn of any error, or they would wait for this rank until the time-out.
     except Exception as error:
-        row = Row.of(str(error), "", [0] * world, [0] * world, is_wrong=True)
+        row = Row(str(error), True, 0, [0] * world, [0] * world)
     # Started here, since rows of different ranks meet in the order of the calls, not of the threads.
     rows = start_sharing(row, group, rank)
-
-    def agree() -> int:
-        """Return the tag of the call's messages, once all ranks agree."""
-        try:
-            return call_tag(check_agreement(rows()).clock)
-        except ValueError as refusal:
-            raise ValueError(f"{call.name} refused on every rank: {refusal}") from None
-
     on_cpu = row.is_wrong or call.input.items[0].is_cpu
     if not (group is None or world == 1 or (native.has_gloo(group) and on_cpu)):
-        agree()
+        check_agreement(call.name, rows())
         return _backends_own(call)(group=group, async_op=async_op)
 
     def finish() -> None:
-        _move(call, Mailbox(group, rank, world), agree())
+        _move(call, Mailbox(group, rank, world), check_agreement(call.name, rows()))
 
     if async_op:
         return Background(finish)
@@ -297,7 +290,7 @@ def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
     words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {input}"
     # What must be the same on every rank; of an all-to-all, not the shapes.
     same = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
-    return Row.of(words, same, input.sizes, output.sizes)
+    return Row(words, False, zlib.crc32(same.encode()), input.sizes, output.sizes)
 
 
 def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
