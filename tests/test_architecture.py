@@ -18,7 +18,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is the most lines it may have.
 # Rooms only shrink: who makes one smaller lowers its number. The aim for the whole package is 14,000.
-ENGINE = {"layout": 185, "device": 177, "comm": 3_533, "engine": 3_229, "optim": 308, "checkpoint": 1_246}
+ENGINE = {"layout": 185, "device": 177, "comm": 3_524, "engine": 3_229, "optim": 308, "checkpoint": 1_246}
 PROGRAM = {
     "job": 2_969,
     "plan": 785,
