@@ -18,7 +18,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
 # From the ground floor upward: a room imports from those before it. The number is its budget of lines. It
 # may have 2 % more, so that a comment fails no test. Budgets only shrink.
-ENGINE = {"layout": 185, "device": 177, "comm": 3_578, "engine": 3_229, "optim": 413, "checkpoint": 1_246}
+ENGINE = {"layout": 185, "device": 177, "comm": 3_524, "engine": 3_229, "optim": 413, "checkpoint": 1_246}
 PROGRAM = {
     "job": 2_969,
     "plan": 785,

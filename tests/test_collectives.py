@@ -1,6 +1,7 @@
 """The public collectives: torch's documented examples, odd sizes, refusals on every rank, traffic."""
 
 import functools
+import random
 import re
 import time
 from functools import partial
@@ -184,7 +185,7 @@ def test_chunks_change_nothing_and_sums_have_rank_order(window: int) -> None:
     expected = inputs[0][rank].clone()
     for full in inputs[1:]:
         expected += full[rank]
-    with patch.object(messages, "CHUNK_BYTES", 64), patch.object(public, "WINDOW", window):
+    with patch.object(messages, "CHUNK_BYTES", 64), patch.object(messages, "WINDOW", window):
         output, gathered = torch.empty(n), torch.empty(world, n)
         comm.all_gather_into_tensor(gathered, output.fill_(rank))
         equal(gathered, torch.arange(float(world)).view(-1, 1).expand(world, n))
@@ -227,15 +228,23 @@ def test_odd_tensors() -> None:
 
 @each_rank(2, 3, 4, transport="auto")
 def test_calls_under_way_together_keep_apart() -> None:
+    """Calls of one size, whose threads run in another order on every rank."""
     rank, world = comm.rank(), comm.world_size()
     full = torch.arange(float(world * 3))
     outputs = [torch.empty(3) for _ in range(20)]
-    works = [
-        comm.reduce_scatter_tensor(output, full * (index + 1), async_op=True)
-        for index, output in enumerate(outputs)
-    ]
-    for work in reversed(works):
-        finish(work, True)
+    delays = random.Random(rank)
+
+    def move_late(*call: Any, move: Any = public._move) -> None:
+        time.sleep(delays.random() / 20)
+        move(*call)
+
+    with patch.object(public, "_move", move_late):
+        works = [
+            comm.reduce_scatter_tensor(output, full * (index + 1), async_op=True)
+            for index, output in enumerate(outputs)
+        ]
+        for work in reversed(works):
+            finish(work, True)
     for index, output in enumerate(outputs):
         equal(output, full.view(world, 3)[rank] * world * (index + 1))
 
@@ -377,9 +386,11 @@ def test_ranks_in_different_collectives_are_told(large: bool) -> None:
     n = messages.CHUNK_BYTES * 3 if large else 5
     world = comm.world_size()
     odd, others = (comm.reduce_scatter_tensor, n, world * n), (comm.all_gather_into_tensor, world * 7, 7)
-    collective, output, input = odd if comm.rank() == 2 else others
+    collective, elements, input = odd if comm.rank() == 2 else others
+    output = torch.zeros(elements)
     with pytest.raises(ValueError, match=r"rank 2: .* as on rank 0, all_gather_into_tensor of float32 \[7\]"):
-        collective(torch.empty(output), torch.ones(input))
+        collective(output, torch.ones(input))
+    equal(output, torch.zeros(elements))
 
 
 @each_rank(2, transport="auto")
@@ -410,6 +421,9 @@ def test_the_backend_s_own_collectives() -> None:
         equal(total, [float(world * rank)] * 3)
         comm.all_to_all_single(output, torch.arange(float(world)).repeat_interleave(3))
         equal(output, [float(rank)] * 3 * world)
+        pairs = torch.empty(world, dtype=torch.cfloat)
+        comm.all_to_all_single(pairs, torch.full((world,), 1j * rank))
+        equal(pairs, 1j * torch.arange(world))
         named = f"refused on every rank: rank 1: expected output to have equal parts for {world} ranks"
         with pytest.raises(ValueError, match=named):
             call(GATHER, output=torch.empty(world * 3 + (rank == 1)))

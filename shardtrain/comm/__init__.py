@@ -6,7 +6,7 @@ Read the files in this order. Each imports only from those before it:
 - ``arithmetic``: sums and int8; ``transport``: what the engine needs of a transport
 - ``messages``, ``native``: collectives by messages, and the backend's own
 - ``guard``, ``reports``: ranks that diverge, and ranks that are lost
-- ``process_group``: the transport between any ranks; ``agreement``: texts between ranks
+- ``process_group``: the transport between any ranks; ``agreement``: texts and verdicts of all ranks
 - ``signals``, ``shared_memory``: ranks that share memory, and messages between hosts
 - ``wrappers``: offload and replicas, around any of these; simulated ranks
 - ``opening``: the choice among them

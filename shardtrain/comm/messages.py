@@ -37,8 +37,7 @@ FOREVER = timedelta(days=300)
 class Mailbox(NamedTuple):
     """Send and receive messages within ``group``, which may be None for a single rank.
 
-    Sender and receiver must use the same tag. Without one, the message's size serves as tag, so messages of
-    different sizes never match.
+    Sender and receiver must use the same tag.
 
     ``members``: the ranks of ``group`` that take part, if not all do; ``rank`` and peers count among them.
     ``guarded``: `Reports` decides how long to wait. At gloo's own time-out all connections would close.
@@ -58,17 +57,16 @@ class Mailbox(NamedTuple):
         for work in works:
             work.wait(FOREVER) if self.guarded else work.wait()
 
-    def post(self, method: str, vector: torch.Tensor, peer: int, tag: int | None = None) -> list[dist.Work]:
+    def post(self, method: str, vector: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Start to ``"send"`` or ``"recv"`` the 1-D ``vector``, one message per chunk."""
         # The group's own method, since `dist.irecv` doubles the time of each call.
         post = getattr(self.group, method)
         peer = peer if self.members is None else self.members[peer]
-        tag = size_tag(vector.nbytes) if tag is None else tag
         return [post([vector[span]], peer, tag) for span in chunks(vector.numel(), vector.element_size())]
 
 
 def start_exchange(
-    mailbox: Mailbox, tag: int | None, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    mailbox: Mailbox, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
 ) -> Pending:
     """Start sending ``outgoing[r]`` to rank ``r`` and filling ``incoming[r]`` with what rank ``r`` sends.
 
@@ -88,28 +86,25 @@ def start_exchange(
 
 def start_reduce_scatter(
     mailbox: Mailbox,
-    tag: int | None,
+    tag: int,
     parts: Sequence[torch.Tensor],
     out: torch.Tensor,
     op: object,
-    window: int = WINDOW,
 ) -> Pending:
     """Start sending ``parts[r]`` to rank ``r``; finishing merges all ranks' ``parts[rank]`` with ``op``.
 
     ``parts``: ``world`` contiguous 1-D tensors, of the same sizes on every rank and of one dtype, but
-    ``parts[rank]`` may be wider. ``out``: see `arithmetic.merge`. ``window``: chunks per peer in the inbox.
-    Receives of further chunks are posted while finishing. Until then no other collective between these
-    ranks may use the same tag.
+    ``parts[rank]`` may be wider. ``out``: see `arithmetic.merge`. Receives of further chunks are posted while
+    finishing. Until then no other collective between these ranks may use the same tag.
     """
     own, sent = parts[mailbox.rank], parts[mailbox.rank - 1]
-    own_tag = size_tag(own.nbytes) if tag is None else tag
     spans = chunks(own.numel(), sent.element_size())
-    inbox = open_inbox(sent, mailbox.world, own.numel(), window)
+    inbox = open_inbox(sent, mailbox.world, own.numel())
     slots = len(inbox)
 
     def receive(index: int) -> list[dist.Work]:
         rooms = inbox[index % slots, :, : spans[index].stop - spans[index].start]
-        return [work for peer in mailbox.peers() for work in mailbox.post("recv", rooms[peer], peer, own_tag)]
+        return [work for peer in mailbox.peers() for work in mailbox.post("recv", rooms[peer], peer, tag)]
 
     arriving = deque(receive(index) for index in range(slots))
     sends = [work for peer in mailbox.peers() for work in mailbox.post("send", parts[peer], peer, tag)]
@@ -128,10 +123,10 @@ def start_reduce_scatter(
     return Pending(finish)
 
 
-def open_inbox(like: torch.Tensor, world: int, elements: int, window: int = WINDOW) -> torch.Tensor:
-    """Return an inbox [slot, rank, element] of ``like``'s dtype for ``window`` chunks of each rank's part."""
+def open_inbox(like: torch.Tensor, world: int, elements: int) -> torch.Tensor:
+    """Return an inbox [slot, rank, element] of ``like``'s dtype for ``WINDOW`` chunks of each rank's part."""
     spans = chunks(elements, like.element_size())
-    return like.new_empty((min(window, len(spans)), world, spans[0].stop if spans else 0))
+    return like.new_empty((min(WINDOW, len(spans)), world, spans[0].stop if spans else 0))
 
 
 def chunks(elements: int, element_size: int) -> list[slice]:
@@ -145,10 +140,9 @@ def chunks(elements: int, element_size: int) -> list[slice]:
 #     from        to          what
 #     0           2**20 - 1   users' own messages on the same group
 #     2**20       2**27 - 1   the engine's collectives: 2**20 numbers at each of 127 positions, in turn
-#     2**27       2**28 - 1   reports, four tags per transport: head, pulse, collectives, none
-#     2**28                   the row in which a rank announces a public collective
-#     2**28 + 1               its text, where ranks announce different ones
-#     2**29       2**30 - 1   payloads of public collectives, by their sizes
+#     2**27       2**28 - 2   reports, four tags per transport: head, pulse, collectives, none
+#     2**28 - 1               the row in which a rank announces a public collective
+#     2**28       2**31 - 1   public collectives: rank 0's clock in microseconds, repeating after 31 minutes
 #
 # A collective's number encodes the unit, gather or reduction, and the segment. After 4,096 units numbers
 # repeat, at other positions.
@@ -156,10 +150,8 @@ def chunks(elements: int, element_size: int) -> list[slice]:
 _NUMBERS = 1 << 20
 _REPORTS = 1 << 27
 _POSITIONS = _REPORTS // _NUMBERS - 1
-ROW = 1 << 28
-TEXT = ROW + 1
-_SIZES = 1 << 29
-_PRIME = _SIZES - 3
+_CALLS = 1 << 28
+ROW = _CALLS - 1
 
 _SEGMENTS = 128
 
@@ -185,6 +177,6 @@ def report_tag(number: int) -> int:
     return _REPORTS + 4 * number
 
 
-def size_tag(size: int) -> int:
-    """Return the tag of a payload of ``size`` bytes. Messages of different sizes so never match."""
-    return _SIZES + size % _PRIME
+def call_tag(clock: int) -> int:
+    """Return the tag of the public collective that rank 0 called at ``clock`` (microseconds)."""
+    return _CALLS + clock % (7 * _CALLS)

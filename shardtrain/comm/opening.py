@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -59,34 +60,28 @@ class Opening:
             self.shards = self.all_ranks.part(self.own, self.inside)
 
 
-def _shared_memory(opening: Opening) -> Transport:
+def _shared_memory(opening: Opening, or_messages: bool = False) -> Transport:
+    """Return a transport that shares memory between the ranks of a host.
+
+    Where that is not possible, return one by messages if ``or_messages``, otherwise raise ValueError.
+    """
+    all_ranks = opening.all_ranks
     try:
-        return _shared(opening)
+        hosts = _hosts(opening)
+        signals = connect(all_ranks, next(ranks for ranks in hosts if all_ranks.rank in ranks))
     except ValueError as error:
-        raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
-
-
-def _auto(opening: Opening) -> Transport:
-    if opening.all_ranks.has_gloo:
-        try:
-            return _shared(opening)
-        except ValueError as error:
-            if opening.all_ranks.rank == 0:
-                logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
-    return opening.shards
-
-
-def _shared(opening: Opening) -> Transport:
-    """Return a transport that shares memory between the ranks of a host. Raises ValueError as `_hosts`."""
-    hosts = _hosts(opening)
-    signals = connect(opening.all_ranks, next(ranks for ranks in hosts if opening.all_ranks.rank in ranks))
+        if not or_messages:
+            raise ValueError(f"transport='shared_memory' is not possible: {error}") from None
+        if all_ranks.has_gloo and all_ranks.rank == 0:
+            logging.getLogger("shardtrain").info("not sharing memory between ranks: %s", error)
+        return opening.shards
     if len(hosts) > len(opening.groups):
         return HostsTransport(opening.shards, signals, hosts)
     return SharedMemoryTransport(opening.shards, signals)
 
 
 TRANSPORTS: dict[str, Callable[[Opening], Transport]] = {
-    "auto": _auto,
+    "auto": partial(_shared_memory, or_messages=True),
     "process_group": lambda opening: opening.shards,
     "shared_memory": _shared_memory,
 }

@@ -4,24 +4,23 @@
 
 - on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
   twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
-- arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank
-  (``agreement.py``). Outputs of calls under way on that group are then undefined; the group remains usable.
+- arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank, before
+  any payload moves (``agreement.py``). For that a call needs one more round trip, so it is slower than gloo's
+  own below 4 MiB.
 
-With ``async_op=True`` a thread completes the call on gloo. On other backends ranks agree inside the call, and
+With ``async_op=True`` a thread agrees and moves on gloo. On other backends ranks agree inside the call, and
 the backend's own ``Work`` is returned. The meter counts the payload, not the agreement.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
 from threading import Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -31,11 +30,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from shardtrain.comm import native
-from shardtrain.comm.agreement import EAGER_BYTES, Agreement, Part
-from shardtrain.comm.arithmetic import check_op, merge, op_name
-from shardtrain.comm.messages import WINDOW, Mailbox, start_exchange, start_reduce_scatter
+from shardtrain.comm.agreement import Row, check_agreement, start_sharing
+from shardtrain.comm.arithmetic import check_op, op_name
+from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.trace import ALL_TO_ALL, GATHER, REDUCE, Movement, count
-from shardtrain.comm.transport import Pending
 
 Op = dist.ReduceOp.RedOpType
 Group = dist.ProcessGroup
@@ -50,20 +48,22 @@ ALL, EQUAL, ROWS, LIST = "all", "equal", "rows", "list"
 class Side:
     """Hold what a call reads or writes, as given. ``rows``: rows of each rank's part; None: equally many.
 
-    After `check`, ``items`` are its tensors, one or one per rank, and ``sizes`` the bytes of their parts.
+    After `check`, ``items`` are its tensors. ``flat`` are these as detached vectors, complex values as pairs
+    of real ones, and ``parts`` each rank's part of them.
     """
 
-    def __init__(self, name: str, given: Any, parts: str, rows: Sequence[int] | None = None) -> None:
-        self.name, self.given, self.parts, self.rows = name, given, parts, rows
+    def __init__(self, name: str, given: Any, kind: str, rows: Sequence[int] | None = None) -> None:
+        self.name, self.given, self.kind, self.rows = name, given, kind, rows
         self.items: list[Tensor] = []
-        self.sizes: list[int] = []
+        self.flat: list[Tensor] = []
+        self.parts: list[Tensor] = []
 
     def check(self, world: int) -> None:
         """Raise ValueError unless these are dense, contiguous tensors with a part for each rank."""
-        name, items = self.name, self.given if self.parts == LIST else [self.given]
+        name, items = self.name, self.given if self.kind == LIST else [self.given]
         if not isinstance(items, (list, tuple)):
             raise ValueError(f"expected {name} to be a list of {world} tensors, found {type(items).__name__}")
-        if self.parts == LIST and len(items) != world:
+        if self.kind == LIST and len(items) != world:
             raise ValueError(f"expected {name} to hold {world} tensors, one per rank, found {len(items)}")
         for item in items:
             if not isinstance(item, Tensor):
@@ -72,15 +72,23 @@ class Side:
                 raise ValueError(f"expected dense tensors, found {item.layout}")
             if not item.is_contiguous() or item.is_conj() or item.is_neg():
                 raise ValueError(f"expected {name} to be contiguous, found strides {item.stride()}")
-        self.items = [*items]
-        self.sizes = self._parts_in_bytes(world)
+        self.items, plain = [*items], [item.detach() for item in items]
+        self.flat = [(torch.view_as_real(each) if each.is_complex() else each).view(-1) for each in plain]
+        self.parts = self._cut(world)
 
-    def _parts_in_bytes(self, world: int) -> list[int]:
-        """Return the ``sizes``. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 60 and 20."""
-        first, sizes = self.items[0], [item.nbytes for item in self.items]
-        if self.parts in (LIST, ALL):
-            return sizes if self.parts == LIST else sizes * world
-        rows = first.shape[0] if self.parts == ROWS and first.dim() else first.numel()
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each rank's part."""
+        return [part.nbytes for part in self.parts]
+
+    def _cut(self, world: int) -> list[Tensor]:
+        """Return the ``parts``. fp32 ``[4, 5]``, split 3, 1 by rows, has parts of 15 and 5 elements."""
+        if self.kind == LIST:
+            return self.flat
+        if self.kind == ALL:
+            return self.flat * world
+        first = self.items[0]
+        rows = first.shape[0] if self.kind == ROWS and first.dim() else first.numel()
         splits = self.rows or [rows // world] * world
         if not self.rows and rows % world:
             raise ValueError(f"expected {self.name} to have equal parts for {world} ranks, found {self}")
@@ -88,35 +96,14 @@ class Side:
         if not are_splits or len(splits) != world or sum(splits) != rows:
             wanted = f"{world} split sizes of at least 0 that add up to the {rows} rows of {self.name}"
             raise ValueError(f"expected {wanted}, found {list(splits)}")
-        return [size * (first.nbytes // max(rows, 1)) for size in splits]
+        elements = self.flat[0].numel() // max(rows, 1)
+        return list(self.flat[0].split([size * elements for size in splits]))
 
     def __str__(self) -> str:
         """Return dtype and shapes, such as ``float32 [3, 2], [3]``."""
         first, shapes = self.items[0], ", ".join(str(list(item.shape)) for item in self.items)
         where = "" if first.is_cpu else f" on {first.device.type}"
         return f"{str(first.dtype).removeprefix('torch.')} {shapes}{where}"
-
-    def places(self) -> list[Part]:
-        """Return address and size of every rank's part."""
-        if self.parts == LIST:
-            return [(item.data_ptr(), size) for item, size in zip(self.items, self.sizes, strict=True)]
-        start, step = self.items[0].data_ptr(), self.parts != ALL
-        before = accumulate(self.sizes[:-1], initial=0)
-        return [(start + step * offset, size) for offset, size in zip(before, self.sizes, strict=True)]
-
-    def cut(self) -> list[Tensor]:
-        """Return every rank's part as a vector."""
-        flat = self.flat()
-        if self.parts == LIST:
-            return flat
-        if self.parts == ALL:
-            return flat * len(self.sizes)
-        return list(flat[0].split([size // flat[0].itemsize for size in self.sizes]))
-
-    def flat(self) -> list[Tensor]:
-        """Return its tensors as detached vectors, complex values as pairs of real ones."""
-        plain = (item.detach() for item in self.items)
-        return [(torch.view_as_real(each) if each.is_complex() else each).view(-1) for each in plain]
 
 
 class Call(NamedTuple):
@@ -228,48 +215,22 @@ def _run(call: Call, group: Group | None, async_op: bool) -> Work | None:
     if rank < 0:
         warnings.warn(f"{call.name} called on a rank that does not belong to the given group", stacklevel=4)
         return None
-    mailbox, parts, own, least = Mailbox(group, rank, world), list[Part](), None, EAGER_BYTES
     try:
-        words, row = _check(call, mailbox)
-        if world == 1:
-            least = -1  # no part is sent with a row
-        elif row[2]:
-            parts = call.input.places()
-        else:
-            own = _backends_own(call)
-        count(call.movement, [sum(call.input.sizes) - call.input.sizes[rank]])
+        row = _check(call, group, rank, world)
+        count(call.movement, [sum(row.sent) - row.sent[rank]])
     # The others must learn of any error, or they would wait for this rank until the time-out.
     except Exception as error:
-        words, row = str(error), [1, 0, 0] + [0] * 2 * world
-    agreement, moving = Agreement(mailbox, row, words, parts), Pending()
+        row = Row(str(error), True, 0, [0] * world, [0] * world)
+    # Started here, since rows of different ranks meet in the order of the calls, not of the threads.
+    rows = start_sharing(row, group, rank)
+    on_cpu = row.is_wrong or call.input.items[0].is_cpu
+    if not (group is None or world == 1 or (native.has_gloo(group) and on_cpu)):
+        check_agreement(call.name, rows())
+        return _backends_own(call)(group=group, async_op=async_op)
 
     def finish() -> None:
-        try:
-            agreement.settle(moving)
-        except ValueError as refusal:
-            raise ValueError(f"{call.name} refused on every rank: {refusal}") from None
-        if parts and call.op is None:
-            agreement.deliver(call.output.places())
-        elif parts and call.output.sizes[rank] <= EAGER_BYTES:
-            out = call.output.flat()[0]
-            values = [came[: out.nbytes].view(out.dtype) for came in agreement.arrived()]
-            values[rank] = call.input.cut()[rank]
-            merge(values, out, call.op)
-        moving.wait()
+        _move(call, Mailbox(group, rank, world), check_agreement(call.name, rows()))
 
-    if own is not None:
-        finish()
-        return own(group=group, async_op=async_op)
-    if not row[0] and max(row[3:]) > least:
-        # Concurrent calls may have one size and so one tag. So each posts all its receives at once, in the
-        # order of the calls.
-        sides = call.input.cut(), call.output.cut()
-        outgoing, incoming = ([p[: p.numel() * (p.nbytes > least)] for p in side] for side in sides)
-        if call.op is None:
-            moving = start_exchange(mailbox, None, outgoing, incoming)
-        else:
-            window = sys.maxsize if async_op else WINDOW
-            moving = start_reduce_scatter(mailbox, None, outgoing, incoming[rank], call.op, window)
     if async_op:
         return Background(finish)
     finish()
@@ -301,16 +262,12 @@ class Background(Work):
         return self._end.done()
 
 
-def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
-    """Return the call in words, and its row (see `Agreement`).
-
-    Tensors must be of one dtype, and on a device that the group supports. An input that shares memory with
-    the output is copied, unless this rank's part has one place there.
+def _check(call: Call, group: Group | None, rank: int, world: int) -> Row:
+    """Return the row that describes the call. Its tensors have one dtype, and a device that ``group`` moves.
 
     Raises:
         ValueError: this rank's arguments do not fit; with what was expected and what was found.
     """
-    group, rank, world = mailbox.group, mailbox.rank, mailbox.world
     output, input = call.output, call.input
     output.check(world)
     input.check(world)
@@ -318,7 +275,6 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
     other = next((item.device for item in every if item.device != device), None)
     if other is not None:
         raise ValueError(f"expected all tensors on one device, found {device} and {other}")
-    by_messages = group is None or world == 1 or (device.type == "cpu" and native.has_gloo(group))
     if group is not None and device.type not in native.device_types(group):
         moved = ", ".join(native.device_types(group))
         raise ValueError(f"expected tensors on a device that this group moves ({moved}), found {device}")
@@ -333,17 +289,29 @@ def _check(call: Call, mailbox: Mailbox) -> tuple[str, list[int]]:
         raise ValueError(f"{fit}, found {output} for {input}")
     words = f"{call.name}{'' if call.op is None else f' ({op_name(call.op)})'} of {input}"
     # What must be the same on every rank; of an all-to-all, not the shapes.
-    alike = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
-    from_, to = ({item.untyped_storage().data_ptr() for item in side.items} for side in (input, output))
-    shared = from_ & to and by_messages
-    if shared and (call.movement is ALL_TO_ALL or input.places()[rank] != output.places()[rank]):
-        input.items = [item.detach().clone() for item in input.items]
-    return words, [0, zlib.crc32(alike.encode()), by_messages, *input.sizes, *output.sizes]
+    same = f"{call.name} of {dtype.to_real()} on {device.type}" if call.movement is ALL_TO_ALL else words
+    return Row(words, False, zlib.crc32(same.encode()), input.sizes, output.sizes)
+
+
+def _move(call: Call, mailbox: Mailbox, tag: int) -> None:
+    """Run the collective by messages, all with the tag ``tag``.
+
+    An input that shares memory with the output is copied, unless this rank's part has one place there.
+    """
+    outgoing, incoming, rank = call.input.parts, call.output.parts, mailbox.rank
+    from_, to = ({part.untyped_storage().data_ptr() for part in side} for side in (outgoing, incoming))
+    is_in_place = call.movement is not ALL_TO_ALL and outgoing[rank].data_ptr() == incoming[rank].data_ptr()
+    if from_ & to and not is_in_place:
+        outgoing = [part.clone() for part in outgoing]
+    if call.op is None:
+        start_exchange(mailbox, tag, outgoing, incoming).wait()
+    else:
+        start_reduce_scatter(mailbox, tag, outgoing, incoming[rank], call.op).wait()
 
 
 def _backends_own(call: Call) -> Callable[..., Work | None]:
     """Return the backend's own collective, bound to its tensors."""
-    flat = [side.flat() if side.parts == LIST else side.flat()[0] for side in (call.output, call.input)]
-    by_rows = [call.output.sizes, call.input.sizes] if call.input.parts == ROWS else []
-    size = call.input.items[0].itemsize
-    return partial(call.own, *flat, *([each // size for each in sizes] for sizes in by_rows))
+    sides = call.output, call.input
+    flat = [side.flat if side.kind == LIST else side.flat[0] for side in sides]
+    splits = [[len(part) for part in side.parts] for side in sides if side.kind == ROWS]
+    return partial(call.own, *flat, *splits)
