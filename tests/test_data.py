@@ -211,20 +211,6 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert all(sorted(order) == list(range(50)) for order in orders)
 
 
-@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
-@pytest.mark.parametrize(("world_size", "accumulate"), [(3, 2), (4, 3), (1, 12)])
-def test_every_world_size_sees_the_same_global_batches(
-    world_size: int, accumulate: int, repeats: int
-) -> None:
-    whole = index_lists(53, Share(24, 1, 0, 1), 5, 6, repeats)
-    shares = [Share(24, accumulate, rank, world_size) for rank in range(world_size)]
-    parts = [index_lists(53, share, 5, 6, repeats) for share in shares]
-    for step, batch in enumerate(whole):
-        micro = slice(step * accumulate, (step + 1) * accumulate)
-        assert [index for part in parts for piece in part[micro] for index in piece] == batch
-    assert repeats > 1 or not set(whole[0]) & set(whole[1])
-
-
 def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
     """The same images each epoch, each as often, in the same batches of all ranks together.
 

@@ -324,25 +324,6 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
 
 
 @each_rank(2, transport="auto")
-def test_training_continues_without_a_checkpoint(tmp_path: Path) -> None:
-    """Every write of rank 1 fails, from step 6 until step 9."""
-    full: list[int] = []
-    write = checkpoint_store.write_tensors
-
-    def write_if_there_is_room(place: Path, *args: Any) -> Any:
-        if full and comm.rank() == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
-        return write(place, *args)
-
-    at = {6: lambda: full.append(1), 9: full.clear}
-    with patch.object(checkpoint_store, "write_tensors", write_if_there_is_room):
-        assert run(str(tmp_path), QUIET, at=at) == "finished"
-    reason = "step-00000008 was not saved: rank 1: rank-00001.safetensors: No space left on device"
-    assert f"{reason}; the latest is of step 4; training continues" in (tmp_path / "log.txt").read_text()
-    assert steps_in(tmp_path / "checkpoints") == [4, 10]
-
-
-@each_rank(2, transport="auto")
 def test_a_step_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     """Rank 1's images are no numbers in step 3."""
     calls = []

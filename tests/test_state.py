@@ -72,19 +72,6 @@ def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
     train_alike(model, replica)
 
 
-@each_rank(2, 3)
-def test_one_rank_computes_alone_inside_unsharded() -> None:
-    model, replica = sharded_and_replica()
-    images = torch.randn(2, 3, 8, 8)
-    for net in (model, replica):
-        train(net, sgd(net), 1)
-    with shardtrain.unsharded(model), comm.meter() as meter, torch.no_grad():
-        if comm.rank() == 1:
-            torch.testing.assert_close(model.eval()(images), replica.module.eval()(images))
-    assert not sum(meter.calls.values())
-    train_alike(model.train(), replica.train())
-
-
 @pytest.mark.parametrize("writeback", [True, False])
 @each_rank(3)
 def test_unsharded_gradients_and_an_edit_of_a_shape(writeback: bool) -> None:
@@ -130,22 +117,6 @@ def test_an_optimizer_of_parameters_of_any_dtype_is_saved_and_loaded(tmp_path: P
         use(tmp_path / "all", model, optimizer)
     for name, value in shardtrain.full_state_dict(saved).items():
         assert shardtrain.full_state_dict(loaded)[name].tolist() == value.tolist()
-
-
-@pytest.mark.parametrize("rank0_only", [True, False])
-@each_rank(1, 2, 3, 4)
-def test_a_full_state_dict_is_the_plain_model_s(rank0_only: bool) -> None:
-    model, replica = sharded_and_replica()
-    plain = replica.module.state_dict()
-    whole = shardtrain.full_state_dict(model, rank0_only=rank0_only)
-    if rank0_only and dist.get_rank():
-        assert whole == {}
-        return
-    assert list(whole) == list(plain)
-    assert [(v.shape, v.dtype) for v in whole.values()] == [(v.shape, v.dtype) for v in plain.values()]
-    fresh = OddNet()
-    fresh.load_state_dict(whole)
-    assert list(model.state_dict()) == list(plain)
 
 
 @each_rank(3)

@@ -664,18 +664,6 @@ class Tied(nn.Module):
         return F.linear(h, self.emb.weight)
 
 
-@each_rank(2)
-def test_a_layer_whose_weight_is_read_around_it() -> None:
-    model = like_a_replica(Tied, squares, units=None)
-    assert "emb" not in [unit.name for unit in shardtrain.introspect(model).units]
-    model = shard(Tied(), units=[nn.Embedding])
-    way_out = r"emb.weight is this rank's piece while emb does not run, and the forward of Tied reads it: c"
-    with pytest.raises(RuntimeError, match=way_out):
-        model(batch(0))
-    assert shardtrain.introspect(model).gathered == (0, 0)
-    assert len(shardtrain.full_state_dict(model)) == len(model.state_dict())
-
-
 @each_rank(3)
 def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     model, replica = sharded_and_replica()
@@ -811,15 +799,6 @@ def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> No
 
 
 @each_rank(3)
-def test_modules_without_parameters_may_be_attached_after_sharding() -> None:
-    def step(net: nn.Module, number: int) -> None:
-        net.blocks.append(nn.Identity())
-        classify(net, number).backward()
-
-    like_a_replica(step=step)
-
-
-@each_rank(3)
 def test_models_that_differ_between_ranks_are_refused_on_all() -> None:
     odd = dist.get_world_size() - 1
     last = dist.get_rank() == odd
@@ -888,22 +867,3 @@ def test_an_account_of_what_is_gathered() -> None:
             peaks.append(inside.take_gathered_peak())
             assert inside.gathered == (0, 0)
         assert peaks[2:] == [(units, units * size)] * 4
-
-
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_memory_is_flat_over_200_steps() -> None:
-    model, _ = sharded_and_replica()
-    optimizer = sgd(model)
-    train(model, optimizer, 20)
-    gc.collect()
-    before = _resident()
-    train(model, optimizer, 200)
-    gc.collect()
-    assert _resident() - before < 2**20
-    assert shardtrain.introspect(model).gathered.bytes == 0
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
