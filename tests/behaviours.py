@@ -429,7 +429,8 @@ REFUSED = {
     "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
-    "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while",
+    "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while blocks.0 does "
+    "not run, and the forward of Net reads it: call blocks.0 as a module",
     "A penalty on parameters in the same backward": "for a penalty on weights use",
 }
 for part, rows in PARTS.items():

@@ -517,7 +517,7 @@ def test_automatic_units_are_blocks() -> None:
 
 
 def test_automatic_units_are_modules_that_are_called() -> None:
-    """Not a holder without a forward; nor the projection inside an attention that never calls it."""
+    """Not a holder without a forward, nor a layer whose weight others read, as attention its projection's."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = self.layers.second(self.layers.first(x))
@@ -527,3 +527,9 @@ def test_automatic_units_are_modules_that_are_called() -> None:
     layers.first, layers.second = nn.Linear(99, 99), nn.Linear(99, 99)
     attends = Parts(forward, layers=layers, attention=nn.MultiheadAttention(99, 3))
     assert units_of(attends) == ["layers.first", "layers.second", "attention"]
+
+    class Reads(Parts):
+        def logits(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.embedding.weight.T
+
+    assert units_of(Reads(None, embedding=nn.Embedding(99, 99), layer=nn.Linear(99, 99))) == ["layer"]

@@ -195,8 +195,6 @@ def test_casting_keeps_containers() -> None:
     assert found["a"][0].dtype == found["a"][1][0].dtype == found["b"].images.dtype == torch.bfloat16
     assert isinstance(found["b"], Batch)
     assert found["b"].labels.dtype == torch.int64
-    filled: dict[str, Any] = {"h": []}
-    assert cast((one, filled), torch.bfloat16)[1] is filled  # a unit may append to it
 
 
 # fp16, with a scaled loss

@@ -184,6 +184,7 @@ def test_boxes_are_erased_by_the_draws() -> None:
     [
         *({"augment": Photo(0, policy, magnitude=30)} for policy in ("trivial", "rand", "cifar10")),
         *({"augment": Photo(2), "workers": workers} for workers in (0, 1)),
+        *({"repeats": repeats} for repeats in (2, 7)),
         {"mix": lambda share: Mix(0.3, 1.0, 2, share, 1)},
     ],
 )

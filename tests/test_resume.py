@@ -1,7 +1,6 @@
 """A run that was interrupted and continued is the run that was not."""
 
 import contextlib
-import errno
 import functools
 import json
 import os
@@ -18,7 +17,6 @@ import torch
 
 import shardtrain
 from shardtrain import checkpoint, comm
-from shardtrain.checkpoint import store as checkpoint_store
 from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.job import evaluate
 from shardtrain.job.data import feed
