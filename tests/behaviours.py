@@ -253,14 +253,22 @@ def named(name: str, **options: Any) -> Callable[[nn.Module], Any]:
 
 
 class Sam(torch.optim.Optimizer):
-    """Cannot be built from groups alone."""
+    """Sharpness-aware minimisation, of all parameters together. Cannot be built from groups alone."""
 
     def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
         super().__init__(params, {})
-        self.base = base(self.param_groups)
+        self.base = base(self.param_groups, lr=0.05)
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if closure is not None:
+            norm = torch.stack([param.grad.norm() for param in params]).norm()
+            moves = [0.05 * param.grad / norm for param in params]
+            torch._foreach_add_(params, moves)
+            torch.enable_grad()(closure)()
+            torch._foreach_sub_(params, moves)
+        return self.base.step()
 
 
 CANNOT = "cannot step on a sharded model"

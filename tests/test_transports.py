@@ -300,7 +300,6 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
         (OddNet, HYBRID, sgd),
         (freeze, HYBRID, sgd),
         (OddNet, (4, 1), sgd),  # DDP
-        (OddNet, (1, 4), sgd),  # full sharding
     ],
 )
 @each_rank(4)

@@ -26,6 +26,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import shardtrain
 
+from behaviours import Sam
 from pool import WILD, each_rank
 from small import Parts, average_gradients, shard
 
@@ -195,16 +196,6 @@ def recurrent(wrap: Wrap, sync: Sync) -> list[Any]:
     return train(model, loss, sync, steps=2)
 
 
-def unrolled(wrap: Wrap, sync: Sync) -> list[Any]:
-    def forward(self: Any, xs: torch.Tensor) -> torch.Tensor:
-        h = torch.zeros(xs.shape[1], 11)
-        return torch.stack([self.head(h := self.cell(x, h)) for x in xs])
-
-    model = wrap(Parts(forward, cell=nn.GRUCell(3, 11), head=nn.Linear(11, 3)))
-    xs = torch.randn(400, 2, 3)
-    return train(model, lambda: F.mse_loss(model(xs)[:-1], xs[1:]), sync)
-
-
 def diffusion(wrap: Wrap, sync: Sync) -> list[Any]:
     """Train with torch's AveragedModel and clipping; sample from the average, guided by a classifier."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -333,24 +324,6 @@ def timm_recipe(wrap: Wrap, sync: Sync) -> list[Any]:
     return [*train(model, loss, sync, optimizer=optimizer, after=after), ema.module, accuracy.compute()]
 
 
-class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation; the norm of the gradient is that over all ranks."""
-
-    def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
-        super().__init__(params, {"rho": 0.05})
-        self.base = base(self.param_groups, lr=0.05)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        moves = [0.05 * p.grad / norm for p in params]
-        torch._foreach_add_(params, moves)
-        torch.enable_grad()(closure)()
-        torch._foreach_sub_(params, moves)
-        self.base.step()
-
-
 def sam(wrap: Wrap, sync: Sync) -> list[Any]:
     warnings.filterwarnings("ignore", message="Sam cannot be tried")  # its groups do not say how to build it
     model = wrap(mlp(13, 31, 31, 7))
@@ -367,7 +340,7 @@ def sam(wrap: Wrap, sync: Sync) -> list[Any]:
     return [model]
 
 
-LOOPS = [dcgan, moco, clip, recurrent, unrolled, diffusion, lora, generation, timm_recipe, trainer, sam]
+LOOPS = [dcgan, moco, clip, recurrent, diffusion, lora, generation, timm_recipe, trainer, sam]
 # Under spectral norm a call uses a weight twice, and uses of several calls are added up in another order.
 # SAM's norm is added up rank by rank.
 ROUNDED = (dcgan, sam)
