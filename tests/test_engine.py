@@ -358,23 +358,6 @@ def test_a_model_may_be_collected_while_an_optimizer_steps() -> None:
     handle.remove()
 
 
-@each_rank(1, 3)
-def test_running_statistics_begin_as_rank_0_s_and_are_averaged() -> None:
-    norm = (net := OddNet()).blocks[0].norm
-    norm.running_mean.fill_(float(dist.get_rank()))
-    model = shard(net)
-    assert norm.running_mean.eq(0).all()
-    norm.running_mean.fill_(float(dist.get_rank()))
-    norm.num_batches_tracked.fill_(10 + dist.get_rank())
-    mean = (dist.get_world_size() - 1) / 2
-    saved = shardtrain.full_state_dict(model)
-    assert saved["blocks.0.norm.running_mean"].eq(mean).all()
-    assert norm.running_mean.eq(dist.get_rank()).all()
-    shardtrain.average_buffers(model)
-    assert norm.running_mean.eq(mean).all()
-    assert norm.num_batches_tracked == 10
-
-
 # against replicas: DistributedDataParallel, and the naive twin
 
 
