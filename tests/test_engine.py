@@ -415,7 +415,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept between forward and backward": {"reshard_after_forward": False},
     "nested units": {"units": _nested},
     "every leaf": {"units": leaves},
-    "whole parameters, every leaf": {"layout": "whole", "units": leaves},
     "whole parameters in the root, kept": {"layout": "whole", "units": [], "reshard_after_forward": False},
     "whole parameters, some frozen": {"layout": "whole", "make": freeze},
 }

@@ -102,7 +102,6 @@ def fresh_compiler() -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize(
     ("make", "inside", "bf16", "reshard"),
     [
-        pytest.param(OddNet, compiled, False, True, marks=pytest.mark.long),
         (counting, checkpointed, False, True),
         pytest.param(Vit, both, True, True, marks=pytest.mark.long),
         (dropping, both, False, False),

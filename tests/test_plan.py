@@ -106,7 +106,6 @@ CHANGES = "train.accumulate=2 parallel.precision=bf16 optim=adamw parallel.resha
         (2, [*VIT, MESSAGES, "optim=muon"]),
         pytest.param(2, [*RESNET, MESSAGES, AGAIN], marks=pytest.mark.long),
         pytest.param(4, [*VIT, "parallel.replicate=2", "parallel.precision=bf16"], marks=pytest.mark.long),
-        pytest.param(3, [*VIT, "parallel.replicate=3", "train.batch_size=15"], marks=pytest.mark.long),
         pytest.param(3, [*VIT, MESSAGES, AS_INT8, "train.batch_size=18"], marks=pytest.mark.long),
     ],
 )

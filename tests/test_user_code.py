@@ -483,7 +483,6 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         with refused("^the gradient of .* comes from its piece, which code outside of the forward of .* has"):
             sum([*penalty, *loss]).backward()
         del penalty, loss
-    like_a_replica(Net, squares, units=is_unit)
     sgd(model).zero_grad()
     model(batch(0)).sum().backward(inputs=[model.blocks[0].norm.weight])
     with pytest.warns(UserWarning, match=r"no gradient has come since forward: backward\(inputs=...\) finds"):
@@ -744,7 +743,6 @@ def test_a_copy_is_sharded_too() -> None:
         ("Adagrad", {"lr_decay": 0.1}),
         ("Adam", {"foreach": True}),
         ("AdamW", {"fused": True}),
-        ("SGD", {"momentum": 0.9, "fused": True}),
     ],
 )
 @each_rank(3, transport="auto")

@@ -397,7 +397,6 @@ def picture(**more: Any) -> dict[str, Any]:
 TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "GPT2LMHeadModel": (text(n_embd=28, n_layer=3, n_head=4), tokens),
     "LlamaForCausalLM": (grouped(tie_word_embeddings=True), tokens),
-    "Qwen3ForCausalLM": (grouped(), tokens),
     "Gemma2ForCausalLM": (grouped(), tokens),
     # grouped products want rows of a multiple of 16 bytes
     "MixtralForCausalLM": (grouped(hidden_size=28, intermediate_size=36, num_local_experts=3), tokens),
@@ -436,7 +435,6 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 TIMM = ["test_resnet", "test_vit", "test_efficientnet", "test_convnext", "test_nfnet", "test_byobnet"]
 TIMM += ["test_mambaout", "mobilenetv3_small_050", "regnetx_002", "ghostnet_050", "mobilevit_xxs"]
 TIMM_SIZES: dict[str, dict[str, Any]] = {
-    "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 28, "depth": 3, "num_heads": 4},
     "MlpMixer": {"img_size": 32, "patch_size": 8, "embed_dim": 27, "num_blocks": 3},
     "MetaFormer": {"dims": (7, 9, 11, 13), "depths": (1, 1, 2, 1)},
 }
