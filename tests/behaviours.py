@@ -715,7 +715,7 @@ def outcome(api: Api, name: str) -> str:
         if isinstance(error, AssertionError) and raised_in in (Path(__file__).name, "_comparison.py"):
             return f"**wrong**: {str(error).splitlines()[0]}"
         text = next((line for line in str(error).splitlines() if line.strip()), "")
-        return f"{type(error).__name__}: {text}"
+        return ". ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())])
     return "equal"
 
 
