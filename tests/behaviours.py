@@ -253,14 +253,22 @@ def named(name: str, **options: Any) -> Callable[[nn.Module], Any]:
 
 
 class Sam(torch.optim.Optimizer):
-    """Cannot be built from groups alone."""
+    """Sharpness-aware minimisation, of all parameters together. Cannot be built from groups alone."""
 
     def __init__(self, params: Any, base: type[torch.optim.Optimizer]) -> None:
         super().__init__(params, {})
-        self.base = base(self.param_groups)
+        self.base = base(self.param_groups, lr=0.05)
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if closure is not None:
+            norm = torch.stack([param.grad.norm() for param in params]).norm()
+            moves = [0.05 * param.grad / norm for param in params]
+            torch._foreach_add_(params, moves)
+            torch.enable_grad()(closure)()
+            torch._foreach_sub_(params, moves)
+        return self.base.step()
 
 
 CANNOT = "cannot step on a sharded model"
@@ -429,7 +437,8 @@ REFUSED = {
     "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
     "`layer.bias = None` after wrapping": "head.bias is no longer where",
     "A module attached after wrapping": "parameters attached after shard",
-    "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while",
+    "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while blocks.0 does "
+    "not run, and the forward of Net reads it: call blocks.0 as a module",
     "A penalty on parameters in the same backward": "for a penalty on weights use",
 }
 for part, rows in PARTS.items():
@@ -706,7 +715,7 @@ def outcome(api: Api, name: str) -> str:
         if isinstance(error, AssertionError) and raised_in in (Path(__file__).name, "_comparison.py"):
             return f"**wrong**: {str(error).splitlines()[0]}"
         text = next((line for line in str(error).splitlines() if line.strip()), "")
-        return f"{type(error).__name__}: {'. '.join([text, *getattr(error, '__notes__', ())])}"
+        return ". ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())])
     return "equal"
 
 

@@ -130,9 +130,8 @@ def test_images_in_folders(tmp_path: Path) -> None:
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
     with pytest.raises(UserError, match="train and val differ in the classes class1, cow"):
         data.load(config)
-    for options, key in (({"resize": 7}, "image_size=8"), ({"eval_size": 20}, "eval_size=20")):
-        with pytest.raises(UserError, match=rf"data.resize=\d+: expected at least data.{key}"):
-            folder(tmp_path, **options)
+    with pytest.raises(UserError, match=r"data.resize=10: expected at least data.eval_size=20"):
+        folder(tmp_path, eval_size=20)
 
 
 PIXELS = np.arange(7 * 4 * 4 * 3).reshape(7, 4, 4, 3).astype(np.uint8)
@@ -209,20 +208,6 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     orders = [tuple(epoch_order(seed, epoch, 50).tolist()) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9
     assert all(sorted(order) == list(range(50)) for order in orders)
-
-
-@pytest.mark.parametrize("repeats", [1, 2, 3, 7])
-@pytest.mark.parametrize(("world_size", "accumulate"), [(3, 2), (4, 3), (1, 12)])
-def test_every_world_size_sees_the_same_global_batches(
-    world_size: int, accumulate: int, repeats: int
-) -> None:
-    whole = index_lists(53, Share(24, 1, 0, 1), 5, 6, repeats)
-    shares = [Share(24, accumulate, rank, world_size) for rank in range(world_size)]
-    parts = [index_lists(53, share, 5, 6, repeats) for share in shares]
-    for step, batch in enumerate(whole):
-        micro = slice(step * accumulate, (step + 1) * accumulate)
-        assert [index for part in parts for piece in part[micro] for index in piece] == batch
-    assert repeats > 1 or not set(whole[0]) & set(whole[1])
 
 
 def test_repeated_augmentation_shows_what_the_reference_shows() -> None:
@@ -440,16 +425,10 @@ def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
         ({"0.jpg": b"x", "0.cls": "²".encode()}, r"val.tar: 0.cls holds '²', expected the number of a class"),
         ({"0.jpg": b"x", "0.cls": b"1" + bytes(9)}, r"0.cls holds '1.*', expected the number of a class"),
         ({"0.txt": b"x"}, r"val.tar: no images in it; expected <key>.jpg and <key>.cls"),
-        (None, r"val.tar: .*; expected an uncompressed tar file"),
     ],
 )
-def test_tar_files_that_do_not_fit_are_named(
-    tmp_path: Path, members: dict[str, bytes] | None, message: str
-) -> None:
-    if members is None:
-        (tmp_path / "val.tar").write_bytes(b"this is not a tar file" * 100)
-    else:
-        write_tar(tmp_path / "val.tar", members)
+def test_tar_files_that_do_not_fit_are_named(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
+    write_tar(tmp_path / "val.tar", members)
     with pytest.raises(UserError, match=message):
         data.load(shards(tmp_path, train="val.tar"))
 

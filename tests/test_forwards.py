@@ -102,7 +102,6 @@ def fresh_compiler() -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize(
     ("make", "inside", "bf16", "reshard"),
     [
-        pytest.param(OddNet, compiled, False, True, marks=pytest.mark.long),
         (counting, checkpointed, False, True),
         pytest.param(Vit, both, True, True, marks=pytest.mark.long),
         (dropping, both, False, False),
@@ -363,14 +362,11 @@ DEFERRED = {"deferred": True}
 
 # Replicas and ranks of a shard group, what runs inside units, how far from DDP, options.
 CASES: dict[str, tuple[tuple[int, int], Inside, float, dict[str, Any]]] = {
-    "replicas, whole, offload, compiled": ((2, 2), compiled, 1e-5, WHOLE | OFFLOAD),
-    "int8, compiled": ((1, 2), compiled, 5e-2, INT8),
     "int8, offload, recomputed": ((1, 3), checkpointed, 5e-2, INT8 | OFFLOAD),
     "int8, whole, kept": ((1, 3), nothing, 5e-2, INT8 | WHOLE | KEPT),
     "all but int8": ((2, 2), both, 5e-2, WHOLE | OFFLOAD | LOW | DEFERRED),
     "replicas, recomputed, kept": ((2, 2), checkpointed, 1e-5, KEPT),
 }
-SLOW = ("replicas, whole, offload, compiled", "int8, compiled")  # others compile, too
 
 
 def trains_like_ddp(name: str) -> None:
@@ -396,9 +392,7 @@ def trains_like_ddp(name: str) -> None:
         assert_replicas_are_equal(model)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_options_together_train_like_ddp(on_ranks: Callable[..., list[Any]], name: str) -> None:
     replicate, group = CASES[name][0]
     on_ranks(replicate * group, trains_like_ddp, name)

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from two_hosts import TwoHosts, two_hosts
 
 import pool
@@ -134,22 +132,6 @@ def test_the_first_host_is_named_when_it_vanishes_with_the_launcher_s_store(run:
     run.two.hosts[0].kill()
     assert run.running[1].wait(60) == 1
     assert re.search("PeerLost: rank 0 (has ended|does not answer): rank 1 ", run.said(1))
-
-
-@pytest.mark.long
-def test_a_run_resumes_on_another_number_of_hosts(run: Run) -> None:
-    """From two hosts of one rank to one of two ranks, and back, bit for bit."""
-    job = (*JOB, "sched=constant", "sched.warmup_epochs=0")
-    for steps, alone in ((4, False), (7, True), (10, False)):
-        for side in (0,) if alone else (0, 1):
-            sizes = ("--nnodes", "1", "--nproc-per-node", "2") if alone else ()
-            run.start(side, 1, *sizes, *PROGRAM, *job, f"train.max_steps={steps}")
-        assert run.codes() == [0, 0], run.said()
-    run.assert_learnt_as_one_host(*job, steps=10, tolerance=0)
-    for rank in (0, 1):
-        path = f"checkpoints/step-00000010/rank-{rank:05}.safetensors"
-        ours, theirs = (load_file(run.folder / name / path) for name in ("run", "undisturbed"))
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 @pytest.mark.long

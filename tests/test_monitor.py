@@ -498,7 +498,6 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert writers.SummaryFigure(tmp_path, 2, 1000.0).curves["train/loss"] == {1: 1.0, 2: 2.0}
-    assert "  image_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
 def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:

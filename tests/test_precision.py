@@ -195,8 +195,6 @@ def test_casting_keeps_containers() -> None:
     assert found["a"][0].dtype == found["a"][1][0].dtype == found["b"].images.dtype == torch.bfloat16
     assert isinstance(found["b"], Batch)
     assert found["b"].labels.dtype == torch.int64
-    filled: dict[str, Any] = {"h": []}
-    assert cast((one, filled), torch.bfloat16)[1] is filled  # a unit may append to it
 
 
 # fp16, with a scaled loss
@@ -469,14 +467,6 @@ def assert_only_matrices_are_rounded(model: nn.Module, plain: nn.Module) -> int:
             torch.testing.assert_close(param.grad, parts.mean(0), rtol=1e-5, atol=float(largest))
     assert_at_rest(model)
     return meter.bytes["reduce_scatter"]
-
-
-@each_rank(3, transport="auto")
-def test_a_gradient_that_is_not_finite_is_seen_by_all() -> None:
-    """An infinity on one rank reaches the owner, and everyone's norm."""
-    model = shardtrain.shard(OddNet(), units=[Block], precision=INT8, transport="process_group")
-    model(images(0)[0] * (math.inf if dist.get_rank() == 1 else 1)).sum().backward()
-    assert not shardtrain.clip_grad_norm_(model, 1.0).isfinite()
 
 
 @each_rank(1, 2, transport="auto")

@@ -36,7 +36,6 @@ from small import (
     assert_at_rest,
     assert_same_parameters,
     mesh,
-    sgd,
     shard,
     sharded_and_replica,
     train,
@@ -56,7 +55,10 @@ def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
     model, replica = sharded_and_replica(lambda: OddNet().to(memory_format=torch.channels_last))
     x = torch.randn(2, 3, 5, 5)
     with shardtrain.unsharded(model, writeback=writeback):
-        torch.testing.assert_close(model(x), replica.module(x))
+        with comm.meter() as meter, torch.no_grad():
+            if dist.get_rank() == dist.get_world_size() - 1:  # a rank may compute alone
+                torch.testing.assert_close(model(x), replica.module(x))
+        assert not sum(meter.calls.values())
         for (name, ours), theirs in zip(model.named_parameters(), replica.module.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
             assert ours.stride() == theirs.stride(), name
@@ -70,19 +72,6 @@ def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
             shardtrain.full_state_dict(model)
     assert_same_parameters(model, replica, tolerance=0)
     train_alike(model, replica)
-
-
-@each_rank(2, 3)
-def test_one_rank_computes_alone_inside_unsharded() -> None:
-    model, replica = sharded_and_replica()
-    images = torch.randn(2, 3, 8, 8)
-    for net in (model, replica):
-        train(net, sgd(net), 1)
-    with shardtrain.unsharded(model), comm.meter() as meter, torch.no_grad():
-        if comm.rank() == 1:
-            torch.testing.assert_close(model.eval()(images), replica.module.eval()(images))
-    assert not sum(meter.calls.values())
-    train_alike(model.train(), replica.train())
 
 
 @pytest.mark.parametrize("writeback", [True, False])
@@ -132,22 +121,6 @@ def test_an_optimizer_of_parameters_of_any_dtype_is_saved_and_loaded(tmp_path: P
         assert shardtrain.full_state_dict(loaded)[name].tolist() == value.tolist()
 
 
-@pytest.mark.parametrize("rank0_only", [True, False])
-@each_rank(1, 2, 3, 4)
-def test_a_full_state_dict_is_the_plain_model_s(rank0_only: bool) -> None:
-    model, replica = sharded_and_replica()
-    plain = replica.module.state_dict()
-    whole = shardtrain.full_state_dict(model, rank0_only=rank0_only)
-    if rank0_only and dist.get_rank():
-        assert whole == {}
-        return
-    assert list(whole) == list(plain)
-    assert [(v.shape, v.dtype) for v in whole.values()] == [(v.shape, v.dtype) for v in plain.values()]
-    fresh = OddNet()
-    fresh.load_state_dict(whole)
-    assert list(model.state_dict()) == list(plain)
-
-
 @each_rank(3)
 def test_a_state_that_does_not_fit_is_refused_everywhere_and_nothing_is_loaded() -> None:
     torch.manual_seed(7)
@@ -159,7 +132,6 @@ def test_a_state_that_does_not_fit_is_refused_everywhere_and_nothing_is_loaded()
         },
         "extra is unexpected": plain | {"extra": torch.zeros(1)},
         "fc.weight has shape (7, 5), expected (5, 7)": plain | {"fc.weight": plain["fc.weight"].t()},
-        "fc.weight is torch.int64, expected torch.float32": plain | {"fc.weight": plain["fc.weight"].long()},
         "fc.weight is no dense tensor with values": plain | {"fc.weight": plain["fc.weight"].to("meta")},
         "model is no dense tensor with values": {"model": plain},
     }
@@ -305,11 +277,11 @@ def on_every_rank(make: Callable[[], nn.Module], without_values: bool) -> Any:
     else:
         assert all(param.is_meta == without_values for param in params.values())
         assert torch.equal(torch.get_rng_state(), before) == without_values
-    model = shard(model, units=None)
+    model = shard(model, units=None, ignored=[model.wide] if make is Usual else ())
     assert all(params[name] is param for name, param in model.named_parameters())
     assert_same_parameters(model, expected, tolerance=0)
     whole = shardtrain.full_state_dict(model)
-    assert list(whole) == list(expected.state_dict())
+    assert list(whole) == list(model.state_dict()) == list(expected.state_dict())
     for name, value in expected.state_dict().items():
         assert (whole[name].dtype, whole[name].stride()) == (value.dtype, value.stride()), name
     for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
@@ -334,21 +306,6 @@ def test_a_constructor_that_needs_values_runs_everywhere(make: Callable[[], nn.M
 def test_a_mistake_in_the_constructor_is_raised_on_every_rank() -> None:
     with pytest.raises(TypeError, match="argument"):
         deferred(OddNet, 1, 2, 3)
-
-
-@each_rank(2)
-def test_an_optimizer_built_before_and_ignored_parameters() -> None:
-    torch.manual_seed(1 + dist.get_rank())
-    meta = deferred(lambda: OddNet().to(memory_format=torch.channels_last))
-    groups = [{"params": [param], "lr": 0.05} for param in meta.parameters()]
-    model = shard(meta, units=[Block], ignored=[meta.fc, meta.blocks[1]])
-    torch.manual_seed(1)
-    ignoring = OddNet().to(memory_format=torch.channels_last)
-    ignoring = shard(ignoring, units=[Block], ignored=[ignoring.fc, ignoring.blocks[1]])
-    optimizer = torch.optim.SGD(ignoring.parameters(), lr=0.05)
-    assert train(model, torch.optim.SGD(groups)) == train(ignoring, optimizer)
-    for ours, theirs in zip(model.parameters(), ignoring.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @each_rank(2, transport="auto")

@@ -123,15 +123,6 @@ def test_an_evaluation_does_not_depend_on_the_number_of_ranks(ranks: Any, views:
             assert found.scores == pytest.approx(alone.scores, rel=1e-6)
 
 
-def test_the_same_seed_trains_alike_on_any_number_of_ranks(on_ranks: Any, tmp_path: Path) -> None:
-    """With everything that is drawn. (BatchNorm sees a rank's own images only, so with it losses differ.)"""
-    drawn = "augment=cifar10 augment.policy=trivial augment.erase=0.5 train.mixup=0.2 train.cutmix=1"
-    given = f"data.channels=3 {drawn} ema.decay=0.5 train.batch_size=8 train.max_steps=3".split()
-    one, four = (on_ranks(world, run, tmp_path / str(world), *given)[0] for world in (1, 4))
-    for tag in ("train/loss", "grad_norm", "val/loss", "val/ema_loss"):
-        assert four[tag] == pytest.approx(one[tag], rel=1e-5)
-
-
 def test_scores_of_known_logits() -> None:
     logits = torch.tensor([[3.0, 2, 1, 0, -1, -2], [3.0, 2, 1, 0, -1, -2], [9.0, 9, 9, 9, 9, 9]])
     batch = Batch(logits, torch.tensor([0, 5, 3]), valid=2)

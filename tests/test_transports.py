@@ -300,7 +300,6 @@ def assert_replicas_are_equal(model: nn.Module) -> None:
         (OddNet, HYBRID, sgd),
         (freeze, HYBRID, sgd),
         (OddNet, (4, 1), sgd),  # DDP
-        (OddNet, (1, 4), sgd),  # full sharding
     ],
 )
 @each_rank(4)
@@ -524,7 +523,11 @@ def test_a_checkpoint_goes_from_any_mesh_and_layout_to_any_other(
 
 @each_rank(4)
 def test_whole_parameters_and_buffers_are_everyones() -> None:
-    model, _, _ = made(Setup(HYBRID))
+    net = OddNet()
+    norm = net.blocks[0].norm
+    norm.running_mean.fill_(dist.get_rank())
+    model = shard(net, units=[Block], mesh=mesh(*HYBRID))
+    assert norm.running_mean.eq(0).all()
     with torch.no_grad(), shardtrain.unsharded(model):
         model.fc.weight.fill_(2.0)
     whole = shardtrain.full_state_dict(model, rank0_only=True)
@@ -535,6 +538,10 @@ def test_whole_parameters_and_buffers_are_everyones() -> None:
     whole = shardtrain.full_state_dict(model)
     for name, value in (("fc.weight", 2), ("fc.bias", 3), ("blocks.0.norm.running_mean", 1.5)):
         assert whole[name].eq(value).all(), name
+    assert norm.running_mean.eq(dist.get_rank()).all()
+    shardtrain.average_buffers(model)
+    assert norm.running_mean.eq(1.5).all()
+    assert norm.num_batches_tracked == 0
     assert_replicas_are_equal(model)
 
 

@@ -389,7 +389,9 @@ def test_calls_are_refused() -> None:
     own, x = {name: 2 * param for name, param in model.named_parameters()}, (batch(0),)
     copied, norm = copy.deepcopy(model.blocks[0]), model.blocks[0].norm
     declare = shardtrain.forward_method
-    of_ddp = "^a sharded model reduces its gradients itself: do not wrap it, or a model that contains it"
+    of_ddp = (
+        "^a sharded model reduces .*: do not wrap it, .* in DistributedDataParallel, .*, Trainer or Fabric"
+    )
     around = nn.Sequential(model, nn.Linear(3, 3))
     on_cpu = init_device_mesh("cpu", (2,))
     classes = r"^units must be module classes or a callable, got \(?.?'Unit'"
@@ -483,7 +485,6 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
         with refused("^the gradient of .* comes from its piece, which code outside of the forward of .* has"):
             sum([*penalty, *loss]).backward()
         del penalty, loss
-    like_a_replica(Net, squares, units=is_unit)
     sgd(model).zero_grad()
     model(batch(0)).sum().backward(inputs=[model.blocks[0].norm.weight])
     with pytest.warns(UserWarning, match=r"no gradient has come since forward: backward\(inputs=...\) finds"):
@@ -509,6 +510,9 @@ def test_edits_are_refused_by_name() -> None:
         edit(model)
         with refused(message):
             model(batch(0))
+    model = sharded()
+    model.blocks.append(nn.Identity())  # has no parameters
+    squares(model, 0)
 
 
 def edit(model: nn.Module) -> None:
@@ -654,30 +658,6 @@ def test_optimizers_in_backward_where_a_rank_owns_nothing() -> None:
     assert seen == [model.weight.numel() > 0] * 2
 
 
-class Tied(nn.Module):
-    """The root reads the weight of its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.blocks = nn.Embedding(97, 7), nn.Sequential(*(Unit() for _ in range(3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.blocks(self.emb((x * 100).long().abs() % 97).mean(1))
-        return F.linear(h, self.emb.weight)
-
-
-@each_rank(2)
-def test_a_layer_whose_weight_is_read_around_it() -> None:
-    model = like_a_replica(Tied, squares, units=None)
-    assert "emb" not in [unit.name for unit in shardtrain.introspect(model).units]
-    model = shard(Tied(), units=[nn.Embedding])
-    way_out = r"emb.weight is this rank's piece while emb does not run, and the forward of Tied reads it: c"
-    with pytest.raises(RuntimeError, match=way_out):
-        model(batch(0))
-    assert shardtrain.introspect(model).gathered == (0, 0)
-    assert len(shardtrain.full_state_dict(model)) == len(model.state_dict())
-
-
 @each_rank(3)
 def test_gradients_that_wait_are_not_stepped_with_clipped_or_changed() -> None:
     model, replica = sharded_and_replica()
@@ -765,7 +745,6 @@ def test_a_copy_is_sharded_too() -> None:
         ("Adagrad", {"lr_decay": 0.1}),
         ("Adam", {"foreach": True}),
         ("AdamW", {"fused": True}),
-        ("SGD", {"momentum": 0.9, "fused": True}),
     ],
 )
 @each_rank(3, transport="auto")
@@ -796,7 +775,7 @@ def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> No
     for net in (model, replica):
         params = list(net.parameters())
         first = torch.optim.AdamW(
-            [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params[:4])] + [{"params": []}]
+            [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params[:3])] + [{"params": []}]
         )
         second = torch.optim.SGD(params[4:], lr=0.05, momentum=0.9)
         schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (first, second)]
@@ -809,16 +788,9 @@ def test_two_optimizers_with_groups_and_schedules_and_steps_move_nothing() -> No
                     optimizer.zero_grad(set_to_none=step == 1)
                 list(net.named_parameters())
             assert not meter.calls
+            if step == 0:
+                first.add_param_group({"params": params[3], "lr": 0.04})
     assert_same_parameters(model, replica)
-
-
-@each_rank(3)
-def test_modules_without_parameters_may_be_attached_after_sharding() -> None:
-    def step(net: nn.Module, number: int) -> None:
-        net.blocks.append(nn.Identity())
-        classify(net, number).backward()
-
-    like_a_replica(step=step)
 
 
 @each_rank(3)
@@ -890,22 +862,3 @@ def test_an_account_of_what_is_gathered() -> None:
             peaks.append(inside.take_gathered_peak())
             assert inside.gathered == (0, 0)
         assert peaks[2:] == [(units, units * size)] * 4
-
-
-@pytest.mark.long
-@each_rank(2, transport="auto")
-def test_memory_is_flat_over_200_steps() -> None:
-    model, _ = sharded_and_replica()
-    optimizer = sgd(model)
-    train(model, optimizer, 20)
-    gc.collect()
-    before = _resident()
-    train(model, optimizer, 200)
-    gc.collect()
-    assert _resident() - before < 2**20
-    assert shardtrain.introspect(model).gathered.bytes == 0
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
