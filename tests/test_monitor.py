@@ -32,7 +32,7 @@ from shardtrain.job.format import MIB
 from shardtrain.job.launch import Context
 from shardtrain.job.step import Step
 from shardtrain.monitor import Monitor, StepMetrics, open_monitor, start_table, timeline, writers
-from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, peak_flops, slow_rank, verdict
+from shardtrain.monitor.metrics import PHASES, Report, SlowRank, Spent, judge, peak_flops, slow_rank
 from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.timeline import Lanes, Watch
 
@@ -239,22 +239,6 @@ def test_utilisation_counts_the_pixels_shown_and_the_dtype(monkeypatch: Any) -> 
     assert (fp32, bf16) == (494e12, 988e12)
 
 
-@pytest.mark.parametrize(
-    ("shares", "expected"),
-    [
-        ({"data": 68}, "68 % of the time is waiting for images: raise data.workers"),
-        ({"data": 12, "waiting": 30}, "30 % of the time is waiting for other ranks and their shards: a"),
-        ({"checkpoint": 9}, "9 % of the time is saving checkpoints: raise checkpoint.every_steps"),
-        ({"evaluation": 33}, "33 % of the time is evaluation: raise train.eval_every"),
-        ({"optimizer": 25}, "25 % of the time is optimizer: a larger train.batch_size takes fewer updates"),
-        ({"the rest": 50}, "50 % of the time is neither steps nor evaluation: raise train.log_every"),
-        ({"forward": 30, "backward": 60, "data": 4}, "90 % of the time is computing: nothing stands out"),
-    ],
-)
-def test_the_verdict_is_about_what_stands_out_most(shares: dict[str, float], expected: str) -> None:
-    assert expected in verdict(shares)
-
-
 def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
     spent = Spent(since=time.perf_counter() - 10, steps=50, images=600)
     spent.seconds |= {"data": 6.0, "forward": 1.0, "waiting": 1.0}
@@ -265,7 +249,6 @@ def test_a_judgement_adds_up_and_is_told_at_the_end() -> None:
     table = end_table({"status": "finished", "step": 50, "seconds": 10.0, "run_dir": "there", **found})
     assert "speed     60 img/s over all" in table
     assert "time      data 60 %, forward 10 %" in table
-    assert "verdict   60 % of the time is waiting for images" in table
 
 
 def rows(*busy_ms: dict[str, float]) -> list[dict[str, float]]:

@@ -101,7 +101,7 @@ class ProcessGroupTransport(Transport):
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
         if not self.by_messages([values for values, _ in intervals]):
             return self.backend_for(AVERAGE, tag).average(intervals, after)
-        return self._swap(tag, intervals) if self.world == 2 else self._average_in_two_stages(tag, intervals)
+        return self._average_in_two_stages(tag, intervals)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
@@ -210,16 +210,6 @@ class ProcessGroupTransport(Transport):
                 yield moved
         if moved is not tensor:
             tensor.copy_(moved)
-
-    def _swap(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
-        """Average between two ranks that send each other everything: no more bytes, and one wait less."""
-        sets = []
-        for values, wire in intervals:
-            sent = values.to(wire, copy=True)
-            if wire != values.dtype:
-                values.copy_(sent)  # so that both ranks add the same numbers
-            sets.append(([values, sent] if self.rank == 0 else [sent, values], False))
-        return self.combine(tag, sets, AVERAGE)
 
     def _average_in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
         """Average a part of every interval on each rank, which then sends it to the others."""

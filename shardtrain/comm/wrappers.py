@@ -226,10 +226,10 @@ class Simulated(Alone):
         """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        swaps, held = self._inbox and self.world == 2, list[Tensor]()
+        held = list[Tensor]()
         for values, wire in intervals:
-            moved = values.to(wire, copy=swaps)
-            part = moved if swaps else moved.tensor_split(self.world)[self.rank]
+            moved = values.to(wire)
+            part = moved.tensor_split(self.world)[self.rank]
             held += [moved, *self._inbox_of(part, part)]
         return Pending(held.clear)
 

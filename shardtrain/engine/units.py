@@ -118,16 +118,18 @@ def choose_units(root: nn.Module) -> dict[str, nn.Module]:
 def _is_read(name: str, layer: nn.Module, around: Iterable[nn.Module]) -> bool:
     """Return whether code of a module ``around`` reads a parameter of ``layer`` outside of initialization.
 
-    Such code mentions both names, as ``self.embedding.weight`` does.
+    Such code has both names in a row, as ``self.embedding.weight`` does.
     """
-    attribute = name.rpartition(".")[2]
     methods = [method for module in around for method in vars(type(module)).values()]
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
-    return any(
-        attribute in code.co_names and not layer._parameters.keys().isdisjoint(code.co_names)
-        for code in codes
-        if "init" not in code.co_name
-    )
+    wanted = {(name.rpartition(".")[2], attribute) for attribute in layer._parameters}
+    return any(not wanted.isdisjoint(_reads(code)) for code in codes if "init" not in code.co_name)
+
+
+def _reads(code: CodeType) -> set[tuple[str, str]]:
+    """Return what ``code`` reads through two attributes, as ``(embedding, weight)`` of the above."""
+    names = [step.argval for step in dis.get_instructions(code)]
+    return {pair for pair, use in zip(pairwise(names), names[2:], strict=False) if use not in _HARMLESS}
 
 
 def note_pieces(error: BaseException, units: Iterable[Unit], wrapper: CodeType) -> None:
@@ -144,8 +146,7 @@ def note_pieces(error: BaseException, units: Iterable[Unit], wrapper: CodeType) 
         module = frame.f_locals.get("self")
         if not isinstance(module, nn.Module):
             continue
-        names = [step.argval for step in dis.get_instructions(frame.f_code)]
-        reads = {pair for pair, use in zip(pairwise(names), names[2:], strict=False) if use not in _HARMLESS}
+        names, reads = frame.f_code.co_names, _reads(frame.f_code)
         for info, unit in shown:
             *_, layer, attribute = ("", *info.name.split("."))
             if (layer, attribute) in reads or (module is info.holder and attribute in names):

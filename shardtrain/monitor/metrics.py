@@ -87,28 +87,11 @@ class Spent:
     images: int = 0
 
 
-# Where a run's time went, and what helps most: the hint is for the part that exceeds its usual share most.
-
-FEW_STEPS = 20  # with fewer, the first step dominates
 ORDER = ("data", "forward", "backward", "optimizer", "waiting", "evaluation", "checkpoint", "pictures")
-
-# Part of the time → its usual percentage, what it is, and what reduces it.
-HINTS = {
-    "data": (10, "waiting for images: raise data.workers"),
-    "waiting": (
-        15,
-        "waiting for other ranks and their shards: a larger train.batch_size gives each rank more to do, "
-        "parallel.precision=bf16 moves half the bytes",
-    ),
-    "checkpoint": (5, "saving checkpoints: raise checkpoint.every_steps"),
-    "evaluation": (20, "evaluation: raise train.eval_every"),
-    "optimizer": (15, "optimizer: a larger train.batch_size takes fewer updates"),
-    "the rest": (15, "neither steps nor evaluation: raise train.log_every"),
-}
 
 
 def judge(spent: Spent) -> dict[str, Any]:
-    """Return entries of result.json: seconds by part, and the verdict in one sentence."""
+    """Return entries of result.json: where the run's time went, in seconds and in words, and its speed."""
     seconds = time.perf_counter() - spent.since
     parts = {what: spent.seconds[what] for what in ORDER if spent.seconds[what]}
     parts["the rest"] = max(0.0, seconds - sum(parts.values()))
@@ -118,18 +101,7 @@ def judge(spent: Spent) -> dict[str, Any]:
         "spent_s": {what: round(value, 3) for what, value in parts.items()},
         "run_img_per_s": spent.images / seconds,
         "time": text.replace("waiting", "exposed communication"),
-        "verdict": verdict(shares) if spent.steps >= FEW_STEPS else f"none of fewer than {FEW_STEPS} steps",
     }
-
-
-def verdict(shares: Mapping[str, float]) -> str:
-    """Return a sentence: what takes more time than usual, and what to change. ``shares``: in percent."""
-    over = {what: shares.get(what, 0.0) - usual for what, (usual, _) in HINTS.items()}
-    worst = max(over, key=over.__getitem__)
-    if over[worst] > 0:
-        return f"{shares[worst]:.0f} % of the time is {HINTS[worst][1]}"
-    computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
-    return f"{computing:.0f} % of the time is computing: nothing stands out"
 
 
 def scores_in_words(scalars: Mapping[str, Any], classes: int) -> dict[str, str]:

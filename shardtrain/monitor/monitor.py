@@ -144,8 +144,8 @@ def open_monitor(
         status = "interrupted"
         raise
     finally:
-        verdict = judge(metrics.spent) if metrics.spent.steps else {}
-        monitor.facts({"status": status, "step": monitor.latest, **verdict})
+        spent = judge(metrics.spent) if metrics.spent.steps else {}
+        monitor.facts({"status": status, "step": monitor.latest, **spent})
         if status != "failed":  # after a failure only the exception is reported
             monitor.draw_summary()
             monitor.say(end_table(result))
@@ -235,9 +235,9 @@ def end_table(result: Mapping[str, Any]) -> str:
     if tags.VAL_LOSS in result:
         at = f" at step {result[tags.BEST_STEP]}" if tags.BEST_STEP in result else ""  # older ones lack it
         rows += _score_rows(result, f", best acc1 {result[tags.BEST_ACC1]:.2f} %{at}")
-    if "verdict" in result:
+    if "time" in result:
         rows.append(("speed", f"{result['run_img_per_s']:.0f} img/s over all"))
-        rows += [("time", result["time"]), ("verdict", result["verdict"])]
+        rows.append(("time", result["time"]))
     return _labelled([*rows, ("run", result["run_dir"])])
 
 

@@ -47,18 +47,12 @@ def refuse_unless_right_on_pieces(
             )
             return
         reason = _why_not(optimizer, wholes, expected, layout)
-        together = reason and _why_not(optimizer, wholes, expected, "whole")
     if reason:
-        advice = (
-            "A rank holds some of the parameters, or pieces of them, and this optimizer looks at all "
-            "together: use one such as SGD or AdamW"
-            if together
-            else "A rank holds pieces of parameters, and this optimizer looks at one whole parameter at "
-            "a time: use shard(..., layout='whole'), or an element-wise optimizer such as SGD or AdamW"
-        )
         raise ValueError(
-            f"{name} cannot step on a sharded model: {reason}. {advice}, or leave the "
-            "parameters whole with shard(..., ignored=...)"
+            f"{name} cannot step on a sharded model: {reason}. A rank holds pieces of parameters. For an "
+            "optimizer that looks at one whole parameter at a time use shard(..., layout='whole'). One that "
+            "looks at all parameters together cannot be used: take SGD or AdamW, or leave the parameters "
+            "whole with shard(..., ignored=...)"
         )
 
 
