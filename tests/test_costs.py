@@ -96,9 +96,10 @@ def test_a_step_leaves_no_cycles_and_nothing_else() -> None:
     gc.disable()
     try:
         held = len(gc.get_objects())
-        step(model)
+        for _ in range(20):
+            step(model)
         assert gc.collect() == 0
-        assert len(gc.get_objects()) <= held
+        assert len(gc.get_objects()) < held + 20  # less than one a step
     finally:
         gc.enable()
 
