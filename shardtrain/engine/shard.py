@@ -105,7 +105,9 @@ class ShardedParam:
         """Set ``.grad``, in the shape at rest, also while the parameter shows its full value."""
         if self.owners is not None and not isinstance(grad, GradientPiece):
             grad = GradientPiece.of(grad, self.owners)
-        shown, self.param.data = self.param.data, self.local_view  # since torch compares shapes
+        shown = self.param.data
+        if shown.shape != grad.shape:  # torch compares them
+            self.param.data = self.local_view
         self.param.grad, self.param.data = grad, shown
 
     def give_grad(self, piece: torch.Tensor) -> None:
