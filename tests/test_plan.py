@@ -178,7 +178,7 @@ def test_mistakes(arguments: list[str], message: str) -> None:
 def test_mistakes_that_show_later_and_a_plan_without_the_data_set() -> None:
     with pytest.raises(UserError, match="out=~nobody-here: Could not determine home directory"):
         plan(settings("out='~nobody-here'"), ALONE, CPU)
-    message = r"does not take images of shape 1×3×8×8: Expected more than 1 value per channel .*\(micro_batch"
+    message = r"does not take images of shape 1×3×8×8: Expected more than 1 value per channel .*; micro_batch"
     with pytest.raises(UserError, match=message):
         planned("model=resnet18", "data.image_size=8", "micro_batch=1")
     found = read(["data=imagefolder", "data.root=/nowhere", "model.num_classes=7"], speak=False)

@@ -37,6 +37,7 @@ class Monitor:
     """Pass each event on to all writers. A writer that cannot write does not end the run.
 
     One line warns of the cause. The writer still gets every event, since a full disk may have space again.
+    ``latest``: the last step, which the loop sets.
     """
 
     def __init__(self, *writers: Writer, first_step: int = 0) -> None:
@@ -46,9 +47,6 @@ class Monitor:
 
     def say(self, text: str) -> None:
         self._each(lambda writer: writer.say(text))
-
-    def step(self, step: int) -> None:
-        self.latest = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._each(lambda writer: writer.log(step, scalars))

@@ -24,10 +24,9 @@ def load(config: Data) -> DataSet:
         data = with_validation(data, config.validation)
     if limit is None:
         return data
-    train, val = (of_length(part, min(limit, len(part))) for part in (data.train, data.val))
-    return data._replace(
-        train=train, val=val, test=data.test and of_length(data.test, min(limit, len(data.test)))
-    )
+    parts = {"train": data.train, "val": data.val, "test": data.test}
+    some = {name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()}
+    return data._replace(**some)
 
 
 def with_validation(data: DataSet, amount: float) -> DataSet:
