@@ -312,7 +312,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     spans = taken.spans()
     assert all(span.start <= span.end for span in spans)
     units = ["blocks.0", "blocks.1", "blocks.2", "the root"]
-    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.TRACKS}
+    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.STYLES}
     assert found["forward"] == found["backward"] == found["reduce"] == units
     assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "blocks.2", "the root"]
     assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= {*found["wait"]}
@@ -344,9 +344,9 @@ def test_a_trace_has_rows_without_overlap() -> None:
     events = timeline.chrome(lanes())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [names[0, row] for row in range(7)] == [
-        *("steps", "phases", "units", "units", "gathers", "gathers", "reductions")
+        *("step", "phase", "unit", "unit", "gather", "gather", "reduce")
     ]
-    assert "waiting" in [name for (rank, _), name in names.items() if rank == 1]
+    assert "wait" in [name for (rank, _), name in names.items() if rank == 1]
     rows: dict[Any, list[Any]] = {}
     for event in events:
         if event["ph"] == "X":

@@ -80,7 +80,9 @@ def test_optimizers_that_look_at_all_parameters_are_refused(kind: Any) -> None:
     model = shard(two_matrices, layout="whole", units=[nn.Linear])
     optimizer, loss = kind(model.parameters(), lr=0.1), model(torch.ones(2, 7)).square().sum()
     loss.backward()
-    with pytest.raises(ValueError, match=f"^{kind.__name__} .*looks at all parameters together cannot be used"):
+    with pytest.raises(
+        ValueError, match=f"^{kind.__name__} .*looks at all parameters together cannot be used"
+    ):
         optimizer.step(lambda: loss)
 
 

@@ -68,10 +68,8 @@ def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) 
     model, plain = (plain_model(keys, settings.allow) for _ in range(2))
     shardtrain.shard(model.to(device))
     ema = Ema(model, 0.0) if averaged else None
-    try:
+    with reading(f"run={run}", "the model was built otherwise then", ValueError):
         extra = load_into(opened, model, averages=ema.averages if ema else None)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     if ema is not None:
         ema.restore(extra["ema"], opened.manifest.world_size)
     with ema.swapped() if ema is not None else contextlib.nullcontext(), torch.no_grad():

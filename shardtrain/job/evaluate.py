@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -70,28 +71,24 @@ def evaluate(
 
     ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does.
     """
-    scores = _evaluate(model, feed, views, before_batch)
-    if ema is None:
-        return Evaluation(scores)
-    with ema.swapped():
-        return Evaluation(scores, _evaluate(model, feed, views, before_batch))
 
+    def scores() -> Scores:
+        average_buffers(model)  # BatchNorm's running statistics differ between ranks before
+        model.eval()
+        sums = []
+        try:
+            with torch.no_grad():
+                for batch in feed:
+                    before_batch()
+                    sums.append(_sums(model, batch, views))
+        finally:
+            model.train()
+        loss, first, fifth, count = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
+        return Scores(loss / count, 100 * first / count, 100 * fifth / count)
 
-def _evaluate(
-    model: nn.Module, feed: Iterable[Batch], views: Views, before_batch: Callable[[], object]
-) -> Scores:
-    average_buffers(model)  # BatchNorm's running statistics differ between ranks before
-    model.eval()
-    sums = []
-    try:
-        with torch.no_grad():
-            for batch in feed:
-                before_batch()
-                sums.append(_sums(model, batch, views))
-    finally:
-        model.train()
-    loss, first, fifth, count = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
-    return Scores(loss / count, 100 * first / count, 100 * fifth / count)
+    plain = scores()
+    with contextlib.nullcontext() if ema is None else ema.swapped():
+        return Evaluation(plain, None if ema is None else scores())
 
 
 def _sums(model: nn.Module, batch: Batch, views: Views) -> Tensor:

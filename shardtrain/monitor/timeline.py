@@ -34,15 +34,8 @@ TRACED = 3  # steps per trace
 REQUEST, FOLDER = "profile", "timeline"
 LEAST_NAMED = 0.012  # of a picture's width: what an upright name takes
 
-TRACKS = {  # kind of span → its row in a trace, from top to bottom
-    "step": "steps",
-    "phase": "phases",
-    "forward": "units",
-    "backward": "units",
-    "wait": "waiting",
-    "gather": "gathers",
-    "reduce": "reductions",
-}
+COMPUTES = ("forward", "backward")  # kinds of a unit's spans
+TRACKS = ("step", "phase", "unit", "wait", "gather", "reduce")  # of a rank in a trace, from top to bottom
 
 # Kind of span, or kind and name → color, top and height as fractions of a rank's lane, legend.
 STYLES = {
@@ -94,9 +87,9 @@ def chrome(lanes: Lanes) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(lanes.spans):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS.values()}
+        tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS}
         for span in spans:  # into the first free row, since viewers drop overlapping spans
-            rows = tracks[TRACKS[span.kind]]
+            rows = tracks["unit" if span.kind in COMPUTES else span.kind]
             if all(row[-1].end > span.start for row in rows):
                 rows.append([])
             next(row for row in rows if not row or row[-1].end <= span.start).append(span)
@@ -131,7 +124,7 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
         axes = figure.subplots()
         for rank, lane in enumerate(spans):
             for kind, name, begun, ended in lane:
-                computes = kind in ("forward", "backward")
+                computes = kind in COMPUTES
                 style = STYLES.get(f"{kind} {name}") or STYLES.get(kind)
                 if style is None or (computes and name == "the root"):  # the root's span contains all others
                     continue

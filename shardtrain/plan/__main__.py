@@ -95,7 +95,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         )
     keys, config, question = settings.keys, settings.config, settings.question
     output = report.Output("plan", keys.out, f"{config.model_name}-{question.world_size}ranks")
-    rates = report.Rates(keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
+    rates = (keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
     asked = simulate(config, question)
     text = f"{report.headline(config, asked)}\n\n{report.rank_table(asked)}"
     if rates is not None:
