@@ -447,7 +447,7 @@ def hub(root: Path, **options: Any) -> Any:
 
 def test_hugging_faces_package_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"=huggingface needs its package: pip install 'shardtrain\[hugging"):
+    with pytest.raises(UserError, match=r"^data=huggingface: .*datasets.*; pip install 'shardtrain\[hugging"):
         data.load(hub(tmp_path))
 
 

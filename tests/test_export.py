@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torchvision.models import mobilenet_v3_small
 
 from shardtrain import comm
-from shardtrain.export.__main__ import export, read
+from shardtrain.export import __main__ as program
+from shardtrain.job import launch
 from shardtrain.job.model import initial_model, named_weights, read_weights
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
@@ -55,7 +56,7 @@ def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
     def exported(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["export", *arguments, "threads=1"])
         try:
-            launch.start(read, export)
+            launch.start(program.read, program.export)
         except SystemExit as left:
             return int(left.code or 0)
         return 0

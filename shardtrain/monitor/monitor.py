@@ -133,26 +133,6 @@ def open_monitor(
     if config.dry_run or config.eval_only:
         yield Monitor(Console(job))
         return
-    monitor, result = _open(config, context, job, best)
-    status = "failed"
-    try:
-        yield monitor
-        status = "finished"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        spent = judge(metrics.spent) if metrics.spent.steps else {}
-        monitor.facts({"status": status, "step": monitor.latest, **spent})
-        if status != "failed":  # after a failure only the exception is reported
-            monitor.draw_summary()
-            monitor.say(end_table(result))
-
-
-def _open(
-    config: Config, context: Context, job: Job, best: tuple[int, float] | None
-) -> tuple[Monitor, Mapping[str, Any]]:
-    """Return rank 0's monitor, and the live content of result.json."""
     facts = {
         "run_dir": str(context.run_dir),
         "model": config.model_name,
@@ -181,7 +161,19 @@ def _open(
     monitor = Monitor(*writers, first_step=job.first_step)
     monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
     monitor.facts(facts)
-    return monitor, result.result
+    status = "failed"
+    try:
+        yield monitor
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        spent = judge(metrics.spent) if metrics.spent.steps else {}
+        monitor.facts({"status": status, "step": monitor.latest, **spent})
+        if status != "failed":  # after a failure only the exception is reported
+            monitor.draw_summary()
+            monitor.say(end_table(result.result))
 
 
 def _commit() -> str | None:

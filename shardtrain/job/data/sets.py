@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import io
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ def load(config: Data) -> DataSet:
     if limit is None:
         return data
     parts = {"train": data.train, "val": data.val, "test": data.test}
-    some = {name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()}
+    some: dict[str, Any] = {
+        name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
+    }
     return data._replace(**some)
 
 
