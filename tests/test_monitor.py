@@ -54,7 +54,7 @@ def built(*arguments: str, model: Sequence[str] = VIT) -> tuple[Job, Config]:
 def test_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, config = built()
     with open_monitor(config, context(tmp_path / "a/run"), job, StepMetrics(job)) as monitor:
-        monitor.latest = 1
+        monitor.step(1)
         monitor.log(1, SCALARS)
         assert json.loads((tmp_path / "a/run/result.json").read_text())["status"] == "running"
         monitor.evaluated(1, Evaluation(Scores(0.25, 98.5, 100.0)))

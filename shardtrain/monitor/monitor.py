@@ -37,7 +37,6 @@ class Monitor:
     """Pass each event on to all writers. A writer that cannot write does not end the run.
 
     One line warns of the cause. The writer still gets every event, since a full disk may have space again.
-    ``latest``: the last step, which the loop sets.
     """
 
     def __init__(self, *writers: Writer, first_step: int = 0) -> None:
@@ -47,6 +46,9 @@ class Monitor:
 
     def say(self, text: str) -> None:
         self._each(lambda writer: writer.say(text))
+
+    def step(self, step: int) -> None:
+        self.latest = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._each(lambda writer: writer.log(step, scalars))
@@ -140,7 +142,7 @@ def open_monitor(
         "seed": config.seed,
         "reference": None if config.reference is None else dataclasses.asdict(config.reference),
         "steps": job.steps,
-        "batch_size": job.share.batch_size,
+        "batch_size": job.train.share.batch_size,
         "world_size": context.rank_info.world_size,
         "device": context.device.type,
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
@@ -186,7 +188,7 @@ def _commit() -> str | None:
 
 def start_table(config: Config, context: Context, job: Job) -> str:
     """Return a table of what will be trained, on what, and what this rank will hold."""
-    share, optim, side = job.share, config.optim, config.data.image_size
+    share, optim, side = job.train.share, config.optim, config.data.image_size
     units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
     own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
     size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"

@@ -114,7 +114,7 @@ def plan_of(config: Config, job: Job) -> Plan:
     question = Question(
         world_size=transport.all_ranks.world,
         replicate=transport.all_ranks.world // transport.world,
-        micro_batch=job.share.micro_batch,
+        micro_batch=job.train.share.micro_batch,
         channels=job.channels,
         in_place=in_place,
         inbox=not (in_place or device.is_accelerator(job.device)),

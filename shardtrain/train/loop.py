@@ -44,7 +44,7 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
             saver.before_update()
             one_step.update(step)
         last = step == job.steps
-        monitor.latest = step
+        monitor.step(step)
         report = None
         if step % train.log_every == 0 or last:
             report = metrics.report(step, norm, watch.requested())
