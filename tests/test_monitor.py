@@ -267,10 +267,10 @@ def test_a_rank_is_slow_by_the_median_of_the_others() -> None:
 def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Path) -> None:
     said: list[str] = []
     monitor: Any = SimpleNamespace(say=said.append)
-    job: Any = SimpleNamespace(steps=99)
+    metrics: Any = SimpleNamespace(job=SimpleNamespace(steps=99))
     place = Context(RankInfo(0, 2, 0, 2), CPU, tmp_path)
     course = "none slow none slow slower slow elsewhere slow none slow none none"
-    with Watch(configure(), place, job, SimpleNamespace(), monitor) as watch:
+    with Watch(configure(), place, metrics, monitor) as watch:
         for step, what in enumerate(course.split(), 1):
             slow = SlowRank(1, "backward" if what == "elsewhere" else "data", what)
             watch.step_done(step, Report({}, None if what == "none" else slow))

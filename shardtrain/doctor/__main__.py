@@ -237,19 +237,16 @@ class DoctorKeys:
     steps: int = at_least(1)
 
 
-def read(arguments: Sequence[str], speak: bool) -> Beside[DoctorKeys] | None:
-    """Return the settings of ``arguments``; None if a flag asks for output."""
-    both = read_beside(DoctorKeys, arguments, speak=speak, folder=Path(__file__).parent / "configs")
-    if both is not None and both.config.parallel.traffic is not None:
-        raise UserError(
-            f"parallel.traffic={both.config.parallel.traffic}: the doctor compares with an unsharded "
-            "model, for which nothing is rounded; examine the job with parallel.traffic=null"
-        )
-    return both
+read = partial(read_beside, DoctorKeys, Path(__file__).parent / "configs")
 
 
 def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.device) -> None:
     """Print the finding on rank 0; exit with code 1 if sharding changes anything."""
+    if settings.config.parallel.traffic is not None:
+        raise UserError(
+            f"parallel.traffic={settings.config.parallel.traffic}: the doctor compares with an unsharded "
+            "model, for which nothing is rounded; examine the job with parallel.traffic=null"
+        )
     # Uncompiled, since a compiler rounds and draws random numbers differently.
     job, config = build(uncompiled(settings.config), rank_info.rank, rank_info.world_size, device)
     equal, finding = Twins(job, config).examine(min(settings.keys.steps, job.steps))

@@ -185,7 +185,7 @@ class Beside(Generic[Frozen]):
 
 
 def read_beside(
-    cls: type[Frozen], arguments: Sequence[str], *, speak: bool, folder: Path
+    cls: type[Frozen], folder: Path, arguments: Sequence[str], speak: bool
 ) -> Beside[Frozen] | None:
     """Return a program's own keys, a ``cls`` from ``folder``, and the training program's; or None."""
     own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from shardtrain import comm
 from shardtrain.comm import trace
 from shardtrain.comm.trace import Span
 from shardtrain.job import tags
-from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.format import counted
 from shardtrain.job.launch import Context
@@ -147,11 +146,8 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
 class Watch(contextlib.AbstractContextManager["Watch"]):
     """Trace steps on request, and name slow ranks. Called after every step, on every rank."""
 
-    def __init__(
-        self, config: Config, context: Context, job: Job, metrics: StepMetrics, monitor: Monitor
-    ) -> None:
-        self._config, self._context, self._job = config, context, job
-        self._metrics, self._monitor = metrics, monitor
+    def __init__(self, config: Config, context: Context, metrics: StepMetrics, monitor: Monitor) -> None:
+        self._config, self._context, self._metrics, self._monitor = config, context, metrics, monitor
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
         self._named: tuple[int, str] | None = None  # the slow rank that was last named
         self._requested = False
@@ -175,9 +171,9 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._requested |= report.profile_requested
             self._name_slow_rank(step, report.slow)
         self._requested |= step + 1 == self._config.monitor.profile_at
-        if self._tracing is not None and step in (self._tracing[0] + TRACED - 1, self._job.steps):
+        if self._tracing is not None and step in (self._tracing[0] + TRACED - 1, self._metrics.job.steps):
             self._finish(*self._tracing)
-        if self._requested and self._tracing is None and step < self._job.steps:
+        if self._requested and self._tracing is None and step < self._metrics.job.steps:
             self._requested = False
             self._tracing = step + 1, self._recording.enter_context(trace.record(self._metrics.device))
 

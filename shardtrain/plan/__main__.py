@@ -47,7 +47,7 @@ class PlanSettings(Beside[PlanKeys]):
 
 def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     """Return the settings of ``arguments``; None if a flag asks for output."""
-    both = read_beside(PlanKeys, arguments, speak=speak, folder=Path(__file__).parent / "configs")
+    both = read_beside(PlanKeys, Path(__file__).parent / "configs", arguments, speak)
     if both is None:
         return None
     keys, config = both.keys, both.config
