@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -87,8 +86,10 @@ def evaluate(
         return Scores(loss / count, 100 * first / count, 100 * fifth / count)
 
     plain = scores()
-    with contextlib.nullcontext() if ema is None else ema.swapped():
-        return Evaluation(plain, None if ema is None else scores())
+    if ema is None:
+        return Evaluation(plain)
+    with ema.swapped():
+        return Evaluation(plain, scores())
 
 
 def _sums(model: nn.Module, batch: Batch, views: Views) -> Tensor:

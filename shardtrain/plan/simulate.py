@@ -87,9 +87,9 @@ def simulate(config: Config, question: Question) -> Plan:
         labels = torch.zeros(question.micro_batch, dtype=torch.int64)
         batches = [(torch.empty(shape), labels.clone()) for _ in range(config.train.accumulate)]
         what = f"the model does not take images of shape {'×'.join(map(str, shape))}"
-        takes_them = reading(what, "micro_batch and data.image_size decide the shape", ValueError)
+        refusals = reading(what, "micro_batch and data.image_size decide the shape", ValueError)
         # In the first step, since the counter keeps recomputed activations alive.
-        with takes_them, FlopCounterMode(display=False) as flops:
+        with refusals, FlopCounterMode(display=False) as flops:
             step(batches)
         with comm.meter() as traffic:
             timeline = memory_of_step(step, batches)
