@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_batches_have_the_size_of_their_epoch(tmp_path: Path, kind: str) -> None
         assert [images.shape[-1] for images, _ in feed.loader] == [6, 7, 7, 8, 8]
         assert found.val[[0]][0].shape[-1] == 9
     prepare = data.Prepare(found, config.side_in_eval, CPU)
-    held_out = data.EvalFeed(found.val, Share(2, 1, 0, 1), prepare, batch_size=2, workers=0)
+    held_out = data.EvalFeed(found.val, Share(2, 1, 0, 1), prepare, workers=0)
     assert {batch.images.shape[-1] for batch in held_out} == {9}
     assert config.sides == {6, 7, 8, 9}
 
@@ -322,8 +323,8 @@ def test_batches_are_normalised_and_the_last_one_is_filled_up() -> None:
     images = torch.randint(0, 256, (10, 3, 6, 6), dtype=torch.uint8, generator=generator("test"))
     arrays = Arrays(images, torch.arange(10))
     small = data.DataSet(arrays, arrays, "small", 10, 3, (10.0, 20.0, 30.0), (2.0, 4.0, 8.0))
-    feed = data.EvalFeed(small.val, Share(4, 1, 0, 1), data.Prepare(small, 6, CPU), batch_size=4, workers=0)
-    batches = list(feed)
+    with patch("shardtrain.job.data.feed.EVAL_BATCH", 4):
+        batches = list(data.EvalFeed(small.val, Share(4, 1, 0, 1), data.Prepare(small, 6, CPU), workers=0))
     assert [batch.valid for batch in batches] == [4, 4, 2]
     assert torch.allclose(batches[0].images[:, 1], (images[:4, 1].float() - 20) / 4)
 
@@ -447,7 +448,7 @@ def hub(root: Path, **options: Any) -> Any:
 
 def test_hugging_faces_package_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(UserError, match=r"=huggingface needs its package: pip install 'shardtrain\[hugging"):
+    with pytest.raises(UserError, match=r"^data=huggingface: .*datasets.*; pip install 'shardtrain\[hugging"):
         data.load(hub(tmp_path))
 
 

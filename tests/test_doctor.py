@@ -53,8 +53,9 @@ def test_sharding_changes_nothing(on_ranks: Any, world: int, arguments: list[str
 
 
 def test_traffic_that_rounds_is_not_compared() -> None:
+    settings = program.read([*TINY, "parallel.traffic=int8"], speak=False)
     with pytest.raises(UserError, match=r"traffic=int8: the doctor compares with an unsharded model"):
-        program.read([*TINY, "parallel.traffic=int8"], speak=False)
+        program.examine(settings, ALONE, CPU)
 
 
 def weight(job: Job) -> torch.Tensor:

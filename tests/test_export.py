@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torchvision.models import mobilenet_v3_small
 
 from shardtrain import comm
-from shardtrain.export.__main__ import main
+from shardtrain.export import __main__ as program
+from shardtrain.job import launch
 from shardtrain.job.model import initial_model, named_weights, read_weights
 from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
@@ -55,7 +56,7 @@ def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
     def exported(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["export", *arguments, "threads=1"])
         try:
-            main()
+            launch.start(program.read, program.export)
         except SystemExit as left:
             return int(left.code or 0)
         return 0
@@ -162,7 +163,7 @@ def places(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         (["run=/nowhere", "out=x.pth"], "run=/nowhere: neither a run with checkpoints nor a checkpoint"),
         (["run={run}", "out=x.onnx"], "error: x.onnx: expected a name that ends in .safetensors, .pth, .pt"),
         (["run={run}", "out=file.pth"], "error: file.pth exists already; choose another name or remove it"),
-        (["run={run}", "out=file.pth/x.pth"], "error: file.pth/x.pth: cannot be written ("),
+        (["run={run}", "out=file.pth/x.pth"], "error: out=file.pth/x.pth: "),
         (["run={run}"], "error: out is missing: add out=VALUE"),
         (["run={raw}", "out=x.pth", "weights=ema"], "has no moving average; its run had ema.decay=null"),
         (["run={run}", "out=x.pth", "weights=avg"], "error: weights=avg (valid: raw, ema)"),

@@ -267,10 +267,10 @@ def test_a_rank_is_slow_by_the_median_of_the_others() -> None:
 def test_a_rank_that_is_slow_twice_is_named_once_until_it_keeps_up(tmp_path: Path) -> None:
     said: list[str] = []
     monitor: Any = SimpleNamespace(say=said.append)
-    job: Any = SimpleNamespace(steps=99)
+    metrics: Any = SimpleNamespace(job=SimpleNamespace(steps=99))
     place = Context(RankInfo(0, 2, 0, 2), CPU, tmp_path)
     course = "none slow none slow slower slow elsewhere slow none slow none none"
-    with Watch(configure(), place, job, SimpleNamespace(), monitor) as watch:
+    with Watch(configure(), place, metrics, monitor) as watch:
         for step, what in enumerate(course.split(), 1):
             slow = SlowRank(1, "backward" if what == "elsewhere" else "data", what)
             watch.step_done(step, Report({}, None if what == "none" else slow))
@@ -312,7 +312,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     spans = taken.spans()
     assert all(span.start <= span.end for span in spans)
     units = ["blocks.0", "blocks.1", "blocks.2", "the root"]
-    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.TRACKS}
+    found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.STYLES}
     assert found["forward"] == found["backward"] == found["reduce"] == units
     assert found["gather"] == ["blocks.0", "blocks.0", "blocks.1", "blocks.2", "the root"]
     assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= {*found["wait"]}
@@ -344,9 +344,9 @@ def test_a_trace_has_rows_without_overlap() -> None:
     events = timeline.chrome(lanes())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [names[0, row] for row in range(7)] == [
-        *("steps", "phases", "units", "units", "gathers", "gathers", "reductions")
+        *("step", "phase", "unit", "unit", "gather", "gather", "reduce")
     ]
-    assert "waiting" in [name for (rank, _), name in names.items() if rank == 1]
+    assert "wait" in [name for (rank, _), name in names.items() if rank == 1]
     rows: dict[Any, list[Any]] = {}
     for event in events:
         if event["ph"] == "X":

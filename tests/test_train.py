@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -97,7 +98,8 @@ def _evaluation(*views: Any) -> Evaluation:
     with torch.no_grad():  # a rank's own training batches
         model[1].running_mean += comm.rank() - (comm.world_size() - 1) / 2
     share = Share(1, 1, comm.rank(), comm.world_size())
-    feed = EvalFeed(small.val, share, Prepare(small, 2, CPU), batch_size=3, workers=0)
+    with patch("shardtrain.job.data.feed.EVAL_BATCH", 3):
+        feed = EvalFeed(small.val, share, Prepare(small, 2, CPU), workers=0)
     found = evaluate(model, feed, views=Views(*views))
     assert model.training
     return found

@@ -51,9 +51,5 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
             raise interrupt
 
 
-def main() -> None:
-    launch.start(settings.read, run)
-
-
 if __name__ == "__main__":
-    main()
+    launch.start(settings.read, run)

@@ -33,7 +33,6 @@ Movement = Callable[[], object]
 
 def measure(bench: Bench) -> None:
     """Measure the smallest vectors first."""
-    bench.facts["points"] = []
     if comm.world_size() == 1:
         bench.note = "A single rank has no collectives: start it with torchrun --nproc-per-node N."
         return

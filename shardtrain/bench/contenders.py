@@ -9,7 +9,7 @@ bf16; shardtrain and autocast keep normalisation layers in fp32.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -112,13 +112,11 @@ def _fsdp2(model: nn.Module, dtype: Dtype, device: torch.device, reshard: bool =
             fsdp.fully_shard(module, **options)
     sharded: fsdp.FSDPModule = fsdp.fully_shard(model, **options)
 
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
+    def no_sync() -> AbstractContextManager[object]:
         sharded.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            sharded.set_requires_gradient_sync(True)
+        stack = contextlib.ExitStack()
+        stack.callback(sharded.set_requires_gradient_sync, True)
+        return stack
 
     return Contender(model, adamw(model), no_sync)
 

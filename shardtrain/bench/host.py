@@ -88,7 +88,6 @@ def figures(samples: Mapping[str, Samples], units: int) -> dict[str, Any]:
 
 def measure(bench: Bench) -> None:
     units = bench.settings.host.units
-    bench.facts["points"] = []
     bench.note = f"{units} units of {PARAMETERS} parameters; ranks are simulated"
     for world in bench.settings.host.world_sizes:
         with simulated_group(world):

@@ -61,22 +61,17 @@ def measure(bench: Bench) -> None:
                 outcome = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
                 print(f"{TITLES[name]}: {outcome}", flush=True)
     finally:
-        _report(bench, comparison)
-
-
-def _report(bench: Bench, comparison: Comparison) -> None:
-    samples, reference = comparison.samples, comparison.reference
-    ratios, facts = comparison.ratios_to(reference), comparison.facts()
-    rows = []
-    for name in comparison.ranked():
-        row = [("", TITLES[name]), ("MiB", f"{samples[name].values[0] / MIB:.0f}")]
-        rows.append([*row, (f"of {TITLES[reference]}", median(ratios.get(name)))])
-    for name, own in samples.items():
-        facts[name]["bytes"] = sum(own.values)
-    shape = bench.settings.case(bench.settings.model).shape
-    title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
-    bench.tables[title] = rows, comparison.left_out()
-    bench.facts = {"steps": STEPS, "reference": reference, "contenders": facts}
+        ratios, facts = comparison.ratios_to(settings.reference), comparison.facts()
+        rows = []
+        for name in comparison.ranked():
+            row = [("", TITLES[name]), ("MiB", f"{comparison.samples[name].values[0] / MIB:.0f}")]
+            rows.append([*row, (f"of {TITLES[settings.reference]}", median(ratios.get(name)))])
+        for name, own in comparison.samples.items():
+            facts[name]["bytes"] = sum(own.values)
+        shape = settings.case(settings.model).shape
+        title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
+        bench.tables[title] = rows, comparison.left_out()
+        bench.facts = {"steps": STEPS, "reference": settings.reference, "contenders": facts}
 
 
 def watch_ranks(settings: Settings, name: str, world: int) -> tuple[int, list[float]]:

@@ -46,7 +46,7 @@ class Bench:
         rows.append(cells)
         failures = {name: own.failure for name, own in samples.items()}
         seconds = {name: own.values for name, own in samples.items()}
-        self.facts["points"].append({**facts, "seconds": seconds, "failures": failures})
+        self.facts.setdefault("points", []).append({**facts, "seconds": seconds, "failures": failures})
         for name, failure in failures.items():
             if failure is not None:
                 notes.append(f"{cells[0][1]}, {TITLES.get(name, name)}: not timed: {failure}")

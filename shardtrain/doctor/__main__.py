@@ -44,7 +44,7 @@ from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import counted
-from shardtrain.job.hydra_app import read_beside
+from shardtrain.job.hydra_app import Beside, read_beside
 from shardtrain.job.model import (
     PRECISIONS,
     converted,
@@ -237,32 +237,16 @@ class DoctorKeys:
     steps: int = at_least(1)
 
 
-@dataclass(frozen=True)
-class DoctorSettings:
-    """Hold the command line's settings. ``config``: the training program's."""
-
-    keys: DoctorKeys
-    config: Config
-    device: str
-    threads: int | None
+read = partial(read_beside, DoctorKeys, Path(__file__).parent / "configs")
 
 
-def read(arguments: Sequence[str], speak: bool) -> DoctorSettings | None:
-    """Return the settings of ``arguments``; None if a flag asks for output."""
-    both = read_beside(DoctorKeys, arguments, speak=speak, folder=Path(__file__).parent / "configs")
-    if both is None:
-        return None
-    keys, config = both
-    if config.parallel.traffic is not None:
+def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.device) -> None:
+    """Print the finding on rank 0; exit with code 1 if sharding changes anything."""
+    if settings.config.parallel.traffic is not None:
         raise UserError(
-            f"parallel.traffic={config.parallel.traffic}: the doctor compares with an unsharded "
+            f"parallel.traffic={settings.config.parallel.traffic}: the doctor compares with an unsharded "
             "model, for which nothing is rounded; examine the job with parallel.traffic=null"
         )
-    return DoctorSettings(keys, config, config.device, config.threads)
-
-
-def examine(settings: DoctorSettings, rank_info: RankInfo, device: torch.device) -> None:
-    """Print the finding on rank 0; exit with code 1 if sharding changes anything."""
     # Uncompiled, since a compiler rounds and draws random numbers differently.
     job, config = build(uncompiled(settings.config), rank_info.rank, rank_info.world_size, device)
     equal, finding = Twins(job, config).examine(min(settings.keys.steps, job.steps))
@@ -272,9 +256,5 @@ def examine(settings: DoctorSettings, rank_info: RankInfo, device: torch.device)
         sys.exit(1)
 
 
-def main() -> None:
-    launch.start(read, examine)
-
-
 if __name__ == "__main__":
-    main()
+    launch.start(read, examine)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,14 @@ from torch import Tensor
 import shardtrain
 from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.files import write_tensors
-from shardtrain.checkpoint.loading import Opened, load_into
+from shardtrain.checkpoint.loading import load_into
 from shardtrain.device import ACCELERATOR
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.model import load_weights, plain_model, read_weights
-from shardtrain.job.schema import UserError, at_least, checked, one_of, path_of
+from shardtrain.job.schema import UserError, at_least, checked, one_of, path_of, reading
 from shardtrain.optim import Ema
 from shardtrain.train.resume import open_named
 
@@ -47,20 +47,20 @@ class ExportSettings:
     weights: str = one_of("raw", "ema")
 
 
-def main() -> None:
-    launch.start(_read, _export)
-
-
-def _read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
+def read(arguments: Sequence[str], speak: bool) -> ExportSettings | None:
     program_configs()  # makes the recipes of a checkout that is not installed importable
     raw = compose(arguments, speak=speak, folder=Path(__file__).parent / "configs")
     return None if raw is None else checked(raw, ExportSettings)
 
 
-def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:
+def export(settings: ExportSettings, rank_info: RankInfo, device: torch.device) -> None:
     if rank_info.world_size > 1:
         raise UserError("export is one process: start it with python -m shardtrain.export")
-    opened = _find_checkpoint(path_of("run", settings.run))
+    run = path_of("run", settings.run)
+    with reading(f"run={run}", "choose another step or run", Damaged):
+        opened = open_named(run).opened
+    if opened is None or "config" not in opened.manifest.facts:
+        raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
     facts, averaged, out = opened.manifest.facts, settings.weights == "ema", path_of("out", settings.out)
     if averaged and not opened.manifest.ema:
         raise UserError(f"weights=ema: {opened.path} has no moving average; its run had ema.decay=null")
@@ -68,10 +68,8 @@ def _export(settings: ExportSettings, rank_info: RankInfo, device: torch.device)
     model, plain = (plain_model(keys, settings.allow) for _ in range(2))
     shardtrain.shard(model.to(device))
     ema = Ema(model, 0.0) if averaged else None
-    try:
+    with reading(f"run={run}", "the model was built otherwise then", ValueError):
         extra = load_into(opened, model, averages=ema.averages if ema else None)
-    except ValueError as error:
-        raise UserError(str(error)) from None
     if ema is not None:
         ema.restore(extra["ema"], opened.manifest.world_size)
     with ema.swapped() if ema is not None else contextlib.nullcontext(), torch.no_grad():
@@ -96,30 +94,16 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
         raise UserError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
     if path.exists():
         raise UserError(f"{path} exists already; choose another name or remove it")
-    temporary = path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")
-    try:
+    with reading(f"out={path}", "cannot write there; choose another out", (OSError, RuntimeError)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            write_tensors(temporary, state, {"format": "pt"})
-        else:
-            torch.save(dict(state), temporary)
-        os.rename(temporary, path)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise UserError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from None
-
-
-def _find_checkpoint(run: Path) -> Opened:
-    """Open the checkpoint ``run``, or the newest complete one of the run ``run``."""
-    try:
-        opened = open_named(run).opened
-    except Damaged as error:
-        raise UserError(f"run={run}: {error}") from None
-    if opened is None or "config" not in opened.manifest.facts:
-        raise UserError(f"run={run}: neither a run with checkpoints nor a checkpoint of a run")
-    return opened
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as folder:
+            temporary = Path(folder, path.name)
+            if path.suffix == ".safetensors":
+                write_tensors(temporary, state, {"format": "pt"})
+            else:
+                torch.save(dict(state), temporary)
+            os.rename(temporary, path)
 
 
 if __name__ == "__main__":
-    main()
+    launch.start(read, export)

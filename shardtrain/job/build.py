@@ -44,7 +44,6 @@ class Job(NamedTuple):
     train: data.TrainFeed
     val: data.EvalFeed
     test: data.EvalFeed | None  # images evaluated once, at the end; they influence no decision
-    share: data.Share
     device: torch.device  # of computation and batches; shards may lie in host memory
     channels: int  # per image
     steps: int
@@ -104,7 +103,6 @@ def build(
         train=train,
         val=val,
         test=test,
-        share=share,
         device=device,
         channels=images.channels,
         steps=steps,

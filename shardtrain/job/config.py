@@ -18,7 +18,7 @@ import torch
 from shardtrain import optim
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import UserError, above, at_least, fraction, instantiate, one_of, reading
+from shardtrain.job.schema import UserError, above, at_least, instantiate, one_of, reading
 from shardtrain.layout import Policy
 
 
@@ -41,7 +41,7 @@ class Train:
     accumulate: int = at_least(1)
     channels_last: bool
     loss: str = one_of("cross_entropy", "bce")
-    label_smoothing: float = fraction()
+    label_smoothing: float = at_least(0, below=1)
     mixup: float = at_least(0)
     cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
@@ -53,7 +53,7 @@ class Train:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    decay: float | None = fraction()
+    decay: float | None = at_least(0, below=1)
     every_steps: int = at_least(1)
     after_epochs: float = at_least(0, at_most=10**9)
 
@@ -185,7 +185,7 @@ class Optimizer:
 class SgdConfig(Optimizer):
     torch_class = staticmethod(partial(torch.optim.SGD, fused=True))
     name: str = one_of("sgd")
-    momentum: float = fraction()
+    momentum: float = at_least(0, below=1)
     nesterov: bool
 
 
@@ -193,7 +193,7 @@ class SgdConfig(Optimizer):
 class AdamWConfig(Optimizer):
     torch_class = staticmethod(partial(torch.optim.AdamW, fused=True))
     name: str = one_of("adamw")
-    betas: tuple[float, float] = fraction()
+    betas: tuple[float, float] = at_least(0, below=1)
     eps: float = above(0)
 
 
@@ -202,9 +202,9 @@ class MuonConfig(Optimizer):
     torch_class = optim.Muon
     layout = "whole"  # it orthogonalises whole matrices
     name: str = one_of("muon")
-    momentum: float = fraction()
+    momentum: float = at_least(0, below=1)
     nesterov: bool
-    betas: tuple[float, float] = fraction()
+    betas: tuple[float, float] = at_least(0, below=1)
     eps: float = above(0)
 
 
@@ -244,7 +244,7 @@ class Constant:
 @dataclass(frozen=True, kw_only=True)
 class Linear(Constant):
     name: str = one_of("linear")
-    final_lr_fraction: float = fraction()
+    final_lr_fraction: float = at_least(0, below=1)
 
     def scale(self, epoch: float, progress: float) -> float:
         return self.final_lr_fraction + (1 - self.final_lr_fraction) * (1 - progress)

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.job.schema import UserError
+from shardtrain.job.schema import UserError, reading
 
 # How long a rank waits for others. Start-up lists images and compiles models; later steps take equally long.
 START_UP = datetime.timedelta(minutes=10)
@@ -51,14 +51,12 @@ class RankInfo:
             return cls(0, 1, 0, 1)
         if environ["WORLD_SIZE"] == "1":
             environ = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environ}
-        try:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        numbers = (
+            "the launcher sets numbers for RANK, LOCAL_RANK and LOCAL_WORLD_SIZE (this host's ranks), too"
+        )
+        with reading(f"WORLD_SIZE={environ['WORLD_SIZE']}", numbers, (KeyError, ValueError)):
             return cls(*(int(environ[name]) for name in names))
-        except (KeyError, ValueError) as error:
-            raise UserError(
-                f"WORLD_SIZE={environ['WORLD_SIZE']}, so the launcher has to set RANK, LOCAL_RANK and "
-                f"LOCAL_WORLD_SIZE (the ranks of this host), too; missing or no number: {error}"
-            ) from None
 
     @functools.cached_property
     def store(self) -> Store:

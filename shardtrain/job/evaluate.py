@@ -70,28 +70,26 @@ def evaluate(
 
     ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does.
     """
-    scores = _evaluate(model, feed, views, before_batch)
+
+    def scores() -> Scores:
+        average_buffers(model)  # BatchNorm's running statistics differ between ranks before
+        model.eval()
+        sums = []
+        try:
+            with torch.no_grad():
+                for batch in feed:
+                    before_batch()
+                    sums.append(_sums(model, batch, views))
+        finally:
+            model.train()
+        loss, first, fifth, count = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
+        return Scores(loss / count, 100 * first / count, 100 * fifth / count)
+
+    plain = scores()
     if ema is None:
-        return Evaluation(scores)
+        return Evaluation(plain)
     with ema.swapped():
-        return Evaluation(scores, _evaluate(model, feed, views, before_batch))
-
-
-def _evaluate(
-    model: nn.Module, feed: Iterable[Batch], views: Views, before_batch: Callable[[], object]
-) -> Scores:
-    average_buffers(model)  # BatchNorm's running statistics differ between ranks before
-    model.eval()
-    sums = []
-    try:
-        with torch.no_grad():
-            for batch in feed:
-                before_batch()
-                sums.append(_sums(model, batch, views))
-    finally:
-        model.train()
-    loss, first, fifth, count = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
-    return Scores(loss / count, 100 * first / count, 100 * fifth / count)
+        return Evaluation(plain, scores())
 
 
 def _sums(model: nn.Module, batch: Batch, views: Views) -> Tensor:

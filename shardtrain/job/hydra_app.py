@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import hydra
 from hydra._internal.core_plugins.bash_completion import BashCompletion
@@ -174,15 +174,27 @@ def _hints(section: str) -> dict[str, str]:
     return {str(key): str(text) for key, text in OmegaConf.select(OmegaConf.load(file), section).items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Beside(Generic[Frozen]):
+    """Hold a program's own ``keys`` beside the training program's configuration."""
+
+    keys: Frozen
+    config: Config
+    device: str
+    threads: int | None
+
+
 def read_beside(
-    cls: type[Frozen], arguments: Sequence[str], *, speak: bool, folder: Path
-) -> tuple[Frozen, Config] | None:
+    cls: type[Frozen], folder: Path, arguments: Sequence[str], speak: bool
+) -> Beside[Frozen] | None:
     """Return a program's own keys, a ``cls`` from ``folder``, and the training program's; or None."""
     own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     mine = [text for text in arguments if text.split("=")[0] in own or text in ("--help", "-h")]
     keys = compose(mine, speak=speak, folder=folder)
     config = read_config([text for text in arguments if text not in mine], speak) if keys else None
-    return None if keys is None or config is None else (checked(keys, cls), config)
+    if keys is None or config is None:
+        return None
+    return Beside(checked(keys, cls), config, config.device, config.threads)
 
 
 def program_configs() -> AbstractContextManager[Path]:

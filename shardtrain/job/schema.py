@@ -1,6 +1,6 @@
 """Convert what Hydra has composed to frozen dataclasses, and report users' mistakes.
 
-A field declares its range (`at_least`, `above`, `fraction`, `one_of`). A field whose type is a union of
+A field declares its range (`at_least`, `above`, `one_of`). A field whose type is a union of
 dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions between
 fields are checked in ``__post_init__``. Each message names the key as the user would write it on the command
 line.
@@ -106,18 +106,13 @@ def plain_file(path: Path) -> Path:
 
 
 def at_least(bound: float, **other_bounds: float) -> Any:
-    """Declare a field whose value may not be below ``bound``."""
+    """Declare a field whose value, or each of several, may not be below ``bound``."""
     return field(metadata={"at_least": bound, **other_bounds})
 
 
 def above(bound: float, **other_bounds: float) -> Any:
     """Declare a field whose value must be greater than ``bound``."""
     return field(metadata={"above": bound, **other_bounds})
-
-
-def fraction() -> Any:
-    """Declare a field whose value, or each of several, is in [0, 1)."""
-    return field(metadata={"at_least": 0, "below": 1})
 
 
 def one_of(*choices: str) -> Any:

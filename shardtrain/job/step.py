@@ -26,9 +26,9 @@ def accumulate(
     count: int,
     no_sync: Callable[[], AbstractContextManager[object]],
     *,
-    scale: Callable[[Tensor], Tensor] | None = None,
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     phase: Phase = contextlib.nullcontext,
-    observe: Observer | None = None,
+    observe: Observer = lambda *_: None,
 ) -> None:
     """Accumulate the gradients of the mean loss over the next ``count`` micro-batches.
 
@@ -48,10 +48,8 @@ def accumulate(
                 logits = model(images)
                 value = loss(logits, labels)
             with phase("backward"):
-                mean = value / count
-                (mean if scale is None else scale(mean)).backward()  # type: ignore[no-untyped-call]
-            if observe is not None:
-                observe(images, value, logits, labels)
+                scale(value / count).backward()  # type: ignore[no-untyped-call]
+            observe(images, value, logits, labels)
 
 
 class Step(NamedTuple):
@@ -74,7 +72,7 @@ class Step(NamedTuple):
         batches: Iterator[Sequence[Any]],
         count: int,
         phase: Phase = contextlib.nullcontext,
-        observe: Observer | None = None,
+        observe: Observer = lambda *_: None,
     ) -> Tensor:
         """Reduce and clip the gradients of ``count`` micro-batches; return the norm before that, 0-dim."""
         accumulate(

@@ -135,26 +135,6 @@ def open_monitor(
     if config.dry_run or config.eval_only:
         yield Monitor(Console(job))
         return
-    monitor, result = _open(config, context, job, best)
-    status = "failed"
-    try:
-        yield monitor
-        status = "finished"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        spent = judge(metrics.spent) if metrics.spent.steps else {}
-        monitor.facts({"status": status, "step": monitor.latest, **spent})
-        if status != "failed":  # after a failure only the exception is reported
-            monitor.draw_summary()
-            monitor.say(end_table(result))
-
-
-def _open(
-    config: Config, context: Context, job: Job, best: tuple[int, float] | None
-) -> tuple[Monitor, Mapping[str, Any]]:
-    """Return rank 0's monitor, and the live content of result.json."""
     facts = {
         "run_dir": str(context.run_dir),
         "model": config.model_name,
@@ -162,7 +142,7 @@ def _open(
         "seed": config.seed,
         "reference": None if config.reference is None else dataclasses.asdict(config.reference),
         "steps": job.steps,
-        "batch_size": job.share.batch_size,
+        "batch_size": job.train.share.batch_size,
         "world_size": context.rank_info.world_size,
         "device": context.device.type,
         "parameters": sum(unit.parameters for unit in introspect(job.model).units),
@@ -183,7 +163,19 @@ def _open(
     monitor = Monitor(*writers, first_step=job.first_step)
     monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
     monitor.facts(facts)
-    return monitor, result.result
+    status = "failed"
+    try:
+        yield monitor
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        spent = judge(metrics.spent) if metrics.spent.steps else {}
+        monitor.facts({"status": status, "step": monitor.latest, **spent})
+        if status != "failed":  # after a failure only the exception is reported
+            monitor.draw_summary()
+            monitor.say(end_table(result.result))
 
 
 def _commit() -> str | None:
@@ -196,7 +188,7 @@ def _commit() -> str | None:
 
 def start_table(config: Config, context: Context, job: Job) -> str:
     """Return a table of what will be trained, on what, and what this rank will hold."""
-    share, optim, side = job.share, config.optim, config.data.image_size
+    share, optim, side = job.train.share, config.optim, config.data.image_size
     units, held = introspect(job.model).units, introspect(job.model).bytes_by_rank
     own, most = max(held) / MIB, "at most " if min(held) < max(held) else ""
     size = f"{sum(unit.parameters for unit in units):,} parameters in {counted(len(units), 'unit')}"

@@ -19,7 +19,6 @@ from shardtrain import comm
 from shardtrain.comm import trace
 from shardtrain.comm.trace import Span
 from shardtrain.job import tags
-from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.format import counted
 from shardtrain.job.launch import Context
@@ -34,15 +33,8 @@ TRACED = 3  # steps per trace
 REQUEST, FOLDER = "profile", "timeline"
 LEAST_NAMED = 0.012  # of a picture's width: what an upright name takes
 
-TRACKS = {  # kind of span → its row in a trace, from top to bottom
-    "step": "steps",
-    "phase": "phases",
-    "forward": "units",
-    "backward": "units",
-    "wait": "waiting",
-    "gather": "gathers",
-    "reduce": "reductions",
-}
+COMPUTES = ("forward", "backward")  # kinds of a unit's spans
+TRACKS = ("step", "phase", "unit", "wait", "gather", "reduce")  # of a rank in a trace, from top to bottom
 
 # Kind of span, or kind and name → color, top and height as fractions of a rank's lane, legend.
 STYLES = {
@@ -94,9 +86,9 @@ def chrome(lanes: Lanes) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(lanes.spans):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS.values()}
+        tracks: dict[str, list[list[Span]]] = {name: [] for name in TRACKS}
         for span in spans:  # into the first free row, since viewers drop overlapping spans
-            rows = tracks[TRACKS[span.kind]]
+            rows = tracks["unit" if span.kind in COMPUTES else span.kind]
             if all(row[-1].end > span.start for row in rows):
                 rows.append([])
             next(row for row in rows if not row or row[-1].end <= span.start).append(span)
@@ -131,7 +123,7 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
         axes = figure.subplots()
         for rank, lane in enumerate(spans):
             for kind, name, begun, ended in lane:
-                computes = kind in ("forward", "backward")
+                computes = kind in COMPUTES
                 style = STYLES.get(f"{kind} {name}") or STYLES.get(kind)
                 if style is None or (computes and name == "the root"):  # the root's span contains all others
                     continue
@@ -154,11 +146,8 @@ def picture(lanes: Lanes, step: int, title: str) -> Picture | str:
 class Watch(contextlib.AbstractContextManager["Watch"]):
     """Trace steps on request, and name slow ranks. Called after every step, on every rank."""
 
-    def __init__(
-        self, config: Config, context: Context, job: Job, metrics: StepMetrics, monitor: Monitor
-    ) -> None:
-        self._config, self._context, self._job = config, context, job
-        self._metrics, self._monitor = metrics, monitor
+    def __init__(self, config: Config, context: Context, metrics: StepMetrics, monitor: Monitor) -> None:
+        self._config, self._context, self._metrics, self._monitor = config, context, metrics, monitor
         self._slow: tuple[int, str] | None = None  # the slow rank of the last report, and its phase
         self._named: tuple[int, str] | None = None  # the slow rank that was last named
         self._requested = False
@@ -182,9 +171,9 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._requested |= report.profile_requested
             self._name_slow_rank(step, report.slow)
         self._requested |= step + 1 == self._config.monitor.profile_at
-        if self._tracing is not None and step in (self._tracing[0] + TRACED - 1, self._job.steps):
+        if self._tracing is not None and step in (self._tracing[0] + TRACED - 1, self._metrics.job.steps):
             self._finish(*self._tracing)
-        if self._requested and self._tracing is None and step < self._job.steps:
+        if self._requested and self._tracing is None and step < self._metrics.job.steps:
             self._requested = False
             self._tracing = step + 1, self._recording.enter_context(trace.record(self._metrics.device))
 

@@ -15,7 +15,7 @@ from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config, Data
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.hydra_app import read_beside
+from shardtrain.job.hydra_app import Beside, read_beside
 from shardtrain.job.schema import UserError, above, at_least
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
@@ -39,29 +39,25 @@ class PlanKeys:
 
 
 @dataclass(frozen=True)
-class PlanSettings:
-    """Hold the command line's settings. ``config``: the training program's, its model's keys completed."""
+class PlanSettings(Beside[PlanKeys]):
+    """Hold the command line's settings. The model's keys are completed, the planner runs on the CPU."""
 
-    keys: PlanKeys
-    config: Config
     question: Question
-    threads: int | None
-    device: str = "cpu"  # where the planner itself runs
 
 
 def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     """Return the settings of ``arguments``; None if a flag asks for output."""
-    both = read_beside(PlanKeys, arguments, speak=speak, folder=Path(__file__).parent / "configs")
+    both = read_beside(PlanKeys, Path(__file__).parent / "configs", arguments, speak)
     if both is None:
         return None
-    keys, config = both
+    keys, config = both.keys, both.config
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
     images = _data_set(config.data, config.model.get("num_classes"))
     if config.device == "auto":  # otherwise also a device that this machine does not have
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")
     config = completed(config, images)
-    return PlanSettings(keys, config, _question(keys, config, images.channels), config.threads)
+    return PlanSettings(keys, config, "cpu", config.threads, _question(keys, config, images.channels))
 
 
 def _data_set(config: Data, classes: int | None) -> data.DataSet:
@@ -99,7 +95,7 @@ def plan(settings: PlanSettings, rank_info: RankInfo, _: torch.device) -> None:
         )
     keys, config, question = settings.keys, settings.config, settings.question
     output = report.Output("plan", keys.out, f"{config.model_name}-{question.world_size}ranks")
-    rates = report.Rates(keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
+    rates = (keys.bandwidth, keys.flops) if keys.bandwidth and keys.flops else None
     asked = simulate(config, question)
     text = f"{report.headline(config, asked)}\n\n{report.rank_table(asked)}"
     if rates is not None:
@@ -151,9 +147,5 @@ def largest_batch(peak_of: Callable[[int], int], memory: int, start: int) -> int
         known[images] = peak_of(images)
 
 
-def main() -> None:
-    launch.start(read, plan)
-
-
 if __name__ == "__main__":
-    main()
+    launch.start(read, plan)

@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
@@ -14,6 +14,8 @@ from shardtrain.job.format import MIB, aligned, counted
 from shardtrain.job.schema import path_of, writing
 from shardtrain.plan.memory import MEMORY_KINDS
 from shardtrain.plan.simulate import Plan
+
+Rates = tuple[float, float]  # peaks of the hardware per rank: GB/s sent, and TFLOP/s
 
 
 class Output:
@@ -38,13 +40,6 @@ class Output:
         self._json.write_text(json.dumps(facts, indent=2, default=asdict) + "\n")
         self._text.write_text(text + "\n")
         print(f"\n{text}\n\nwritten to {self.folder}", flush=True)
-
-
-class Rates(NamedTuple):
-    """Hold the peak rates of the hardware per rank."""
-
-    bandwidth: float  # GB/s sent
-    flops: float  # TFLOP/s
 
 
 def headline(config: Config, plan: Plan) -> str:
@@ -109,9 +104,9 @@ def bytes_by_kind(plan: Plan) -> dict[str, int]:
 
 def bound_in_words(plan: Plan, rates: Rates) -> str:
     """Return a sentence with the lower bound of a step's time."""
-    compute, send = plan.seconds(*rates)
+    (bandwidth, flops), (compute, send) = rates, plan.seconds(*rates)
     return (
-        f"At {rates.flops:g} TFLOP/s and {rates.bandwidth:g} GB/s a step takes at least "
+        f"At {flops:g} TFLOP/s and {bandwidth:g} GB/s a step takes at least "
         f"{max(compute, send) * 1e3:.3g} ms with all communication hidden, {(compute + send) * 1e3:.3g} ms "
         f"with none ({compute * 1e3:.3g} to compute, {send * 1e3:.3g} to send)."
     )

@@ -21,7 +21,7 @@ from shardtrain import UnitInfo, comm, device, introspect
 from shardtrain.job.build import Job, loss_of
 from shardtrain.job.config import Config
 from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, uncompiled
-from shardtrain.job.schema import UserError
+from shardtrain.job.schema import reading
 from shardtrain.job.step import Step
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
 
@@ -53,7 +53,6 @@ class Plan:
     averages: int  # moving averages of parameters and buffers
     gradients: int
     buffers: int
-    gathered: int  # the peak of full vectors
     timeline: MemoryTimeline
     sent: dict[str, int]  # by kind of collective
     calls: dict[str, int]
@@ -87,27 +86,20 @@ def simulate(config: Config, question: Question) -> Plan:
         shape = (question.micro_batch, question.channels, side, side)
         labels = torch.zeros(question.micro_batch, dtype=torch.int64)
         batches = [(torch.empty(shape), labels.clone()) for _ in range(config.train.accumulate)]
-        try:
-            # In the first step, since the counter keeps recomputed activations alive.
-            with FlopCounterMode(display=False) as flops:
-                step(batches)
-        except ValueError as error:
-            raise UserError(
-                f"the model does not take images of shape {'×'.join(map(str, shape))}: {error} "
-                "(micro_batch and data.image_size decide the shape)"
-            ) from error
-        inside = introspect(model)
-        inside.take_gathered_peak()
+        what = f"the model does not take images of shape {'×'.join(map(str, shape))}"
+        refusals = reading(what, "micro_batch and data.image_size decide the shape", ValueError)
+        # In the first step, since the counter keeps recomputed activations alive.
+        with refusals, FlopCounterMode(display=False) as flops:
+            step(batches)
         with comm.meter() as traffic:
             timeline = memory_of_step(step, batches)
         return Plan(
             question=question,
             accumulate=config.train.accumulate,
             uneven=min(held) < max(held),
-            units=tuple(inside.units),
+            units=tuple(introspect(model).units),
             by_rows=by_rows,
             **state_bytes(model, optimizer, ema),
-            gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,
             sent=dict(traffic.bytes),
             calls=dict(traffic.calls),
@@ -122,7 +114,7 @@ def plan_of(config: Config, job: Job) -> Plan:
     question = Question(
         world_size=transport.all_ranks.world,
         replicate=transport.all_ranks.world // transport.world,
-        micro_batch=job.share.micro_batch,
+        micro_batch=job.train.share.micro_batch,
         channels=job.channels,
         in_place=in_place,
         inbox=not (in_place or device.is_accelerator(job.device)),

@@ -127,6 +127,6 @@ def train(config: Config, context: Context) -> float | None:
             saved = plan.parameters + plan.optimizer + plan.averages + plan.buffers
             on_rank_0(lambda: monitor.say(f"\n{rank_table(plan)}\n{disk_in_words(context.run_dir, saved)}"))
             return state.best.acc1 if state.best else None
-        with Watch(config, context, job, metrics, monitor) as watch:
+        with Watch(config, context, metrics, monitor) as watch:
             fit(training, saver, watch)
         return saver.best.acc1 if saver.best else None

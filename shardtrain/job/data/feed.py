@@ -250,17 +250,9 @@ class TrainFeed:
 class EvalFeed:
     """Yield batches of this rank's part of images to evaluate, equally many on every rank."""
 
-    def __init__(
-        self,
-        images: Batches,
-        share: Share,
-        prepare: Prepare,
-        *,
-        workers: int,
-        batch_size: int = EVAL_BATCH,
-    ) -> None:
+    def __init__(self, images: Batches, share: Share, prepare: Prepare, *, workers: int) -> None:
         self.images, self.prepare = images, prepare
-        self.sampler = EvalSampler(len(images), batch_size, share.rank, share.world_size)
+        self.sampler = EvalSampler(len(images), EVAL_BATCH, share.rank, share.world_size)
         self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:

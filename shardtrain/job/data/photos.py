@@ -158,10 +158,8 @@ class Rows:
 
 
 def hugging_face(config: HuggingFace) -> DataSet:
-    try:
+    with reading("data=huggingface", "pip install 'shardtrain[huggingface]'", ImportError):
         import datasets
-    except ImportError:
-        raise UserError("data=huggingface needs its package: pip install 'shardtrain[huggingface]'") from None
     root = path_of("data.root", config.root)
     saved = (root / "dataset_dict.json").is_file()
     with reading(f"data.root={config.root}", "expected what Hugging Face's datasets can load"):

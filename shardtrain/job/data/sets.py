@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import io
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,10 +24,11 @@ def load(config: Data) -> DataSet:
         data = with_validation(data, config.validation)
     if limit is None:
         return data
-    train, val = (of_length(part, min(limit, len(part))) for part in (data.train, data.val))
-    return data._replace(
-        train=train, val=val, test=data.test and of_length(data.test, min(limit, len(data.test)))
-    )
+    parts = {"train": data.train, "val": data.val, "test": data.test}
+    some: dict[str, Any] = {
+        name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
+    }
+    return data._replace(**some)
 
 
 def with_validation(data: DataSet, amount: float) -> DataSet:
