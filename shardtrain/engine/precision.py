@@ -105,11 +105,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves of ``value``."""
-    return (
-        [value]
-        if isinstance(value, torch.Tensor)
-        else [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-    )
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
