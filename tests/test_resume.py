@@ -171,7 +171,7 @@ def signal_in_an_evaluation() -> Iterator[None]:
             on_rank_1(signal.SIGTERM)
         return sums(*arguments)
 
-    one_at_a_time = patch.dict(feed.EvalFeed.__init__.__kwdefaults__, batch_size=1)
+    one_at_a_time = patch.object(feed, "EVAL_BATCH", 1)
     with patch.object(evaluate, "_sums", signalled_sums), one_at_a_time:
         yield
 
