@@ -88,6 +88,9 @@ class TrainSampler:
         self.images, self.share, self.seed, self.repeats, self.side = images, share, seed, repeats, side
         self.steps, self.steps_per_epoch = steps, images // share.batch_size
 
+    def __len__(self) -> int:
+        return len(self.steps) * self.share.accumulate
+
     def __iter__(self) -> Iterator[Request]:
         share = self.share
         for step in self.steps:
