@@ -21,7 +21,7 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 ENGINE = {"layout": 185, "device": 177, "comm": 3_514, "engine": 3_229, "optim": 413, "checkpoint": 1_246}
 PROGRAM = {
     "job": 2_959,
-    "plan": 764,
+    "plan": 769,
     "monitor": 1_096,
     "train": 747,
     "export": 110,
@@ -30,7 +30,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_103, "files": 96, "rooms": 16, "tests": 12_998}
+LARGEST = {"lines": 16_108, "files": 96, "rooms": 16, "tests": 12_998}
 
 
 def imported(file: Path) -> Iterator[list[str]]:

@@ -43,6 +43,7 @@ MEMORY_KINDS = {
     "activations": "tab:green",
     "other": "0.7",
 }
+_LAYS_OUT = torch.ops.aten._foreach_copy_.default  # in backward, what the engine does with gradients
 MOST_NAMES = 60  # units named along the axis
 LONGEST_NAME = 20  # characters of a unit's name there; longer names are shown by their ends
 
@@ -177,17 +178,17 @@ class LiveTensors(TorchDispatchMode):
             return func(*args, **kwargs)  # a query of a tensor's properties, which only fake tensors get here
         given = _addresses((args, kwargs))
         result = func(*args, **kwargs)
-        self._note(given.keys(), _addresses(result))
+        self._note(func, given.keys(), _addresses(result))
         return result
 
-    def _note(self, given: Set[int], made: dict[int, Tensor]) -> None:
+    def _note(self, func: Any, given: Set[int], made: dict[int, Tensor]) -> None:
         phase, unit = self._model.under_way
         if phase != "rest":
             self._phase = phase
         else:  # the batch comes before a forward, the loss after it, and the update after a backward
             phase = "update" if self._phase == "backward" else "forward"
         kind = "activations" if phase != "update" and self._phase else "other"
-        if phase == "backward" and _in_gradient():
+        if phase == "backward" and (func is _LAYS_OUT or _in_gradient()):
             kind = "gradients"
             for address in given & self._known.keys():
                 life = self._known[address]

@@ -53,6 +53,7 @@ class Plan:
     averages: int  # moving averages of parameters and buffers
     gradients: int
     buffers: int
+    gathered: int  # the peak of full vectors
     timeline: MemoryTimeline
     sent: dict[str, int]  # by kind of collective
     calls: dict[str, int]
@@ -91,15 +92,18 @@ def simulate(config: Config, question: Question) -> Plan:
         # In the first step, since the counter keeps recomputed activations alive.
         with refusals, FlopCounterMode(display=False) as flops:
             step(batches)
+        inside = introspect(model)
+        inside.take_gathered_peak()
         with comm.meter() as traffic:
             timeline = memory_of_step(step, batches)
         return Plan(
             question=question,
             accumulate=config.train.accumulate,
             uneven=min(held) < max(held),
-            units=tuple(introspect(model).units),
+            units=tuple(inside.units),
             by_rows=by_rows,
             **state_bytes(model, optimizer, ema),
+            gathered=inside.take_gathered_peak().bytes,
             timeline=timeline,
             sent=dict(traffic.bytes),
             calls=dict(traffic.calls),
