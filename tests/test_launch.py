@@ -83,10 +83,10 @@ def test_places() -> None:
     assert RankInfo.from_environment(environ) == RankInfo(5, 8, 1, 4)
     assert RankInfo.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ALONE
     for missing in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        with pytest.raises(UserError, match=rf"WORLD_SIZE=8: '{missing}'; the launcher sets numbers for "):
+        with pytest.raises(UserError, match=rf"WORLD_SIZE=8, missing or no number: '{missing}'; the "):
             RankInfo.from_environment({key: environ[key] for key in environ if key != missing})
     with pytest.raises(
-        UserError, match=r"WORLD_SIZE=two: invalid literal .*; the launcher sets numbers for RANK"
+        UserError, match=r"WORLD_SIZE=two, missing or no number: invalid literal .*; the launcher sets RANK"
     ):
         RankInfo.from_environment({**environ, "WORLD_SIZE": "two"})
 

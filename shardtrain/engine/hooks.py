@@ -197,9 +197,9 @@ class Engine:
                 member.param.data = member.part.padded(member.local_view)
             try:
                 reset(module, *args, **kwargs)
-            finally:
                 for member in members:
                     member.local_view.copy_(member.piece_of_whole(member.param.data))
+            finally:
                 unit.show_local()
 
         self._set(module, name, MethodType(whole, module))

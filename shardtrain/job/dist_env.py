@@ -52,10 +52,9 @@ class RankInfo:
         if environ["WORLD_SIZE"] == "1":
             environ = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **environ}
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        numbers = (
-            "the launcher sets numbers for RANK, LOCAL_RANK and LOCAL_WORLD_SIZE (this host's ranks), too"
-        )
-        with reading(f"WORLD_SIZE={environ['WORLD_SIZE']}", numbers, (KeyError, ValueError)):
+        found = f"WORLD_SIZE={environ['WORLD_SIZE']}, missing or no number"
+        wanted = "the launcher sets RANK, LOCAL_RANK and LOCAL_WORLD_SIZE (this host's ranks), too"
+        with reading(found, wanted, (KeyError, ValueError)):
             return cls(*(int(environ[name]) for name in names))
 
     @functools.cached_property
