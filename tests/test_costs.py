@@ -95,11 +95,15 @@ def test_a_step_leaves_no_cycles_and_nothing_else() -> None:
     gc.collect()
     gc.disable()
     try:
-        held = len(gc.get_objects())
-        for _ in range(20):
-            step(model)
-        assert gc.collect() == 0
-        assert len(gc.get_objects()) < held + 20  # less than one a step
+        grown = []
+        for _ in range(3):
+            held = len(gc.get_objects())
+            for _ in range(20):
+                step(model)
+            assert gc.collect() == 0
+            grown.append(len(gc.get_objects()) - held)
+        # A leak shows every time. Once, a rank that has waited a second may keep what the others report.
+        assert min(grown) < 20
     finally:
         gc.enable()
 
