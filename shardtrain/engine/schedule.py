@@ -7,9 +7,9 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
     end       wait for the last reduction; every parameter shows its local piece again
 
 The root and the last two units stay gathered until backward, and so do units that return objects, since no
-hook tells when backward needs them. On hosts that share memory inside all do. Where all stay, all are
-prefetched at once. Elsewhere at most two others are gathered: the one that computes and the next. Reductions
-under way hold at most as many bytes as the largest one, unless all stay and the host waits for messages.
+hook tells when backward needs them. Over shared memory all do. Where all stay, all are prefetched at once.
+Elsewhere at most two others are gathered: the one that computes and the next. Reductions under way hold at
+most as many bytes as the largest one, unless all stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
 are called, and records the calls. Backward descends through them (see ``calls.py``): a hook on the node of
@@ -45,9 +45,8 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        # On hosts that share memory inside a release frees nothing, and another gather is sent.
-        only_costs = self.root.transport.in_place and self.root.transport.sends
-        self.reshard_after_forward = reshard_after_forward and not only_costs
+        # Where memory is shared a release would free nothing.
+        self.reshard_after_forward = reshard_after_forward and not self.root.transport.in_place
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.reductions = {unit: Reduction(unit) for unit in units}
@@ -62,7 +61,7 @@ class Schedule:
         self._expected: list[Unit] = []  # `_entries` of the last forward
         self._forward = False  # whether the root module's call is under way
         self._backward: Backward | None = None
-        self._unannounced: set[Unit] = set()  # units kept gathered: perhaps nothing announces their backward
+        self._kept: dict[Unit, None] = {}  # units that stay whole after forward, until backward ends
         self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
@@ -132,7 +131,7 @@ class Schedule:
         if failed:
             self.calls.clear()
         for unit in self.units:
-            if unit in self._unannounced and not failed:  # of an earlier forward
+            if unit in self._kept and not failed:  # of an earlier forward
                 unit.open_full()
             elif unit.state is State.GATHERING or failed:
                 unit.release()
@@ -178,7 +177,7 @@ class Schedule:
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Release ``unit`` as one of its modules returns, if this was its outermost call.
 
-        It stays through backward if backward may need it unannounced, or ``output`` shows parameters.
+        It stays whole until backward if that may need it unannounced, or ``output`` shows parameters.
         """
         call = self.calls.get(unit)
         if call is None:  # an error prevented its begin
@@ -207,21 +206,18 @@ class Schedule:
             if not failed:
                 self._fence(LEAVE)
         unit.refuse_edits()
-        if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
-            self._unannounced.add(unit)
-        if unit in self._unannounced:
-            return
         if learns:
             # Backward begins with the last two calls, if this forward is like the one before.
             at_end = self._forward and len(self._expected) - len(self._entries) in (0, 1)
-            stays = (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
-        unit.show_local()
-        if not stays:
+            stays |= (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
+            if stays or unit is self.root:  # a loss may use the root's parameters, as CLIP's temperature
+                self._kept[unit] = None
+        if unit not in self._kept:
             unit.release()
 
     def refuse_edits(self) -> None:
         """Raise ValueError if a parameter was changed that a forward without a backward has left whole."""
-        for unit in self._unannounced:
+        for unit in self._kept:
             unit.refuse_edits()
 
     def show_pieces(self) -> None:
@@ -232,7 +228,7 @@ class Schedule:
         try:
             self.refuse_edits()
         finally:
-            for unit in self._unannounced:
+            for unit in self._kept:
                 unit.show_local()
 
     # backward
@@ -273,7 +269,8 @@ class Schedule:
         trace.end("backward", unit.title)
         self.reductions[unit].take(backward.captured)
         awaits = self._pending_since.get(unit, sys.maxsize) <= moment
-        if unit not in self.calls and not (awaits and unit in self._unannounced):
+        if unit not in self.calls and not (awaits and unit in self._kept):
+            self._kept.pop(unit, None)
             unit.release()
         if unit.trains and self.reduce_gradients and not awaits:
             self._launch(backward, unit)
@@ -307,13 +304,13 @@ class Schedule:
 
         Raises ValueError if the gradient is of a local piece; ``fits``: it has the parameter's shape.
         """
-        if not fits or not (unit.shows_full or unit in self._unannounced):
+        if not fits or not (unit.shows_full or unit in self._kept):
             raise ValueError(
                 f"the gradient of {name} comes from its piece, which code outside of the forward of "
                 f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
-        # The root's, used after forward; or shown as pieces since (`show_pieces`).
+        # Used after forward; or shown as a piece since (`show_pieces`).
         self._open(self._backward or self._begin_backward(self._record), unit)
 
     def _launch(self, backward: Backward, unit: Unit) -> None:
@@ -383,7 +380,7 @@ class Schedule:
         """End ``backward``, and release all units that no forward under way computes with."""
         self._backward = None
         if not self._forward:
-            self._unannounced.clear()
+            self._kept.clear()
             self._pending_since.clear()
             self._record = []
         for unit in self.units:
