@@ -33,15 +33,21 @@ class Gathered(NamedTuple):
 
 
 class Account:
-    """Track what is gathered ``now``, and its ``peak``."""
+    """Track what is gathered now, ``units`` and ``bytes``, and the ``peak``."""
 
     def __init__(self) -> None:
-        self.now = self.peak = Gathered(0, 0)
+        self.units = self.bytes = 0
+        self.peak = Gathered(0, 0)
+
+    @property
+    def now(self) -> Gathered:
+        return Gathered(self.units, self.bytes)
 
     def add(self, units: int, size: int) -> None:
-        self.now = Gathered(self.now.units + units, self.now.bytes + size)
-        if units > 0:
-            self.peak = Gathered(*map(max, self.peak, self.now))
+        self.units += units
+        self.bytes += size
+        if self.bytes > self.peak.bytes or self.units > self.peak.units:
+            self.peak = Gathered(max(self.units, self.peak.units), max(self.bytes, self.peak.bytes))
 
 
 class Unit:
@@ -178,6 +184,12 @@ class Unit:
             self.moving.wait()
         self.state = State.GATHERED
 
+    def open_for_forward(self) -> None:
+        """Call `open_full`, and let `edited` tell from now on."""
+        if not self.shows_full:
+            self.open_full()
+            self._seen[True] = self._look()
+
     def open_full(self) -> None:
         """Gather the unit unless it is gathered, and let its parameters show their full values."""
         if self.shows_full:
@@ -188,7 +200,7 @@ class Unit:
             self.finish()
         for member in self.members:
             member.param.data = member.full_view
-        self.shows_full, self._seen[True] = True, self._look()
+        self.shows_full = True
 
     def release(self) -> None:
         """Let the parameters show their local pieces, and free the full vector."""
