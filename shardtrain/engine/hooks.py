@@ -60,10 +60,10 @@ class Engine:
         self._modules = _modules_below(module)
         # What `check_optimizer` knows of each optimizer.
         self._optimizers: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
-        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._described: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
         self._attach()
-        assert watch_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
+        assert check_optimizers.cache_info().currsize, "import shard from shardtrain, which checks optimizers"
         _ENGINES.add(self)
 
     @property
@@ -144,16 +144,16 @@ class Engine:
         @user_code.uncompiled
         def before() -> None:
             user_code.refuse_transforms()
-            self.settle()
+            self.adopt_changes()
             if is_root:
                 schedule.begin_forward()
-            schedule.before_forward(unit)
+            schedule.pre_forward(unit)
 
         @user_code.uncompiled
         def after(output: Any, error: BaseException | None) -> None:
             if error is not None and schedule.under_way[0] != "backward":
                 note_pieces(error, self.units, call.__code__)
-            schedule.after_forward(unit, output, error is not None)
+            schedule.post_forward(unit, output, error is not None)
             if is_root:
                 schedule.end_forward(error is not None)
 
@@ -192,7 +192,7 @@ class Engine:
             if called is not module or unit.shows_full or any(m.info.parameter.is_meta for m in members):
                 reset(called, *args, **kwargs)
                 return
-            self.settle()
+            self.adopt_changes()
             unit.shows_full = True
             for member in members:
                 member.param.data = member.part.padded(member.local_view)
@@ -264,16 +264,16 @@ class Engine:
             if steps:
                 held = self.segments[0]
                 trial(optimizer, held.local.device, "whole" if held.layout.whole else "even")
-                self.watch(optimizer)
+                self.describe_state(optimizer)
                 for member in self.members:
                     member.cut_state(optimizer.state.get(member.param, {}))
             self._optimizers[optimizer] = state, steps
         if not steps:
             return
-        self.schedule.recover()
+        self.schedule.reset_failed_backward()
         self.schedule.require_reduced("an optimizer's step()")
         self.schedule.show_pieces()
-        if self.schedule.unanswered and all(member.param.grad is None for member in self.members):
+        if self.schedule.awaits_backward and all(member.param.grad is None for member in self.members):
             warnings.warn(
                 "an optimizer steps though no gradient has come since forward: backward(inputs=...) finds "
                 "none of units' parameters; leave inputs out, and freeze others by requires_grad_(False)",
@@ -282,32 +282,32 @@ class Engine:
         skips = getattr(optimizer, "found_inf", None)  # a GradScaler's, where the optimizer is fused
         self.schedule.stepped |= skips is None or skips.device.type != "cpu" or not skips.item()
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+    def describe_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the state dict of ``optimizer`` give pieces to torch.distributed.checkpoint."""
-        if optimizer not in self._watched:
-            self._watched.add(optimizer)
-            pieces.watch(optimizer, self.members)
+        if optimizer not in self._described:
+            self._described.add(optimizer)
+            pieces.describe_state(optimizer, self.members)
 
     # between steps
 
     def require_rest(self, refusal: str) -> None:
-        """Call `settle`. Raises ValueError, beginning with ``refusal``, in a step or inside `unsharded`."""
-        self.schedule.recover()
-        if not self.schedule.at_rest:
+        """Call `adopt_changes`. Raises ValueError, beginning with ``refusal``, inside a step or `unsharded`."""
+        self.schedule.reset_failed_backward()
+        if not self.schedule.is_idle:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")
         self.schedule.show_pieces()
-        self.settle()
+        self.adopt_changes()
 
-    def settle(self) -> None:
+    def adopt_changes(self) -> None:
         """Adopt users' changes of modules and parameters since the last step, unless a step is under way.
 
         Raises ValueError if a piece no longer fits or is on the meta device, or a parameter was attached.
         """
-        self.schedule.recover()
-        if not self.schedule.at_rest:
+        self.schedule.reset_failed_backward()
+        if not self.schedule.is_idle:
             return
         for unit in self.units:
-            unit.take_over(self.schedule.before_conversion)
+            unit.adopt(self.schedule.before_conversion)
         self._hook_parameters()
         if any(
             len(m._parameters) != n or tuple(m._modules.values()) != inner for m, inner, n in self._modules
@@ -327,7 +327,7 @@ class Engine:
 
 
 @functools.cache
-def watch_optimizers(trial: Trial) -> None:
+def check_optimizers(trial: Trial) -> None:
     """Check every optimizer before it steps, once for all engines; ``trial`` raises if one is not right.
 
     A hook per engine would be removed when its engine is garbage-collected, perhaps while torch calls hooks.

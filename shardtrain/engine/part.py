@@ -41,7 +41,7 @@ class Part:
         return self.stop - self.start
 
     @cached_property
-    def at_rest(self) -> Index:
+    def local_shape(self) -> Index:
         """The shape of the part between steps."""
         if self.whole and self.shape and self.numel == math.prod(self.shape):
             return self.shape
@@ -53,9 +53,9 @@ class Part:
 
     def shown(self, piece: Tensor) -> Tensor:
         """Return a view of ``piece`` (1-D) in the shape at rest."""
-        if self.at_rest == self.shape:
+        if self.local_shape == self.shape:
             return piece.as_strided(self.shape, self.stride)
-        return piece.view(self.at_rest)
+        return piece.view(self.local_shape)
 
     def flattened(self, piece: Tensor) -> Tensor:
         """Undo `shown`: return ``piece`` as 1-D, a view if it lies in memory order."""

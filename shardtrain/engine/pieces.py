@@ -130,13 +130,13 @@ def attach(module: nn.Module, attribute: str, unit: Unit, member: ShardedParam) 
             return  # full inside `unsharded`; the parameter itself with keep_vars=True
         if unit.shows_full and called is module:
             value = member.local_view
-        if value.shape == own.at_rest:
+        if value.shape == own.local_shape:
             _refuse_full("_get_model_state_dict")
             state[prefix + attribute] = LocalPiece.of(value, own)
 
     def take(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         value = state.get(prefix + attribute)
-        cut = own.shape != own.at_rest and not unit.pinned
+        cut = own.shape != own.local_shape and not unit.pinned
         if cut and value is not None and value.shape == own.shape:
             raise ValueError(
                 f"load_state_dict() was given the whole {own.name}, of which a rank has a piece; "
@@ -173,7 +173,7 @@ def _refuse_full(function: str) -> bool:
     return True
 
 
-def watch(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
+def describe_state(optimizer: torch.optim.Optimizer, members: Iterable[ShardedParam]) -> None:
     """Have torch's ``get_optimizer_state_dict`` return pieces of the optimizer's state, and load them."""
     held = WeakSet(members)  # so that the optimizer does not keep the model alive
 

@@ -62,12 +62,12 @@ class Schedule:
         self._forward = False  # whether the root module's call is under way
         self._backward: Backward | None = None
         self._kept: dict[Unit, None] = {}  # units that stay whole after forward, until backward ends
-        self._unreduced: set[Unit] = set()  # units whose gradients wait under `no_sync`
+        self._waiting: set[Unit] = set()  # units whose gradients wait under `no_sync`
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
 
     @property
-    def at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no step is under way: every parameter shows its local piece."""
         return not (self._forward or self._backward or self.root.pinned)
 
@@ -81,7 +81,7 @@ class Schedule:
         return "rest", None
 
     @property
-    def unanswered(self) -> bool:
+    def awaits_backward(self) -> bool:
         """Whether the last forward prepared for a backward that has not come."""
         return any(call.marked for call in self._record)
 
@@ -140,7 +140,7 @@ class Schedule:
             self.forget_nodes()
             self._fence(LEAVE)
 
-    def before_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit) -> None:
         """Gather ``unit`` as one of its modules is called."""
         if unit in self.calls:
             self.calls[unit].depth += 1
@@ -148,14 +148,14 @@ class Schedule:
         # Called by itself, perhaps after an update; or changed in this forward, as a momentum encoder is.
         if not self._backward:
             unit.end_reading()
-            if not self._forward or unit.take_edits(self.before_conversion):
+            if not self._forward or unit.adopt_edits(self.before_conversion):
                 self._refresh([unit])
             unit.is_read = True
         unit.open_for_forward()
         self._moment += 1
         self.calls[unit] = Call(unit, self._moment)
         if self._backward:  # which computes something again
-            self._open(self._backward, unit)
+            self._pre_backward(self._backward, unit)
         elif self._forward:
             self._entries.append(unit)
             at = len(self._entries)
@@ -174,7 +174,7 @@ class Schedule:
         if call is not None and not self._backward and torch.is_grad_enabled():
             call.mark(tensors, partial(self._reach, self._record, unit, self._moment))
 
-    def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
+    def post_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Release ``unit`` as one of its modules returns, if this was its outermost call.
 
         It stays whole until backward if that may need it unannounced, or ``output`` shows parameters.
@@ -243,24 +243,24 @@ class Schedule:
             backward.descent.enter(record, [each for each in self.units if each not in backward.launched])
             self._descend(backward, moment)
         if unit not in backward.entered:  # called by itself
-            self._open(backward, unit)
+            self._pre_backward(backward, unit)
 
     def _descend(self, backward: Backward, moment: int) -> None:
         for unit, reached, opens in backward.descent.to(moment):
             if opens:
-                self._open(backward, unit)
+                self._pre_backward(backward, unit)
                 self._prefetch(backward.descent.following)
             elif unit.is_open:
-                self._complete(backward, unit, reached)
+                self._post_backward(backward, unit, reached)
 
-    def _open(self, backward: Backward, unit: Unit) -> None:
+    def _pre_backward(self, backward: Backward, unit: Unit) -> None:
         """Gather ``unit``, whose parameters may get gradients from now on."""
         unit.open_full()
         if not unit.is_open:
             unit.is_open, backward.entered[unit] = True, None
             trace.begin("backward", unit.title)
 
-    def _complete(self, backward: Backward, unit: Unit, moment: int) -> None:
+    def _post_backward(self, backward: Backward, unit: Unit, moment: int) -> None:
         """Take the gradients of ``unit``, start to reduce them, and release it.
 
         If it awaits the backward of another forward, which called it by ``moment``, it is reduced after that.
@@ -311,7 +311,7 @@ class Schedule:
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
         # Used after forward; or shown as a piece since (`show_pieces`).
-        self._open(self._backward or self._begin_backward(self._record), unit)
+        self._pre_backward(self._backward or self._begin_backward(self._record), unit)
 
     def _launch(self, backward: Backward, unit: Unit) -> None:
         reduction, under_way = self.reductions[unit], backward.under_way
@@ -327,33 +327,33 @@ class Schedule:
         self._descend(backward, -1)
         for unit in reversed(self.units):
             if unit.is_open:
-                self._complete(backward, unit, -1)
+                self._post_backward(backward, unit, -1)
         if backward.captured:
             names = ", ".join(backward.captured)
-            self._forget()
+            self._drop_backward()
             raise ValueError(
                 f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
                 "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
             )
-        self._unreduced.update(unit for unit in backward.entered if unit.trains)
+        self._waiting.update(unit for unit in backward.entered if unit.trains)
         if self.reduce_gradients:
-            late = [u for u in reversed(self.units) if u in self._unreduced and u not in backward.launched]
+            late = [u for u in reversed(self.units) if u in self._waiting and u not in backward.launched]
             again = [unit for unit in backward.launched if self.reductions[unit].waiting]
             for unit in [*late, *again]:
                 self._launch(backward, unit)
             for reduction in backward.under_way:
                 reduction.finish()
-            self._unreduced.clear()
-        self._rest(backward)
+            self._waiting.clear()
+        self._finish_backward(backward)
         self._fence(LEAVE)
         given = give(self.reductions[unit] for unit in backward.launched)
-        for unit in self._unreduced:
+        for unit in self._waiting:
             self.reductions[unit].show_waiting()
         call_postponed(given)
 
     def require_reduced(self, what: str) -> None:
         """Raise ValueError, naming ``what``, if gradients wait under `no_sync`."""
-        if self._unreduced:
+        if self._waiting:
             raise ValueError(
                 f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
                 "no_sync first, or clear them with zero_grad() and run another one"
@@ -361,22 +361,22 @@ class Schedule:
 
     # after errors
 
-    def recover(self) -> None:
+    def reset_failed_backward(self) -> None:
         """Reset the state of a backward that an exception ended, and drop all gradients.
 
         Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
         """
         if self._backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
-            self._forget()
+            self._drop_backward()
 
-    def _forget(self) -> None:
+    def _drop_backward(self) -> None:
         for unit in self.units:
             unit.is_open = False
             self.reductions[unit].drop()
-        self._unreduced.clear()
-        self._rest(Backward())
+        self._waiting.clear()
+        self._finish_backward(Backward())
 
-    def _rest(self, backward: Backward) -> None:
+    def _finish_backward(self, backward: Backward) -> None:
         """End ``backward``, and release all units that no forward under way computes with."""
         self._backward = None
         if not self._forward:

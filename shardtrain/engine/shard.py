@@ -121,7 +121,7 @@ class ShardedParam:
     def cut_state(self, state: dict[str, Any]) -> None:
         """Cut the optimizer state of the full parameter, in place, to this rank's part, unless it is cut."""
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        if all(value.shape != self.part.at_rest for value in tensors.values()):
+        if all(value.shape != self.part.local_shape for value in tensors.values()):
             for key, value in tensors.items():
                 if key != "step" and value.shape == self.part.shape:
                     state[key] = self.part.shown(self.part.of(value).clone())
@@ -144,10 +144,10 @@ class ShardedParam:
                 f"parameter {self.name} was replaced by the result of a computation, through which "
                 "gradients cannot flow here; do that (torch.func.functional_call) with an unsharded model"
             )
-        if param.shape != self.part.at_rest:
+        if param.shape != self.part.local_shape:
             raise ValueError(
-                f"parameter {self.name} now has shape {tuple(param.shape)} on this rank, but its local "
-                f"piece has {self.part.at_rest}; change whole parameters inside shardtrain.unsharded(model)"
+                f"parameter {self.name} now has shape {tuple(param.shape)} on this rank, but its local piece "
+                f"has {self.part.local_shape}; change whole parameters inside shardtrain.unsharded(model)"
             )
         if (param.dtype, param.device) != (expected.dtype, expected.device):
             raise ValueError(
@@ -191,7 +191,7 @@ class Segment:
         like = torch.empty(0, dtype=params[0].dtype, device=initial.device(params[0]))
         for param in params:
             param.grad = None
-        self._adopt(self.from_rank_0(params, like))
+        self._allocate(self.from_rank_0(params, like))
 
     def from_rank_0(self, values: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
         """Broadcast rank 0's ``values`` of the parameters; return this rank's interval of them (1-D).
@@ -209,7 +209,7 @@ class Segment:
         own = full[self.layout.interval(self.transport.rank)]
         return own if own.numel() == full.numel() else own.clone()
 
-    def _adopt(self, local: torch.Tensor) -> None:
+    def _allocate(self, local: torch.Tensor) -> None:
         """Allocate the segment's storages, and show ``local``, copied into this rank's interval."""
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
@@ -266,7 +266,7 @@ class Segment:
 
     # what users change
 
-    def held(self) -> torch.Tensor:
+    def shown_pieces(self) -> torch.Tensor:
         """Return the pieces that the parameters hold now, laid out like ``local``.
 
         Raises ValueError if a piece is not of its part's size, or if dtypes or devices differ.
@@ -283,10 +283,10 @@ class Segment:
         """Return whether ``held`` has another dtype or device than this rank's interval."""
         return (held.dtype, held.device) != (self.local.dtype, self.local.device)
 
-    def take_over(self, held: torch.Tensor) -> None:
-        """Use ``held``, which `held` returned, as this rank's interval."""
+    def adopt(self, held: torch.Tensor) -> None:
+        """Use ``held``, which `shown_pieces` returned, as this rank's interval."""
         if self.converts(held):
-            self._adopt(held)
+            self._allocate(held)
             return
         self.local.copy_(held)
         for member in self.members:
@@ -302,7 +302,7 @@ class Segment:
         for member in self.members:
             holders = tuple((memo[id(module)], attribute) for module, attribute in member.info.holders)
             twin.members.append(ShardedParam(ParamInfo(member.name, holders), member.part, member.offset))
-        twin._adopt(twin.held())  # allocates its own storages
+        twin._allocate(twin.shown_pieces())  # allocates its own storages
         return twin
 
 

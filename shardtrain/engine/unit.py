@@ -108,17 +108,17 @@ class Unit:
                 member.show_local()
             self.shows_full = False
 
-    def take_over(self, before_conversion: Callable[[], None]) -> None:
+    def adopt(self, before_conversion: Callable[[], None]) -> None:
         """Adopt the pieces that users have replaced: all, or none and ValueError if one does not fit.
 
         ``before_conversion`` is called first if a piece has another dtype or device; it may raise.
         """
         replaced = [s for s in self.segments if any(m.was_replaced() for m in s.members)]
-        held = [(segment, segment.held()) for segment in ([] if self.shows_full else replaced)]
+        held = [(segment, segment.shown_pieces()) for segment in ([] if self.shows_full else replaced)]
         if any(segment.converts(local) for segment, local in held):
             before_conversion()
         for segment, local in held:
-            segment.take_over(local)
+            segment.adopt(local)
 
     def refresh(self) -> None:
         """Release the unit, and let its next gather include changes of its local pieces."""
@@ -140,10 +140,10 @@ class Unit:
         rows = zip(self.members, now, seen, strict=True)
         return [m.name for m, new, old in rows if new != old and not (in_place and new[1] != old[1])]
 
-    def take_edits(self, before_conversion: Callable[[], None]) -> bool:
+    def adopt_edits(self, before_conversion: Callable[[], None]) -> bool:
         """Adopt users' changes to local pieces since `refresh`; return whether there were any."""
         if changed := not self.shows_full and bool(self.edited()):
-            self.take_over(before_conversion)
+            self.adopt(before_conversion)
         return changed
 
     def refuse_edits(self) -> None:
