@@ -20,9 +20,6 @@ from torch.distributed.fsdp import fully_shard
 
 import shardtrain
 from shardtrain import comm
-from shardtrain.bench import host
-from shardtrain.bench.contenders import BLOCKS
-from shardtrain.bench.host import simulated_group
 from shardtrain.job.build import build
 from shardtrain.job.schema import UserError
 from shardtrain.job.step import Step
@@ -31,6 +28,9 @@ from shardtrain.plan.__main__ import MOST_IMAGES, PlanSettings, largest_batch, p
 from shardtrain.plan.memory import MEMORY_KINDS, MemoryPoint, MemoryTimeline, memory_of_step, state_bytes
 from shardtrain.plan.report import headline, rank_table
 from shardtrain.plan.simulate import Plan, held_by_rows, simulate
+from shardtrain.recipes.bench import host
+from shardtrain.recipes.bench.contenders import BLOCKS
+from shardtrain.recipes.bench.host import simulated_group
 
 from small import Block, OddNet, TwoPaths, sgd
 from tiny import ALONE, CPU, VIT, composed
