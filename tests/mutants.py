@@ -66,7 +66,7 @@ def copy(folder: Path) -> Path:
 
 def passes(tests: str, folder: Path) -> bool:
     """Return whether ``tests`` pass in ``folder``; SystemExit if there are none."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--long", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     own = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         words = [*command, *shlex.split(tests)]
