@@ -483,7 +483,7 @@ def test_pictures_that_cannot_be_are_said_of(tmp_path: Path, monkeypatch: Any, c
         drawn = timeline.picture(lanes(), 8, "a model")
         assert not monitor.picture("timeline/step", drawn, tmp_path / "step.png")
     page.say.assert_called_once_with(
-        'no picture: matplotlib is not installed (pip install "shardtrain[bench]")'
+        'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
     )
     assert not (tmp_path / "step.png").exists()
     (tmp_path / "timeline").write_text("")  # a file where the folder should be
