@@ -16,21 +16,31 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtrain"
 PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 
-# From the ground floor upward: a room imports from those before it. The number is its budget of lines. It
-# may have 2 % more, so that a comment fails no test. Budgets only shrink.
+# From the ground floor upward: a room imports from those before it. The number is its budget of lines, which
+# only shrinks. `air` is allowed above it.
 ENGINE = {"layout": 185, "device": 177, "comm": 3_514, "engine": 3_229, "optim": 413, "checkpoint": 1_246}
 PROGRAM = {
     "job": 2_959,
-    "plan": 769,
-    "monitor": 1_096,
+    "plan": 745,
+    "monitor": 980,
     "train": 747,
     "export": 110,
-    "bench": 1_301,
-    "doctor": 261,
+    "doctor": 255,
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_108, "files": 96, "rooms": 16, "tests": 12_998}
+# Beside the package, which imports nothing of them: files and budgets. The wheel does not have the bench.
+BESIDE = {
+    "configs": ("configs/*.py", 45),
+    "recipes": ("recipes/*.py", 641),
+    "bench": ("recipes/bench/*.py", 1_364),
+}
+LARGEST = {"lines": 14_666, "lines with what is beside": 16_716, "files": 86, "rooms": 15, "tests": 12_745}
+
+
+def air(budget: int) -> int:
+    """Return the lines that a budget allows, so that neither a comment nor docs/extending.md fails a test."""
+    return max(budget + budget // 50, budget + 40)
 
 
 def imported(file: Path) -> Iterator[list[str]]:
@@ -68,6 +78,10 @@ def files_of(*rooms: str) -> list[Path]:
     return [file for room, file in sources() if room in rooms]
 
 
+def beside(*places: str) -> list[Path]:
+    return [file for place in places for file in sorted(ROOT.glob(BESIDE[place][0]))]
+
+
 def test_every_room_has_its_place_in_the_order() -> None:
     assert {room for room, _ in sources()} == set(ORDER)
 
@@ -87,23 +101,25 @@ def test_the_program_uses_public_names(room: str) -> None:
         assert not inside, f"{file.relative_to(ROOT)} imports {', '.join(inside)}: use shardtrain.introspect"
 
 
-@pytest.mark.parametrize("room", ORDER)
+@pytest.mark.parametrize("room", [*ORDER, *BESIDE])
 def test_rooms_keep_their_budgets(room: str) -> None:
-    assert lines(*files_of(room)) <= 1.02 * BUDGETS[room], f"{room} is above its budget"
+    budget = BESIDE[room][1] if room in BESIDE else BUDGETS[room]
+    assert lines(*(beside(room) if room in BESIDE else files_of(room))) <= air(budget), room
 
 
 def test_the_package_keeps_its_budget() -> None:
-    counts = {
-        "lines": lines(*files_of(*ORDER)),
-        "files": len(files_of(*ORDER)),
-        "rooms": len(ORDER),
+    files = files_of(*ORDER)
+    found = {
+        "lines": lines(*files),
+        "lines with what is beside": lines(*files, *beside(*BESIDE)),
         "tests": lines(*(ROOT / "tests").rglob("*.py")),
     }
-    assert {name: count for name, count in counts.items() if count > LARGEST[name]} == {}
+    assert {name: count for name, count in found.items() if count > air(LARGEST[name])} == {}
+    assert (len(files), len(ORDER)) <= (LARGEST["files"], LARGEST["rooms"])
 
 
 def test_files_and_functions_are_short() -> None:
-    for _, file in sources():
+    for file in (*files_of(*ORDER), *beside(*BESIDE)):
         text = file.read_text()
         assert text.count("\n") <= 400, file
         for node in ast.walk(ast.parse(text)):
@@ -170,7 +186,7 @@ def test_only_comm_calls_collectives() -> None:
     calls = (
         r"\bdist\.(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast|isend|irecv|barrier)\("
     )
-    assert places_of(calls) <= {"comm", "bench"}  # the benchmark times its peers'
+    assert places_of(calls) <= {"comm"}
 
 
 def test_only_the_engine_hooks_modules_and_parameters() -> None:
@@ -179,7 +195,7 @@ def test_only_the_engine_hooks_modules_and_parameters() -> None:
 
 
 def test_recipes_and_package_meet_in_hydra_alone() -> None:
-    for file in (ROOT / "recipes").glob("*.py"):
-        assert set(rooms_imported(file)) <= {PUBLIC, "comm", "job", "train", "bench", "recipes"}, file
+    for file in beside("recipes"):
+        assert set(rooms_imported(file)) <= {PUBLIC, "comm", "job", "train"}, file
     imports = r"(from|import) (shardtrain\.)?recipes"
     assert not places_of(imports)

@@ -14,27 +14,27 @@ from torch.multiprocessing.spawn import start_processes
 
 from shardtrain import comm
 from shardtrain import device as devices
-from shardtrain.bench import __main__ as program
-from shardtrain.bench import host, memory, settings
-from shardtrain.bench.contenders import CASES, FOR_SLOW_LINKS, TITLES
-from shardtrain.bench.interleave import Comparison, Samples, Spread, interleave, losses_agree, ratios
-from shardtrain.bench.report import Bench
-from shardtrain.bench.steps import step_table, suite_means
 from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError
+from shardtrain.recipes.bench import __main__ as program
+from shardtrain.recipes.bench import host, memory, settings
+from shardtrain.recipes.bench.compared import Bench, Comparison, Spread, geometric_means, losses_agree, ratios
+from shardtrain.recipes.bench.contenders import FOR_SLOW_LINKS, TITLES
+from shardtrain.recipes.bench.interleave import Samples, interleave
 
 from pool import each_rank, ended, forkserver, signalled
 from simulated_device import DEVICE, SimulatedDevice
 from test_config import require_told
 from tiny import ALONE, CPU
 
+BENCH = "shardtrain.recipes.bench"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def run(world: int, *arguments: str) -> str:
-    """Return what ``-m shardtrain.bench`` prints on ``world`` ranks."""
-    bench = ended(world, "-m", "shardtrain.bench", *arguments, "device=cpu", folder=Path.cwd(), **ONE_THREAD)
+    """Return what the benchmark prints on ``world`` ranks."""
+    bench = ended(world, "-m", BENCH, *arguments, "device=cpu", folder=Path.cwd(), **ONE_THREAD)
     assert (bench.codes, bench.errors) == ([0] * world, ""), bench.output
     return bench.output
 
@@ -61,7 +61,7 @@ def test_losses_agree_strictly_first_and_loosely_later() -> None:
 
 
 def measured(**samples: Samples) -> Comparison:
-    return Comparison("fsdp2", samples=dict(samples))
+    return Comparison(samples, "tiny@8×2", "ms per step", 1e3, ("fsdp2", "ddp"))
 
 
 def test_only_right_answers_are_ranked_and_a_failed_reference_leaves_the_times() -> None:
@@ -77,15 +77,16 @@ def test_only_right_answers_are_ranked_and_a_failed_reference_leaves_the_times()
     assert statuses == ["ok", "ok", "failed", "ok", "wrong", "ok"]
     assert comparison.ratios_to("fsdp2")["shardtrain"] == Spread(0.375, 0.3125, 0.4375, 2)
     assert comparison.verdict("no_communication").loss_difference == pytest.approx(0.2 / 1.5)
-    assert list(comparison.ratios_to("ddp")) == ["no_communication", "shardtrain", "ddp", "fsdp2"]
+    assert comparison.ranked() == ["no_communication", "shardtrain", "ddp", "fsdp2"]
     assert comparison.ratios_to("shardtrain_process_group") == {}
-    _, (ranked, (failed, wrong)) = step_table(CASES["tiny"], comparison)
-    order = ["no communication", "shardtrain", "DDP", "FSDP2"]
-    assert [row[0][1] for row in ranked] == order
+    title, head, *ranked, failed, wrong = comparison.table()
+    assert title == "tiny@8×2, 2 rounds"
+    assert head.split()[-1] == "losses"
+    assert [row.split("  ")[0] for row in ranked] == ["no communication", "shardtrain", "DDP", "FSDP2"]
+    assert ranked[1].split() == ["shardtrain", "1000.0", "0.38", "0.31–0.44", "0.75", "equal", "to", "0e+00"]
     assert failed == "FSDP1: failed, not ranked: RuntimeError: not on this device"
     assert wrong.endswith("wrong, not ranked: losses differ from ddp's by up to 6.7e-02 of their value")
-    comparison = measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0]))
-    text = str(step_table(CASES["tiny"], comparison))
+    text = "\n".join(measured(fsdp2=Samples(failure="refused"), shardtrain=Samples([1.0], [2.0])).table())
     for words in ("No ratios: FSDP2 has no right answers", "Losses were not compared", "1000.0"):
         assert words in text
 
@@ -96,7 +97,7 @@ def test_geometric_means_need_every_case() -> None:
         measured(fsdp2=Samples(slow, right), ddp=Samples(fast, right), shardtrain=Samples(fast, right)),
         measured(fsdp2=Samples(slow, right), ddp=Samples(failure="full"), shardtrain=Samples(slow, right)),
     ]
-    assert suite_means(cases) == {"fsdp2": {"shardtrain": pytest.approx(0.5), "fsdp2": 1.0}}
+    assert geometric_means(cases) == {"fsdp2": {"fsdp2": 1.0}, "shardtrain": {"fsdp2": pytest.approx(0.5)}}
 
 
 def test_the_order_rotates() -> None:
@@ -131,20 +132,20 @@ def test_steps_of_every_contender(tmp_path: Path) -> None:
     said = run(2, "model=tiny", "rounds=2", "warmup=1", "accumulate=2", f"out={tmp_path}")
     assert "tiny@8×2, 2 rounds\n" in said
     found = result(tmp_path)
-    case = found["cases"]["tiny"]
+    (case,) = found["comparisons"]
     assert set(case["contenders"]) | {"shardtrain_process_group", *FOR_SLOW_LINKS} == set(TITLES)
     right = case["contenders"]["ddp"]["losses"]
     for name, contender in case["contenders"].items():
         assert contender["status"] == "ok", (name, contender["reason"])
-        assert len(contender["seconds"]) == contender["ratio"]["n"] == 2
+        assert len(contender["values"]) == contender["ratios"]["fsdp2"]["n"] == 2
         assert len(contender["losses"]) == 3
         if name != "no_communication":
             assert contender["losses"] == pytest.approx(right, rel=1e-5), name
         assert TITLES[name] in said
     assert case["contenders"]["no_communication"]["losses"] != pytest.approx(right, rel=1e-5)
-    assert case["contenders"]["fsdp2"]["ratio"]["median"] == 1.0
-    assert (found["hardware"]["ranks"], found["hardware"]["threads_per_rank"]) == (2, 1)
-    assert found["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert case["contenders"]["fsdp2"]["ratios"]["fsdp2"]["median"] == 1.0
+    assert (found["conditions"]["ranks"], found["conditions"]["threads_per_rank"]) == (2, 1)
+    assert found["conditions"]["torch"] == torch.__version__.split("+")[0]
     assert not found["interrupted"]
     assert (tmp_path / "bench.txt").read_text().rstrip() in said
 
@@ -156,61 +157,66 @@ def test_one_command_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setitem(devices.BACKENDS, "cuda", "fake")
     with SimulatedDevice()(monkeypatch):
         program.run(found, ALONE, choose_device(found.device, ALONE))
-    case, table = result(tmp_path)["cases"]["tiny"], (tmp_path / "bench.txt").read_text()
+    (case,), table = result(tmp_path)["comparisons"], (tmp_path / "bench.txt").read_text()
     assert {contender["status"] for contender in case["contenders"].values()} == {"ok"}, table
     for contender in case["contenders"].values():
-        assert (contender["peak"], contender["reserved"], len(contender["host_seconds"])) == (3, 6, 1)
-    plain, ours = (case["contenders"][name]["launches"] for name in ("no_communication", "shardtrain"))
+        took = contender["footprint"]
+        assert (took["peak bytes"], took["reserved bytes"], len(contender["host"])) == (3, 6, 1)
+    plain, ours = (
+        case["contenders"][name]["footprint"]["launches"] for name in ("no_communication", "shardtrain")
+    )
     assert ours > plain > 100
-    for words in ("in bf16", "of no communication", "host ms", "peak MiB", "reserved MiB", "launches"):
+    for words in ("in bf16", "of no communication", "host ms", "peak bytes", "reserved bytes", "launches"):
         assert words in table
-    assert case["channels_last"]
+    assert found.channels_last
 
 
 def test_collectives(tmp_path: Path) -> None:
-    sizes = ("collectives.smallest_kib=4", "collectives.largest_kib=16")
-    said = run(2, "collectives", "rounds=2", "warmup=0", *sizes, f"out={tmp_path}")
-    points = result(tmp_path)["points"]
-    measured = [(point["movement"], point["bytes"]) for point in points]
-    assert measured == [(movement, size) for size in (4096, 16384) for movement in ("gather", "reduce")]
-    for point in points:
-        own = {"shardtrain", "shardtrain_process_group", "shardtrain_comm"}
-        assert set(point["seconds"]) | own == {*own, "native", "copy"}
-        assert set(point["failures"].values()) == {None}
-        assert {len(seconds) for seconds in point["seconds"].values()} == {2}
-        assert point["ratios"]["shardtrain"]["native"]["n"] == 2
-    assert "gather\nms " in said
-    assert "\n16 KiB " in said
+    said = run(2, "collectives", "rounds=2", "warmup=0", "sizes_kib=[4,16]", f"out={tmp_path}")
+    comparisons = result(tmp_path)["comparisons"]
+    assert [found["title"] for found in comparisons] == ["gather 4 KiB", "reduce 4 KiB", *SIXTEEN]
+    for found in comparisons:
+        own = {"shardtrain", "shardtrain_process_group", "shardtrain.comm"}
+        assert set(found["contenders"]) | own == {*own, "gloo", "copy"}
+        for contender in found["contenders"].values():
+            assert (contender["status"], len(contender["values"])) == ("ok", 2)
+            assert [contender["ratios"][to]["n"] for to in ("gloo", "copy")] == [2, 2]
+    assert "gather 16 KiB, 2 rounds\n" in said
+
+
+SIXTEEN = ("gather 16 KiB", "reduce 16 KiB")
+ACTIVITIES = ("wrapping", "forward and backward", "optimizer.step")
 
 
 def test_host_time_of_simulated_ranks(tmp_path: Path) -> None:
-    said = run(1, "host", "host.world_sizes=[2,8]", "host.units=3", "rounds=2", "warmup=1", f"out={tmp_path}")
-    found = result(tmp_path)
-    points = {(point["world_size"], point["activity"]): point for point in found["points"]}
-    assert list(points) == [(world, activity) for world in (2, 8) for activity in host.ACTIVITIES]
-    assert {point["ratio"]["n"] for point in points.values()} == {2}
-    assert {failure for point in points.values() for failure in point["failures"].values()} == {None}
-    assert points[8, "step"]["micros_a_unit"].keys() == {"shardtrain", "fsdp2", "collectives"}
-    for words in host.ACTIVITIES.values():
-        assert f"{words}, µs of host time per unit" in said
+    said = run(1, "host", "world_sizes=[2,8]", "units=3", "rounds=2", "warmup=1", f"out={tmp_path}")
+    comparisons = result(tmp_path)["comparisons"]
+    titles = [f"{activity}, {world} ranks" for world in (2, 8) for activity in ACTIVITIES]
+    assert [found["title"] for found in comparisons] == titles
+    for found in comparisons:
+        assert [*found["contenders"]] == ["shardtrain", "fsdp2"]
+        assert {contender["ratios"]["fsdp2"]["n"] for contender in found["contenders"].values()} == {2}
+        assert f"{found['title']}, 2 rounds\n" in said
 
 
-def test_host_time_is_of_what_is_left_without_the_model() -> None:
-    """Three units: 3 µs of the model's own, 6 of collectives, 15 and 39 of the wrappers."""
-    seconds = {"no_communication": 3e-6, "collectives": 6e-6, "shardtrain": 24e-6, "fsdp2": 48e-6}
-    samples = {name: Samples([value] * 3) for name, value in seconds.items()}
-    found = host.figures(samples, units=3)
-    assert found["micros_a_unit"]["shardtrain"].median == pytest.approx(7)
-    assert found["micros_a_unit"]["collectives"].median == pytest.approx(2)
-    assert found["ratio"].median == pytest.approx(21 / 45)
-    assert found["ratio_without_collectives"].median == pytest.approx(15 / 39)
+def test_host_time_is_of_what_is_left_without_the_base() -> None:
+    samples = {
+        "shardtrain": Samples([24.0, 25.0]),
+        "fsdp2": Samples([48.0, 50.0]),
+        host.BASE: Samples([9.0, 8.0]),
+    }
+    host.without_base(samples)
+    assert {name: own.values for name, own in samples.items()} == {
+        "shardtrain": [15.0, 17.0],
+        "fsdp2": [39.0, 42.0],
+    }
 
 
 def test_what_is_measured_on_one_host(tmp_path: Path) -> None:
-    found, alone = (settings.read([word, f"out={tmp_path}"], speak=False) for word in ("memory=true", "host"))
-    with pytest.raises(UserError, match=r"measured in one process: python -m shardtrain\.bench host"):
+    found, alone = (settings.read([word, f"out={tmp_path}"], speak=False) for word in ("memory", "host"))
+    with pytest.raises(UserError, match=r"measures one process: python -m shardtrain\.recipes\.bench host"):
         program.run(alone, RankInfo(0, 2, 0, 1), CPU)
-    for local, device, message in ((1, CPU, "start all ranks on it"), (2, DEVICE, "memory=true is for CPUs")):
+    for local, device, message in ((1, CPU, "start all ranks on it"), (2, DEVICE, "memory is for CPUs")):
         with pytest.raises(UserError, match=message):
             memory.measure(Bench(found, RankInfo(0, 2, 0, local), device))
 
@@ -218,27 +224,27 @@ def test_what_is_measured_on_one_host(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux counts PSS, others do not")
 def test_memory_of_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Forked here, which is quicker than spawned."""
-    given = ["memory=true", "model=tiny", "contenders=[ddp]", "reference=ddp", f"out={tmp_path}"]
+    given = ["memory", "model=tiny", "contenders=[ddp]", "reference=ddp", f"out={tmp_path}"]
     found = settings.read([*given, "device=cpu"], speak=False)
     forkserver()
     fork = functools.partial(start_processes, start_method="forkserver")
     with patch.object(memory, "spawn", fork):
         program.run(found, ALONE, CPU)
         assert memory.watch_ranks(found, "ddp", 2)[0] > 0
-    contender = result(tmp_path)["contenders"]["ddp"]
+    contender = result(tmp_path)["comparisons"][0]["contenders"]["ddp"]
     assert contender["reason"] is None
-    assert contender["bytes"] > 0
+    assert contender["values"][0] > 0
     assert len(contender["losses"]) == 5
-    assert contender["ratio"]["median"] == 1.0
+    assert contender["ratios"]["ddp"]["median"] == 1.0
     assert TITLES["ddp"] in capsys.readouterr().out
 
 
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     arguments = ("model=tiny", "rounds=100000", "warmup=0", "contenders=[fsdp2,ddp]", f"out={tmp_path}")
-    command = ("-m", "shardtrain.bench", *arguments, "device=cpu")
+    command = ("-m", BENCH, *arguments, "device=cpu")
     codes, said, _ = signalled("tiny@8×2  round ", signal.SIGINT, *command, folder=tmp_path, **ONE_THREAD)
     assert codes == [130]
     assert "interrupted: what was measured until then" in said
     found = result(tmp_path)
     assert found["interrupted"]
-    assert 0 < found["cases"]["tiny"]["rounds"] < 100_000  # on a busy machine the first round may be shown
+    assert 0 < found["comparisons"][0]["rounds"] < 100_000  # on a busy machine the first round may be shown

@@ -1,6 +1,7 @@
 """The real program, as typed in a shell, alone, under torchrun and under Slurm; and from a wheel."""
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -49,6 +50,20 @@ def test_help_and_completion_need_no_torch(tmp_path: Path) -> None:
     asked = [words.format(line, sys.executable) for line in offered]
     said = in_a_shell(["bash", "-c", "\n".join(["compopt() { :; }", done.stdout, *asked])], tmp_path)
     assert (said.stdout.splitlines(), said.stderr) == ([*offered.values()], "")
+
+
+def test_a_short_command_is_the_program(monkeypatch: Any, capsys: Any) -> None:
+    scripts = re.findall(
+        r'^shardtrain-(\w+) = "(.+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert {"train", "plan", "doctor", "export"} <= {name for name, *_ in scripts}
+    for name, module, function in scripts:
+        assert module == f"shardtrain.{name}.__main__"
+        assert callable(getattr(importlib.import_module(module), function))
+    monkeypatch.setattr(sys, "argv", ["shardtrain-plan", "--cfg", "job"])
+    monkeypatch.setattr("faulthandler.enable", lambda **_: None)  # pytest's stderr is no file
+    assert importlib.import_module("shardtrain.plan.__main__").main() is None
+    assert "zero_init_residual:" in capsys.readouterr().out
 
 
 def test_mistakes_survive_torchrun(tmp_path: Path) -> None:

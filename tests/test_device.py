@@ -23,8 +23,6 @@ from torchvision.models import VisionTransformer
 import shardtrain
 from shardtrain import Precision, comm
 from shardtrain import device as devices
-from shardtrain.bench.contenders import POOL, Contender, adamw
-from shardtrain.bench.steps import footprint
 from shardtrain.checkpoint.store import Snapshot
 from shardtrain.comm import trace
 from shardtrain.comm.native import Backend
@@ -34,6 +32,8 @@ from shardtrain.engine.reduce import Reduction
 from shardtrain.engine.unit import State, Unit
 from shardtrain.job.launch import Context
 from shardtrain.optim import Ema
+from shardtrain.recipes.bench.contenders import POOL, Contender, adamw
+from shardtrain.recipes.bench.steps import footprint
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
@@ -228,7 +228,7 @@ def in_bf16(model: nn.Module) -> nn.Module:
 def launches(model: nn.Module, dtype: torch.dtype) -> int:
     x, y = [each.to(DEVICE) for each in images(0, 0, 2, 8)]
     contender = Contender(model, adamw(model), nullcontext)
-    return footprint(lambda: contender, [[(x.to(dtype), y)]] * POOL, DEVICE).launches
+    return footprint(lambda: contender, [[(x.to(dtype), y)]] * POOL, DEVICE)["launches"]
 
 
 @pytest.mark.parametrize(

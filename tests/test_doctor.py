@@ -67,13 +67,13 @@ ONE_ELEMENT[3, 0, 1, 2] = 0.25
 # What the doctor says, and what was done to the job of rank 1.
 FAULTS: dict[str, Callable[[Job], object]] = {
     r"rank 1: step 1, own gradient of 1\.0\.weight in unit 1\.0: Mismatched elements: 1 / 729 .*; Greatest "
-    r"absolute difference: 0\.2[45]\d* at index \(3, 0, 1, 2\).*: something on that rank changed it": (
+    r"absolute difference: 0\.2[45]\d* at index \(3, 0, 1, 2\)": (
         lambda job: weight(job).register_hook(lambda gradient: gradient + ONE_ELEMENT)
     ),
-    r"step 1, parameter of 1\.0\.weight in unit 1\.0: Mismatch.*optimizer": (
+    r"step 1, parameter of 1\.0\.weight in unit 1\.0: Mismatched": (
         lambda job: job.optimizer.register_step_post_hook(lambda *_: weight(job).data[-1].add_(1.0))
     ),
-    r"rank 1: step 1, output of 1\.1 in unit 1\.1: .* the unit computed with ": (
+    r"rank 1: step 1, output of 1\.1 in unit 1\.1: Mismatched": (
         lambda job: job.model.get_submodule("1.1").register_forward_hook(lambda *found: found[2] * 1.0001)
     ),
     r"step 0, initial value of 1\.0\.weight in unit 1\.0: Mismatched ": (

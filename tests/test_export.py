@@ -78,6 +78,22 @@ def test_the_stock_model_loads_an_export(
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
+def test_a_file_that_answers_otherwise_is_not_left(
+    tmp_path: Path, trained: Path, export: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = program.load_weights
+
+    def loading(model: torch.nn.Module, state: dict[str, torch.Tensor], source: Path) -> None:
+        load(model, state | {"classifier.3.bias": state["classifier.3.bias"] + 0.01}, source)
+
+    monkeypatch.setattr(program, "load_weights", loading)
+    assert export(f"run={trained}", f"out={tmp_path / 'weights.pth'}") == 2
+    assert (
+        "weights.pth answers otherwise than the checkpoint: logits differ by 0.01" in capsys.readouterr().err
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_weights_are_a_start(tmp_path: Path, trained: Path, export: Any) -> None:
     out = tmp_path / "weights.safetensors"
     checkpoint = trained / "checkpoints/step-00000005"

@@ -134,12 +134,12 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Context] = []
-    for where in ("run.name=here", "run.dir=/some/where", "seed=1"):
-        _arguments(monkeypatch, "+recipe=resnet", "device=cpu", "threads=1", where)
+    for threads, where in ((2, "run.name=here"), (3, "run.dir=/some/where"), (1, "seed=1")):
+        _arguments(monkeypatch, "+recipe=resnet", "device=cpu", f"threads={threads}", where)
         launch.run(lambda config, context: seen.append(context))
+        assert torch.get_num_threads() == threads
     named, placed, by_default = seen
     assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
-    assert torch.get_num_threads() == 1
     assert placed.run_dir == Path("/some/where")
     assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*")
     with pytest.raises(UserError, match=r"run\.dir=: it is empty; expected a path"):  # `run.dir=$UNSET`

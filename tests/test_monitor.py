@@ -427,8 +427,7 @@ def test_every_tag_is_there_with_the_values_of_the_result(finished: Path) -> Non
     assert "perf/mfu" not in events.Tags()["scalars"]
 
 
-def test_a_run_is_one_file_with_hyperparameters_layout_configuration_and_samples(finished: Path) -> None:
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+def test_a_run_is_one_file_with_hyperparameters_configuration_and_samples(finished: Path) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     assert len(list(finished.rglob("events.out.tfevents.*"))) == 1
@@ -441,19 +440,13 @@ def test_a_run_is_one_file_with_hyperparameters_layout_configuration_and_samples
     assert session.hparams["world_size"].number_value == 2
     assert any(each.HasField("session_end_info") for each in data)
 
-    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    pages = {"Is it learning?": False, "Is it fast?": False, "Does it fit?": True}
-    assert {page.title: page.closed for page in layout.category} == pages
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 12" in text
-    assert {"samples/augmented", "at_a_glance/run"} == set(events.Tags()["images"])
-    groups = sorted({tag.split("/")[0] for kind in ("scalars", "images") for tag in events.Tags()[kind]})
-    assert groups[:2] == ["accuracy_and_loss", "at_a_glance"]  # which TensorBoard opens
+    assert events.Tags()["images"] == ["samples/augmented"]
+    assert min(events.Tags()["scalars"]).startswith("accuracy_and_loss/")  # which TensorBoard opens
     assert events.Scalars("accuracy_and_loss/val/acc1")[-1].value == events.Scalars("val/acc1")[-1].value
     first = {info.name for info in experiment.hparam_infos if info.differs}
     assert first == {"model", "optim.lr", "train.batch_size"}
-    with Image.open(finished / "at_a_glance.png") as summary:
-        assert summary.height > 100
 
 
 def test_hyperparameters_have_the_same_keys_for_every_run() -> None:
@@ -480,34 +473,19 @@ def test_points_of_a_resumed_run_are_not_doubled(tmp_path: Path) -> None:
     events = events_of(tmp_path)
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    assert writers.SummaryFigure(tmp_path, 2, 1000.0).curves["train/loss"] == {1: 1.0, 2: 2.0}
-
-
-def test_the_summary_is_drawn_seldom(tmp_path: Path) -> None:
-    evaluation = Evaluation(Scores(1.0, 80.0, 100.0))
-    summary, page = writers.SummaryFigure(tmp_path, 0, 1000.0), Mock(writers.Writer)
-    monitor = Monitor(page, summary)
-    monitor.evaluated(5, evaluation)
-    page.picture.assert_not_called()
-    summary.due_at = 0.0
-    monitor.log(6, {"memory/peak_mib": 3.0, "time/forward_pct": 60.0})
-    monitor.evaluated(6, evaluation)
-    ((_, tag, drawn),) = [call.args for call in page.picture.call_args_list]
-    assert (tag, drawn.dtype, drawn.shape[2]) == ("at_a_glance/run", np.uint8, 3)
-    assert summary.path.exists()
 
 
 def test_pictures_that_cannot_be_are_said_of(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    summary, page = writers.SummaryFigure(tmp_path, 0, 1000.0), Mock(writers.Writer)
-    monitor = Monitor(page, summary)
-    monitor.log(1, {"val/loss": 1.0})
+    page = Mock(writers.Writer)
+    monitor = Monitor(page)
     for _ in range(2):
-        monitor.draw_summary()
+        drawn = timeline.picture(lanes(), 8, "a model")
+        assert not monitor.picture("timeline/step", drawn, tmp_path / "step.png")
     page.say.assert_called_once_with(
-        'no picture: matplotlib is not installed (pip install "shardtrain[bench]")'
+        'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
     )
-    assert not summary.path.exists()
+    assert not (tmp_path / "step.png").exists()
     (tmp_path / "timeline").write_text("")  # a file where the folder should be
     assert not monitor.save(tmp_path / "timeline/step-4.png", "")
     assert re.search("^warning: step-4.png: .*File exists.*; training continues$", capsys.readouterr().err)

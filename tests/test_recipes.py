@@ -33,8 +33,9 @@ from shardtrain.job.pictures import plot
 from shardtrain.job.schema import UserError
 from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
-from shardtrain.recipes import compare, digits
+from shardtrain.recipes import digits
 from shardtrain.recipes.augment import Affine, Photo
+from shardtrain.recipes.bench import compare
 from shardtrain.recipes.models import classifier, resnet_cifar, vit
 from shardtrain.recipes.resnet9_cifar10 import Norm, Resnet9
 from shardtrain.train.loop import train

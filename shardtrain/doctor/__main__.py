@@ -58,14 +58,6 @@ from shardtrain.job.step import accumulate
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # fractions of the largest element
 UPDATE_TOLERANCE = 1e-6  # also a fraction of the largest element
-ADVICE = {
-    "initial value": "parameters were changed between shard() and the first step, on one rank perhaps",
-    "output": "the unit computed with other parameters or inputs; does it use parameters of another unit?",
-    "own gradient": "something on that rank changed it before it was reduced: a hook, a fault, a random draw",
-    "mean gradient": "the reduction over ranks went wrong; compare parallel.transport=process_group",
-    "parameter": "the optimizer treats pieces otherwise than whole parameters; compare optim=sgd",
-    "buffer": "a module changes it otherwise when sharded",
-}
 Comparison = tuple[int, str, Mapping[str, Tensor], Mapping[str, Tensor]]  # step, phase, found, expected
 
 
@@ -124,7 +116,7 @@ class Twins:
                 texts = (self._difference(phase, name, found[name], expected[name]) for name in names)
                 first = next(filter(None, texts), "")
                 if found_by := _ranks_with(f"step {step}, {phase} of {first}" if first else ""):
-                    return False, f"failed   {found_by}: {ADVICE[phase]}"
+                    return False, f"failed   {found_by}"
         others, updates = self._tolerance("output"), self._tolerance("parameter")
         how = f"outputs and gradients {f'to {others:g}' if others else 'bit for bit'}, updates to {updates:g}"
         ranks = counted(self.world, "rank")
@@ -256,5 +248,7 @@ def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.dev
         sys.exit(1)
 
 
+main = partial(launch.start, read, examine)
+
 if __name__ == "__main__":
-    launch.start(read, examine)
+    main()

@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,5 +106,7 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
             os.rename(temporary, path)
 
 
+main = partial(launch.start, read, export)
+
 if __name__ == "__main__":
-    launch.start(read, export)
+    main()

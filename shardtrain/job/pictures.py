@@ -16,7 +16,7 @@ from torchvision.utils import make_grid
 
 Picture = np.ndarray[Any, Any]
 
-MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[bench]")'
+MISSING = 'no picture: matplotlib is not installed (pip install "shardtrain[pictures]")'
 
 TILE = 64  # pixels; smaller images are enlarged to at least this size
 GAP = 4

@@ -30,11 +30,9 @@ PEAK_MIB = "memory/peak_mib"
 
 # Pictures and texts.
 SAMPLES = "samples/augmented"
-SUMMARY = "at_a_glance/run"
 TIMELINE_STEP = "timeline/step"
 
-# TensorBoard unfolds two groups, the first ones by name. So these curves are written twice, in a group that
-# sorts first, and the summary is in the second group.
+# TensorBoard unfolds the first groups by name, so these curves are also in a group that sorts first.
 FIRST = {tag: f"accuracy_and_loss/{tag}" for tag in (TRAIN_ACC1, TRAIN_LOSS, VAL_ACC1, VAL_LOSS)}
 
 # Tags with a parameter: ``lr(0)`` is "lr/group0".

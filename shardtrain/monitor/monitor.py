@@ -8,7 +8,6 @@ import datetime
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from shardtrain import device, introspect
+from shardtrain import introspect
 from shardtrain.job import pictures, tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config, Reference
@@ -28,7 +27,7 @@ from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
-from shardtrain.monitor.writers import Console, LogFile, ResultFile, SummaryFigure, TensorBoard, Writer
+from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
 SAMPLES = 32  # images of a batch in the picture
 
@@ -41,7 +40,6 @@ class Monitor:
 
     def __init__(self, *writers: Writer, first_step: int = 0) -> None:
         self.writers, self.latest = writers, first_step
-        self.summary = next((each for each in writers if isinstance(each, SummaryFigure)), None)
         self._warned: set[object] = set()
 
     def say(self, text: str) -> None:
@@ -85,23 +83,16 @@ class Monitor:
         return True
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Log an evaluation's scores, and draw the summary if it is due."""
         self.log(step, evaluation.scalars())
-        if self.summary is not None and time.perf_counter() > self.summary.due_at:
-            self.draw_summary()
 
     def tested(self, step: int, evaluation: Evaluation) -> None:
         """Log the scores of the test images, which decide nothing."""
         self.log(step, dict(zip(tags.TEST, evaluation.judged, strict=True)))
 
-    def draw_summary(self) -> None:
-        if self.summary is not None and self.summary.curves:
-            self.picture(tags.SUMMARY, self.summary.draw(), self.summary.path)
-
     def showing(self, feed: TrainFeed) -> Iterator[Batch]:
         """Yield the feed's batches, with a picture of the first one as the model gets it."""
         for index, batch in enumerate(feed):
-            if index == 0 and self.summary is not None:
+            if index == 0 and self.writers:
                 sample = pictures.grid(batch.images[:SAMPLES], feed.prepare.mean, feed.prepare.std)
                 self.picture(tags.SAMPLES, sample)
             yield batch
@@ -158,8 +149,6 @@ def open_monitor(
     writers: list[Writer] = [result, console, LogFile(context.run_dir)]
     if config.monitor.tensorboard:
         writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
-        memory_mib = device.total_memory(job.device) / MIB
-        writers.append(SummaryFigure(context.run_dir, job.first_step, memory_mib))
     monitor = Monitor(*writers, first_step=job.first_step)
     monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
     monitor.facts(facts)
@@ -174,7 +163,6 @@ def open_monitor(
         spent = judge(metrics.spent) if metrics.spent.steps else {}
         monitor.facts({"status": status, "step": monitor.latest, **spent})
         if status != "failed":  # after a failure only the exception is reported
-            monitor.draw_summary()
             monitor.say(end_table(result.result))
 
 

@@ -1,7 +1,4 @@
-"""Write a run's events to the console, log.txt, result.json and TensorBoard. Only rank 0 has writers.
-
-The summary is one picture: does the run learn, is it fast, does it fit into memory?
-"""
+"""Write a run's events to the console, log.txt, result.json and TensorBoard. Only rank 0 has writers."""
 
 from __future__ import annotations
 
@@ -19,12 +16,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from shardtrain.job import pictures, tags
+from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.pictures import Picture
-from shardtrain.monitor.metrics import PHASES, WAITING, scores_in_words
-from shardtrain.plan.memory import MEMORY_KINDS
+from shardtrain.monitor.metrics import scores_in_words
 
 
 class Writer:
@@ -134,44 +130,6 @@ class ResultFile(Writer):
         return {key: value for key, value in kept.items() if value is not None}
 
 
-# Page → chart → tags or regular expressions. The last page hardly changes, and is folded.
-PAGES = {
-    "Is it learning?": {
-        "loss": [tags.TRAIN_LOSS, tags.VAL_LOSS, tags.VAL_EMA_LOSS],
-        "accuracy, %": [tags.TRAIN_ACC1, tags.VAL_ACC1, tags.VAL_EMA_ACC1, tags.VAL_ACC5],
-        "learning rate": [tags.lr(".*")],
-        "gradient norm": [tags.GRAD_NORM],
-    },
-    "Is it fast?": {
-        "images per second": [tags.IMG_PER_S, tags.IMG_PER_S_PER_RANK],
-        "where the time goes, %": [*(tags.phase_pct(phase) for phase in PHASES), tags.EXPOSED_COMM_PCT],
-        "seconds per step": [tags.STEP_S],
-    },
-    "Does it fit?": {
-        "memory of rank 0, MiB": [tags.PEAK_MIB],
-        "of the model and its training state, MiB": [
-            *(tags.PARAMS_MIB, tags.GRADS_MIB, tags.OPTIMIZER_MIB, tags.GATHERED_PEAK_MIB),
-        ],
-        "traffic, MiB per step": [tags.sent_mib(".*")],
-    },
-}
-
-# Chart of the summary → tag → its curve's name and colour.
-TRAIN, VAL, AVERAGE = ("train", "black"), ("val", "tab:pink"), ("average", "#a0258f")
-SUMMARY = {
-    "Is it learning? Loss": {tags.TRAIN_LOSS: TRAIN, tags.VAL_LOSS: VAL, tags.VAL_EMA_LOSS: AVERAGE},
-    "Accuracy, %": {tags.TRAIN_ACC1: TRAIN, tags.VAL_ACC1: VAL, tags.VAL_EMA_ACC1: AVERAGE},
-    "Is it fast? Time, %": {
-        **{tags.phase_pct(phase): (phase, color) for phase, color in PHASES.items()},
-        tags.EXPOSED_COMM_PCT: ("waiting", WAITING),
-    },
-    "Does it fit? MiB of rank 0": {
-        tags.PARAMS_MIB: ("parameters", MEMORY_KINDS["parameters"]),
-        tags.GATHERED_PEAK_MIB: ("gathered", MEMORY_KINDS["gathered"]),
-        tags.PEAK_MIB: ("peak", "0.4"),
-    },
-}
-
 METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
 FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")  # of HParams; others follow in order of names
 
@@ -197,7 +155,6 @@ class TensorBoard(Writer):
         self, directory: Path, config: Config, facts: Mapping[str, Any], first_step: int = 0
     ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary  # here, since it takes 1.5 s
@@ -217,15 +174,8 @@ class TensorBoard(Writer):
         for column in columns.experiment.hparam_infos:
             column.differs = column.name in FIRST_COLUMNS  # TensorBoard shows these first
         plugin.content = columns.SerializeToString()
-        charts = {
-            page: {name: ["Multiline", shown] for name, shown in each.items()} for page, each in PAGES.items()
-        }
-        pages = summary.custom_scalars(charts)
-        (layout,) = map(Layout.FromString, pages.value[0].tensor.string_val)
-        layout.category[-1].closed = True
-        pages.value[0].tensor.string_val[0] = layout.SerializeToString()
         text = summary.text("config", f"```yaml\n{OmegaConf.to_yaml(asdict(config))}```")
-        for each in (experiment, session, pages, text):
+        for each in (experiment, session, text):
             self._keep(first_step, summary=each)
 
     def _keep(self, step: int, **content: Any) -> None:
@@ -268,57 +218,3 @@ def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float
         "train.steps": facts["steps"],
         **{key: "none" if value is None else value for key, value in values.items()},
     }
-
-
-REDRAW_S = 100.0  # drawing takes about a second: 1 % of the run's time
-
-
-class SummaryFigure(Writer):
-    """Collect all curves of a run, and draw the summary. ``memory_mib``: the device's memory."""
-
-    def __init__(self, directory: Path, first_step: int, memory_mib: float) -> None:
-        self.path, self.memory_mib = directory / "at_a_glance.png", memory_mib
-        self.curves = _curves_until(directory, first_step) if first_step else {}  # tag → step → value
-        self.due_at = time.perf_counter() + REDRAW_S
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for tag, value in scalars.items():
-            self.curves.setdefault(tag, {})[step] = value
-
-    def draw(self) -> Picture | str:
-        """Return the picture, in the proportions of TensorBoard's smallest card."""
-        self.due_at = time.perf_counter() + REDRAW_S
-        return pictures.plot(self._draw, (4.0, 2.45), dpi=220)
-
-    def _draw(self, figure: Any) -> None:
-        """Draw the charts, each with its curves' names and latest values beside it."""
-        for axes, (chart, shown) in zip(
-            figure.subplots(2, 2, sharex=True).flat, SUMMARY.items(), strict=True
-        ):
-            for tag, (name, color) in shown.items():
-                if tag in self.curves:
-                    curve, style = self.curves[tag], {"color": color, "linewidth": 1, "markersize": 2}
-                    label = f"{name} {[*curve.values()][-1]:.4g}"
-                    axes.plot(curve.keys(), curve.values(), ".-", label=label, **style)
-            axes.set_ylim(bottom=0)
-            if tags.PEAK_MIB in shown:
-                axes.set(yscale="log", ylim=(1, 2 * self.memory_mib))
-                room = {"label": f"capacity {self.memory_mib:,.0f}", "linestyle": "--", "linewidth": 1}
-                axes.axhline(self.memory_mib, color="black", **room)
-            if tags.EXPOSED_COMM_PCT in shown and tags.IMG_PER_S in self.curves:
-                chart += f" at {[*self.curves[tags.IMG_PER_S].values()][-1]:.0f} img/s"
-            axes.set_title(chart, fontsize=6.5, loc="left")
-            axes.tick_params(labelsize=6)
-            if axes.lines:
-                beside = {"loc": "center left", "bbox_to_anchor": (0.98, 0.5), "handlelength": 0.8}
-                axes.legend(fontsize=6, frameon=False, **beside)
-        figure.supxlabel("step", fontsize=6)
-
-
-def _curves_until(directory: Path, step: int) -> dict[str, dict[int, float]]:
-    """Return the curves up to ``step`` that earlier processes wrote; of several values the latest."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory), purge_orphaned_data=False).Reload()
-    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    return {tag: {e.step: e.value for e in points if e.step <= step} for tag, points in scalars.items()}

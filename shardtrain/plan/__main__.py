@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -147,5 +148,7 @@ def largest_batch(peak_of: Callable[[int], int], memory: int, start: int) -> int
         known[images] = peak_of(images)
 
 
+main = partial(launch.start, read, plan)
+
 if __name__ == "__main__":
-    launch.start(read, plan)
+    main()

@@ -84,10 +84,7 @@ class MemoryTimeline(NamedTuple):
         return f"The peak of {peak.total / MIB:.1f} MiB, in {where}, consists of {listed}."
 
     def picture(self, capacity: float | None = None) -> Picture | str:
-        """Draw stacked areas over the step, with the units along the axis; or return why there is no picture.
-
-        ``capacity``: the bytes that a rank has, drawn as a line.
-        """
+        """Draw stacked areas over the step, below a line of the ``capacity`` in bytes; or return why not."""
         return plot(partial(self._draw, capacity), inches=(11, 5))
 
     def _draw(self, capacity: float | None, figure: Any) -> None:
@@ -97,18 +94,14 @@ class MemoryTimeline(NamedTuple):
         axes.stackplot(range(len(self.points)), rows, labels=MEMORY_KINDS, colors=colors, linewidth=0)
         self._mark_units(axes)
         at = self.points.index(self.peak)
-        top = self.peak.total / MIB
+        highest = top = self.peak.total / MIB
         axes.annotate(f"{top:.1f} MiB", (at, top), (0, 4), textcoords="offset points", ha="center")
-        if capacity is not None:
-            room, line = capacity / MIB, min(capacity / MIB, 2 * top)
-            beyond = f", {room / line:.1f} times what is shown" if room > line else ""
-            axes.axhline(line, color="black", linestyle="--")
-            axes.annotate(
-                f"a rank has {room:,.0f} MiB{beyond}", (0, line), (4, 4), textcoords="offset points"
-            )
-            top = max(top, line)
+        if capacity is not None:  # above the picture where it is far from what is needed
+            room = capacity / MIB
+            axes.axhline(room, color="black", linestyle="--", label=f"a rank has {room:,.0f} MiB")
+            highest = max(top, min(room, 2 * top))
         axes.margins(x=0)
-        axes.set_ylim(0, 1.12 * top)
+        axes.set_ylim(0, 1.12 * highest)
         axes.set(xlabel="operations of the step, by unit", ylabel="MiB per rank")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, reverse=True)
         figure.suptitle(self.words(), fontsize=9, wrap=True)
@@ -216,11 +209,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def memory_of_step(step: Step, batches: Sequence[Sequence[Tensor]]) -> MemoryTimeline:
-    """Run a ``step``, and return this rank's memory during it.
-
-    It must not be the first step, in which the order of units and the optimizer state are new. Works on every
-    device and without data. It is slow, since Python handles each operation.
-    """
+    """Run a ``step``, not the first one, and return this rank's memory during it. Works without data, too."""
     live = LiveTensors(step, batches)
     with live:
         step(batches)

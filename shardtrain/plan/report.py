@@ -146,34 +146,25 @@ def shards_table(plans: Sequence[Plan]) -> str:
         over = [f"×{held * world / whole:.3f}" for held in (sum(shards), plan.by_rows)]
         share, *ends = (f"{size / 1024:,.2f}" for size in (whole / world, min(shards), max(shards)))
         rows.append([f"{world:,}", share, *over, *ends])
-    title = (
-        "KiB of parameters that are a rank's even share, what it holds of that, and the shards of its units"
-    )
+    title = "KiB of parameters: a rank's even share, what it holds of that, and the shards of its units"
     return "\n".join([title, *aligned(rows)])
 
 
 def as_json(plan: Plan, rates: Rates | None) -> dict[str, Any]:
     """Return the plan's bytes, collectives, operations and seconds."""
     peak = plan.timeline.peak
-    facts: dict[str, Any] = {
+    return {
         **asdict(plan.question),
         "accumulate": plan.accumulate,
         "bytes": bytes_by_kind(plan),
         "parameters_cut_by_rows": plan.by_rows,
-        "peak": {
-            "phase": peak.phase,
-            "unit": peak.unit,
-            "bytes": dict(zip(MEMORY_KINDS, peak.bytes, strict=True)),
-        },
+        "peak": peak._asdict() | {"bytes": dict(zip(MEMORY_KINDS, peak.bytes, strict=True))},
         "sent_bytes": plan.sent,
         "movements": plan.calls,
         "flops": plan.flops,
         "units": [unit._asdict() for unit in plan.units],
+        "seconds": rates and dict(zip(("compute", "send"), plan.seconds(*rates), strict=True)),
     }
-    if rates is not None:
-        compute, send = plan.seconds(*rates)
-        facts["seconds"] = {"compute": compute, "send": send, "hidden": max(compute, send)}
-    return facts
 
 
 def _mib(size: int) -> str:

@@ -129,10 +129,8 @@ def plan_of(config: Config, job: Job) -> Plan:
 def held_by_rows(parameters: Iterable[Tensor], world: int) -> int:
     """Return the bytes of one rank's shards if ``parameters`` were cut by rows, as FSDP2 cuts them.
 
-    This shows what a flat vector saves. FSDP2 cuts each parameter on its first dimension, and pads it so that
-    each rank has as many rows as the first. A scalar counts as one row. On three ranks a parameter of 4 rows
-    takes 2 rows per rank, 6 in all. On many ranks most parameters have fewer rows than there are ranks, and
-    each rank holds one row of each.
+    FSDP2 cuts each parameter on its first dimension, and pads it so that each rank has as many rows as the
+    first: of 4 rows 2 on each of three ranks. Where there are fewer rows than ranks, each rank holds one.
     """
     held = 0
     for parameter in parameters:
@@ -145,13 +143,8 @@ def _sharded(config: Config, question: Question) -> tuple[nn.Module, torch.optim
     """Return the model on the question's rank (default: 0), its optimizer, and `Plan.by_rows`."""
     model = _unsharded(config)
     by_rows = held_by_rows(model.parameters(), question.world_size // question.replicate)
-    transport = comm.simulated(
-        question.world_size,
-        question.replicate,
-        question.rank or 0,
-        in_place=question.in_place,
-        inbox=question.inbox,
-    )
+    ranks = question.world_size, question.replicate, question.rank or 0
+    transport = comm.simulated(*ranks, in_place=question.in_place, inbox=question.inbox)
     return model, shard_with_optimizer(model, config, transport), by_rows
 
 

@@ -3,7 +3,8 @@
 import signal
 import sys
 
-if __name__ == "__main__":
+
+def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports below without a traceback
     from shardtrain.job.hydra_app import printed
 
@@ -12,3 +13,7 @@ if __name__ == "__main__":
         from shardtrain.train.loop import train
 
         sweep.run(train)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from shardtrain import comm
-from shardtrain.bench.contenders import default_is_process_group
-from shardtrain.bench.interleave import ratios, spread
-from shardtrain.bench.report import Bench, median, quartiles
 from shardtrain.comm import Flat, Gradient, Tag, Transport
 from shardtrain.comm.native import all_gather, reduce_scatter
 from shardtrain.comm.trace import ENTER, LEAVE
@@ -23,8 +20,10 @@ from shardtrain.device import BACKENDS
 from shardtrain.job.format import MIB
 from shardtrain.layout import Layout, even
 
-OURS, GROUP, PUBLIC = "shardtrain", "shardtrain_process_group", "shardtrain_comm"
-NATIVE, COPY = "native", "copy"
+from .compared import Bench
+from .contenders import to_run
+
+COPY = "copy"
 ENOUGH = 4 * MIB  # bytes that one timing moves at least, by repetition, so that the clock resolves it
 MOST = 32  # repetitions
 
@@ -32,17 +31,15 @@ Movement = Callable[[], object]
 
 
 def measure(bench: Bench) -> None:
-    """Measure the smallest vectors first."""
+    """Measure gathers and reductions of every size."""
     if comm.world_size() == 1:
         bench.note = "A single rank has no collectives: start it with torchrun --nproc-per-node N."
         return
-    kinds = {OURS: "auto"} if default_is_process_group() else {OURS: "auto", GROUP: "process_group"}
-    transports = {name: comm.open_transport(kind) for name, kind in kinds.items()}
-    size = bench.settings.collectives.smallest_kib * 1024
-    while size <= bench.settings.collectives.largest_kib * 1024:
+    kinds = {"shardtrain": "auto", "shardtrain_process_group": "process_group"}
+    transports = {name: comm.open_transport(kinds[name]) for name in to_run(None) if name in kinds}
+    for size in (kib * 1024 for kib in bench.settings.sizes_kib):
         for kind in ("gather", "reduce"):
             _measure(bench, kind, size, movements(kind, size, transports, bench.device))
-        size *= 4
 
 
 def _measure(bench: Bench, kind: str, size: int, entrants: Mapping[str, Movement]) -> None:
@@ -53,22 +50,9 @@ def _measure(bench: Bench, kind: str, size: int, entrants: Mapping[str, Movement
             movement()
 
     label = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
-    runners = {name: partial(repeated, movement) for name, movement in entrants.items()}
-    samples = bench.timed(runners, f"{kind} {label}")
-    native = BACKENDS[bench.device.type]
-    titles = {OURS: "shardtrain", GROUP: "process group", PUBLIC: "public", NATIVE: native, COPY: "copy"}
-    cells = [("ms", label)]
-    for name, own in samples.items():
-        cells.append((titles[name], median(spread(own.values), 3, 1e3 / times)))
-    compared = {}
-    for name in (name for name in samples if name not in (NATIVE, COPY)):
-        to = compared[name] = {
-            other: ratios(samples[name].values, samples[other].values) for other in (NATIVE, COPY)
-        }
-        cells.append((f"{titles[name]} / {native}", median(to[NATIVE])))
-        cells += [("quartiles", quartiles(to[NATIVE])), (f"{titles[name]} / copy", median(to[COPY]))]
-    facts = {"movement": kind, "bytes": size, "repetitions": times, "ratios": compared}
-    bench.add(kind, cells, facts, samples)
+    references = BACKENDS[bench.device.type], COPY
+    comparison = bench.begin([*entrants], f"{kind} {label}", "µs", 1e6 / times, references, None)
+    bench.time(comparison, {name: partial(repeated, movement) for name, movement in entrants.items()})
 
 
 def movements(
@@ -82,7 +66,8 @@ def movements(
     reductions = partial(comm.reduce_scatter_tensor, local, full), partial(reduce_scatter, local, full)
     ours, (public, native) = (_gather, gathers) if kind == "gather" else (_reduce, reductions)
     engines = {name: ours(transport, layout, local) for name, transport in transports.items()}
-    return {**engines, PUBLIC: public, NATIVE: native, COPY: partial(full.clone().copy_, full)}
+    copy = partial(full.clone().copy_, full)
+    return {**engines, "shardtrain.comm": public, BACKENDS[device.type]: native, COPY: copy}
 
 
 def _gather(transport: Transport, layout: Layout, like: Tensor) -> Movement:

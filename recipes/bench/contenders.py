@@ -86,13 +86,9 @@ def adamw(model: nn.Module) -> Optimizer:
 
 def to_run(asked: Sequence[str] | None) -> list[str]:
     """Return the contenders in ``asked``; for None the usual ones that differ here. Collective."""
-    same = {"shardtrain_process_group"} if default_is_process_group() else set()
-    return list(asked or (name for name in TITLES if name not in same.union(FOR_SLOW_LINKS)))
-
-
-def default_is_process_group() -> bool:
-    """Return whether transport ``"auto"`` is the process group here. Collective."""
-    return isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
+    messages = isinstance(comm.open_transport("auto"), ProcessGroupTransport | Alone)
+    left_out = {*FOR_SLOW_LINKS, *(["shardtrain_process_group"] if messages else [])}
+    return list(asked or (name for name in TITLES if name not in left_out))
 
 
 def _shardtrain(model: nn.Module, dtype: Dtype, _: object, int8: Dtype = None, **options: Any) -> Contender:

@@ -23,15 +23,16 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from shardtrain.bench.contenders import POOL, TITLES, build, to_run
-from shardtrain.bench.interleave import Comparison, Samples, attempt
-from shardtrain.bench.report import Bench, median
-from shardtrain.bench.settings import Settings
 from shardtrain.device import is_accelerator
 from shardtrain.job.dist_env import RankInfo, choose_device
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import open_process_group
 from shardtrain.job.schema import UserError
+
+from .compared import Bench
+from .contenders import POOL, TITLES, build, to_run
+from .interleave import attempt
+from .settings import Settings
 
 STEPS = 5  # optimizer state exists after the first; allocators settle in the others
 INTERVAL_S = 0.01  # seconds between two readings
@@ -42,36 +43,23 @@ def measure(bench: Bench) -> None:
     """Watch one contender after the other."""
     settings, ranks = bench.settings, bench.rank_info
     if not Path(ROLLUP.format("self")).exists():
-        path = ROLLUP.format("PID")
-        raise UserError(f"memory=true reads {path}, which this system does not have (Linux does)")
+        raise UserError("memory reads /proc/PID/smaps_rollup, which this system does not have (Linux does)")
     if ranks.local_world_size < ranks.world_size:
-        raise UserError("memory=true watches the processes of one host: start all ranks on it")
+        raise UserError("memory watches the processes of one host: start all ranks on it")
     if is_accelerator(bench.device):
-        raise UserError("memory=true is for CPUs; on a GPU the steps' own table has the memory")
-    comparison = Comparison(settings.reference, settings.precision)
-    try:
-        for name in to_run(settings.contenders):
-            samples = comparison.samples[name] = Samples()
-            watch = partial(watch_ranks, settings, name, ranks.world_size)
-            watched = attempt(watch if ranks.rank == 0 else lambda: None, samples, bench.device)
-            if watched is not None:
-                peak, samples.losses = watched
-                samples.values = [peak]
-            if ranks.rank == 0:
-                outcome = samples.failure or f"{samples.values[0] / MIB:.0f} MiB"
-                print(f"{TITLES[name]}: {outcome}", flush=True)
-    finally:
-        ratios, facts = comparison.ratios_to(settings.reference), comparison.facts()
-        rows = []
-        for name in comparison.ranked():
-            row = [("", TITLES[name]), ("MiB", f"{comparison.samples[name].values[0] / MIB:.0f}")]
-            rows.append([*row, (f"of {TITLES[settings.reference]}", median(ratios.get(name)))])
-        for name, own in comparison.samples.items():
-            facts[name]["bytes"] = sum(own.values)
-        shape = settings.case(settings.model).shape
-        title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
-        bench.tables[title] = rows, comparison.left_out()
-        bench.facts = {"steps": STEPS, "reference": settings.reference, "contenders": facts}
+        raise UserError("memory is for CPUs; on a GPU the steps' own table has the memory")
+    names, shape = to_run(settings.contenders), settings.case(settings.model).shape
+    title = f"{shape}, peak of the whole job above its imports, {STEPS} steps"
+    references = settings.reference, "ddp"
+    comparison = bench.begin(names, title, "MiB", 1 / MIB, references, settings.precision)
+    for name, own in comparison.samples.items():
+        watch = partial(watch_ranks, settings, name, ranks.world_size)
+        watched = attempt(watch if ranks.rank == 0 else lambda: None, own, bench.device)
+        if watched is not None:
+            peak, own.losses = watched
+            own.values = [peak]
+        if ranks.rank == 0:
+            print(f"{TITLES[name]}: {own.failure or f'{own.values[0] / MIB:.0f} MiB'}", flush=True)
 
 
 def watch_ranks(settings: Settings, name: str, world: int) -> tuple[int, list[float]]:

@@ -1,7 +1,7 @@
 """Train one recipe several ways, over the same batches, and draw what differs: nothing should.
 
-    torchrun --nproc-per-node 2 -m shardtrain.recipes.compare +recipe=resnet20_cifar10_1ep
-    torchrun --nproc-per-node 2 -m shardtrain.recipes.compare --ways one_process,shardtrain +recipe=resnet
+    torchrun --nproc-per-node 2 -m shardtrain.recipes.bench.compare +recipe=resnet20_cifar10_1ep
+    torchrun --nproc-per-node 2 -m shardtrain.recipes.bench.compare --ways ddp,shardtrain +recipe=resnet
 
 Every way starts from the same weights: one process without any wrapper, DDP, FSDP2, and shardtrain over each
 transport. One process takes the ranks' parts of a batch as micro-batches, because BatchNorm's statistics are
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardtrain import comm
-from shardtrain.bench import contenders
 from shardtrain.job import data, launch
 from shardtrain.job.build import completed, feeds, loss_of, lr_factor
 from shardtrain.job.config import Config
@@ -38,6 +37,8 @@ from shardtrain.job.model import converted, initial_model, parameter_groups
 from shardtrain.job.pictures import plot
 from shardtrain.job.schema import not_valid
 from shardtrain.job.step import accumulate
+
+from . import contenders
 
 WAYS = {
     "one_process": ("one process", "no_communication"),

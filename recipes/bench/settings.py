@@ -10,47 +10,26 @@ from pathlib import Path
 
 import torch
 
-from shardtrain.bench.contenders import CASES, PRECISIONS, SUITE, TITLES, Case
 from shardtrain.device import ACCELERATOR, count
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import UserError, at_least, checked, one_of
 
+from .contenders import CASES, PRECISIONS, SUITE, TITLES, Case
+
 # The values that null stands for in the configuration.
 ON_CPUS = {"model": "resnet18", "precision": "fp32", "channels_last": False}
 ON_GPUS = {"model": "resnet50_224", "precision": "bf16", "channels_last": True}
 
-
-@dataclass(frozen=True)
-class Collectives:
-    smallest_kib: int = at_least(1)
-    largest_kib: int = at_least(1)
-
-    def __post_init__(self) -> None:
-        if self.smallest_kib > self.largest_kib:
-            smallest, largest = (f"collectives.{key}={value}" for key, value in vars(self).items())
-            raise UserError(f"{smallest} is more than {largest}")
-
-
-@dataclass(frozen=True)
-class Host:
-    world_sizes: tuple[int, ...] = at_least(2)
-    units: int = at_least(1)
-
-
-PROGRAMS = ("steps", "collectives", "host")
+PROGRAMS = ("steps", "suite", "memory", "collectives", "host")
 
 
 @dataclass(frozen=True)
 class Settings:
     """`config.yaml` explains every key."""
 
-    suite: bool
-    memory: bool
     channels_last: bool
     out: str | None
-    collectives: Collectives
-    host: Host
     contenders: tuple[str, ...] | None = one_of(*TITLES)
     program: str = one_of(*PROGRAMS)
     model: str = one_of(*CASES)
@@ -64,20 +43,20 @@ class Settings:
     seed: int = at_least(0)
     device: str = one_of("auto", "cpu", ACCELERATOR)
     threads: int | None = at_least(1)
+    sizes_kib: tuple[int, ...] = at_least(1)
+    world_sizes: tuple[int, ...] = at_least(2)
+    units: int = at_least(1)
 
     def __post_init__(self) -> None:
-        names, reference = self.contenders, self.reference
-        listed = f"contenders=[{','.join(names or ())}]"
-        if names == () or self.host.world_sizes == ():
-            raise UserError(f"{listed if names == () else 'host.world_sizes=[]'}: expected at least one")
-        if names and len(set(names)) < len(names):
-            raise UserError(f"{listed}: a name is listed twice")
-        if names and reference not in names:
-            raise UserError(f"reference={reference} is not among {listed}: add it, or choose another")
-        if self.suite and self.memory:
-            raise UserError("suite=true measures time and memory=true memory: choose one, and model=NAME")
-        for name in SUITE if self.suite else (self.model,):
+        for key in ("contenders", "sizes_kib", "world_sizes"):
+            if getattr(self, key) == ():
+                raise UserError(f"{key}=[]: expected at least one")
+        for name in self.models:
             self.case(name)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return SUITE if self.program == "suite" else (self.model,)
 
     def case(self, name: str) -> Case:
         """Return the named case with the configured sizes."""

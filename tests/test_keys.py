@@ -1,0 +1,273 @@
+"""Every key of the training program acts: another value changes a run, or a test of its own shows what."""
+
+import dataclasses
+import io
+import typing
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torchvision.models import VisionTransformer
+
+from shardtrain import comm
+from shardtrain.job import build
+from shardtrain.job.config import Config, Reference
+from shardtrain.job.dist_env import AFTERWARDS, START_UP
+from shardtrain.job.evaluate import Evaluation, Scores
+from shardtrain.monitor import Monitor, writers
+from shardtrain.train import loop
+from shardtrain.train.saving import Best, Saver
+
+from pool import each_rank
+from tiny import CPU, VIT, composed, context
+
+ROOT = Path(__file__).parents[1]
+FOUR_STEPS = (
+    *("data=fake", "data.train_images=24", "data.val_images=11", "data.channels=1", "data.image_size=8"),
+    *("train.batch_size=12", "train.epochs=2", "train.log_every=1", "checkpoint.keep=0"),
+    "monitor.tensorboard=false",
+)
+
+# What must differ between two runs, and the words of the second one; before the & stand those of both.
+ACTS = """
+losses   seed=1
+losses   train.batch_size=6
+losses   train.loss=bce
+losses   train.label_smoothing=0.1
+losses   train.mixup=1
+losses   train.cutmix=1
+losses   train.clip_grad_norm=0.01
+losses   data.image_size=16
+losses   data.repeats=2
+losses   data.limit=13
+losses   data.train_images=20
+losses   data.classes=5
+losses   data.channels=3
+losses   optim.lr=0.5
+losses   optim.momentum=0.5
+losses   optim.nesterov=false
+losses   optim.weight_decay=0.5
+losses   optim.weight_decay=0.5 & optim.decay_all=true
+losses   optim=adamw & optim.betas=[0.5,0.5]
+losses   optim=adamw & optim.eps=1
+losses   parallel.precision=bf16
+losses   parallel.transport=process_group & parallel.traffic=int8
+losses   parallel.transport=process_group & parallel.traffic=int8_gathers
+losses   model.num_classes=11
+losses   augment=photo augment.pad=1 & augment.pad=2
+losses   augment=photo & augment.policy=trivial
+losses   augment=photo augment.policy=rand & augment.magnitude=25
+losses   augment=photo & augment.erase=1
+losses   augment=photo augment.pad=3 & augment.border=reflect
+losses   augment=photo & augment.flip=alternating
+losses   augment=digits & augment.rotate=90
+losses   augment=digits & augment.zoom=0.5
+losses   augment=digits & augment.shift=0.5
+losses   {photos} & data.crop_area=0.9
+scores   {photos} & data.resize=20
+scores   data.validation=0.25
+scores   data.val_images=7
+scores   train.eval_every=2
+scores   train.eval_flip=true
+scores   train.eval_shift=1
+average  ema.decay=0.5 & ema.decay=0.9
+average  ema.decay=0.5 & ema.every_steps=2
+average  ema.decay=0.5 & ema.after_epochs=1
+steps    train.epochs=1
+steps    train.max_steps=3
+steps    train.log_every=2
+lr       sched.warmup_epochs=0
+lr       sched.final_lr_fraction=0.5
+lr       sched=step sched.epochs=[1] & sched.epochs=[]
+lr       sched=step sched.epochs=[1] & sched.factor=0.5
+traffic  parallel.transport=process_group & train.accumulate=2
+traffic  parallel.transport=process_group & parallel.replicate=2
+held     parallel.transport=process_group & parallel.reshard_after_forward=false
+losses   parallel.traffic=int8 & parallel.transport=process_group
+said     dry_run=true
+said     dry_run=true & parallel.activation_checkpoint=true
+files    checkpoint.keep=9 & checkpoint.every_steps=1
+files    checkpoint.keep=9 checkpoint.every_steps=1 & checkpoint.keep=1
+files    monitor.tensorboard=true
+files    monitor.profile_at=2
+"""
+# Those on which a difference would not be enough, and the test that shows what they do.
+ELSEWHERE = {
+    "test_launch.py::test_devices": "device",
+    "test_launch.py::test_the_job_gets_config_device_and_directory": "threads run.name run.dir",
+    "test_resume.py::test_starting_anew_and_from_elsewhere": "resume",
+    "test_resume.py::test_random_crops_micro_batches_and_workers_too": "data.workers",
+    "test_export.py::test_an_evaluation_alone_scores_test_images_too": "eval_only",
+    "test_export.py::test_weights_are_a_start": "model.weights model.reset_head model.freeze",
+    "test_recipes.py::test_a_recipe_says_what_it_is": "reference",
+    "test_recipes.py::test_an_optimizer_by_name_takes_its_keywords": "optim._target_ optim.keywords",
+    "test_recipes.py::test_channels_image_size_and_no_auxiliary_heads": "model.in_channels model.image_size",
+    "test_cli.py::test_a_model_of_ones_own_runs_where_the_command_allows_it": "allow",
+    "test_train.py::test_channels_last_reaches_the_activations": "train.channels_last",
+    "test_train.py::test_compiling_without_a_compiler_is_a_mistake": "parallel.compile",
+    "test_config.py::test_groups_are_chosen_by_name_and_numbers_become_floats": (
+        "data.name optim.name sched.name augment._target_"
+    ),
+    "test_transports.py::test_replicas_that_do_not_fit_are_refused": "parallel.shard",
+    "test_config.py::test_mistakes_are_named": "parallel.sync_batchnorm parallel.offload",
+    "test_data.py::test_images_in_folders": "data.root",
+    "test_data.py::test_batches_have_the_size_of_their_epoch": "data.grow data.eval_size",
+    "test_data.py::test_hugging_faces_data_sets": "data.train data.val data.image data.label",
+    "test_launch.py::test_a_mistake_that_one_rank_finds_is_told_by_all": "data.download",
+    "test_checkpoint.py::test_training_goes_on_during_a_save_of_a_consistent_snapshot": (
+        "checkpoint.asynchronous"
+    ),
+}
+ROWS = [line.split(maxsplit=1) for line in ACTS.strip().splitlines()]
+
+
+def keys_of(kind: Any, prefix: str = "") -> set[str]:
+    """Return the keys of a section, of any of the choices that it has."""
+    if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union:
+        return set().union(*(keys_of(each, prefix) for each in get_args(kind)))
+    if dataclasses.is_dataclass(kind) and kind is not Reference:
+        hints = get_type_hints(kind)
+        names = [field.name for field in dataclasses.fields(kind)]
+        return set().union(*(keys_of(hints[name], f"{prefix}.{name}".lstrip(".")) for name in names))
+    return {prefix} - {"", "model", "augment"}  # of these two the files have the keys
+
+
+def test_every_key_is_in_the_table() -> None:
+    keys = keys_of(Config)
+    for file in (ROOT / "configs/models.yaml", *(ROOT / "configs/augment").glob("*.yaml")):
+        section = "model" if file.stem == "models" else "augment"
+        keys |= {f"{section}.{key}" for key in yaml.safe_load(file.read_text()) if key != "defaults"}
+    changed = {row[1].split()[-1].partition("=")[0] for row in ROWS}
+    shown = set(" ".join(ELSEWHERE.values()).split())
+    assert changed.isdisjoint(shown)
+    assert changed | shown == keys
+    for place in ELSEWHERE:
+        file, _, name = place.partition("::")
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), place
+
+
+def evidence(folder: Path, *words: str) -> dict[str, Any]:
+    """Train on the ranks of this group; return what an outsider sees of it."""
+    logged: list[dict[str, float]] = []
+    log = Monitor.log
+
+    def logging(self: Monitor, step: int, scalars: Any) -> None:
+        logged.append({"step": step, **scalars})
+        log(self, step, scalars)
+
+    with patch.object(Monitor, "log", logging), redirect_stdout(io.StringIO()) as said:
+        usual = [word for word in FOUR_STEPS if words[:1] != ("data=imagefolder",) or word[:4] != "data"]
+        loop.train(composed(*VIT, *usual, *words), context(folder))
+    comm.barrier()
+
+    def of(*tags: str) -> list[Any]:
+        return [[value for tag, value in row.items() if tag.startswith(tags)] for row in logged]
+
+    return {
+        "losses": of("train/loss"),
+        "scores": of("val/", "test/"),
+        "average": of("val/ema"),
+        "steps": of("step"),
+        "lr": of("lr/"),
+        "traffic": of("comm/"),
+        "held": of("memory/gathered"),
+        "said": said.getvalue().replace(str(folder), ""),
+        "files": sorted(path.name.partition("events.")[0] for path in folder.rglob("*")),
+    }
+
+
+def photos(folder: Path) -> Path:
+    for number in range(32):
+        place = folder / ("train", "val")[number % 2] / ("cat", "dog")[number // 16]
+        place.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(256, size=(24, 30, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(place / f"{number}.png")
+    return folder
+
+
+def require_acting(tmp_path: Path, rows: list[list[str]]) -> None:
+    files = f"data=imagefolder data.root={photos(tmp_path / 'photos')} data.image_size=8"
+    plain: dict[str, dict[str, Any]] = {}
+    equal = []
+    for number, (what, words) in enumerate(rows):
+        both, _, change = words.format(photos=f"{files} data.workers=0 augment=none").rpartition(" & ")
+        if both not in plain:
+            plain[both] = evidence(tmp_path / f"plain{number}", *both.split())
+        found = evidence(tmp_path / f"changed{number}", *both.split(), change)
+        equal += [f"{words}: equal {what}"] if found[what] == plain[both][what] else []
+    assert equal == [], equal
+
+
+# Those that no other test of the default tier would miss.
+FIRST = ("clip_grad", "smoothing", "bce", "mixup", "cutmix", "eval_flip", "eval_shift", "crop_area", "resize")
+FIRST += ("after_epochs", "every_steps=2", "activation_checkpoint", "int8_gathers")
+
+
+def chosen(first: bool, ranks: int) -> list[list[str]]:
+    """Return the rows of the default tier or the others, for one rank or for two, which `parallel` needs."""
+    listed = [row for row in ROWS if any(word in row[1] for word in FIRST) == first]
+    return [row for row in listed if ("parallel." in row[1] and "dry_run" not in row[1]) == (ranks > 1)]
+
+
+def test_keys_act(tmp_path: Path) -> None:
+    require_acting(tmp_path, chosen(first=True, ranks=1))
+
+
+@each_rank(2, transport="auto")
+def test_keys_of_several_ranks_act(tmp_path: Path) -> None:
+    require_acting(tmp_path, chosen(first=True, ranks=2))
+
+
+@pytest.mark.long
+def test_all_other_keys_act(tmp_path: Path) -> None:
+    require_acting(tmp_path, chosen(first=False, ranks=1))
+
+
+@pytest.mark.long
+@each_rank(2, transport="auto")
+def test_all_other_keys_of_several_ranks_act(tmp_path: Path) -> None:
+    require_acting(tmp_path, chosen(first=False, ranks=2))
+
+
+# what no key changes
+
+
+def test_a_model_sees_images_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        VisionTransformer, "init_from_images", lambda self, images: shown.append(images), raising=False
+    )
+    config = composed(*VIT, *FOUR_STEPS)
+    build.build(config, 0, 1, CPU)
+    build.build(config, 0, 1, CPU, first_step=1)
+    (images,) = shown
+    assert images.shape == (24, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert -2 < images.min() < 0 < images.max() < 2
+
+
+def test_the_time_out_is_shorter_after_the_first_step(tmp_path: Path) -> None:
+    with patch.object(loop.comm, "set_time_out") as set_to:
+        evidence(tmp_path)
+    assert [call.args for call in set_to.call_args_list] == [(START_UP,), (AFTERWARDS,)]
+
+
+def test_an_equal_score_is_not_better(tmp_path: Path) -> None:
+    job: Any = type("Job", (), {"first_step": 0, "steps_per_epoch": 2})
+    result = writers.ResultFile(tmp_path, job)
+    for step, acc1 in ((1, 50.0), (2, 50.0), (3, 40.0)):
+        result.log(step, {"val/acc1": acc1})
+    assert (result.result["best_val/step"], result.result["best_val/acc1"]) == (1, 50.0)
+    saver: Any = Saver.__new__(Saver)
+    saver._metrics, saver._monitor, saver._job = (MagicMock() for _ in range(3))
+    saver.best = Best(1, 50.0)
+    for acc1, better in ((50.0, False), (60.0, True)):
+        saver.evaluation = lambda feed, acc1=acc1: Evaluation(Scores(1.0, acc1, 100.0))
+        assert saver._evaluate(2) == better
