@@ -30,7 +30,7 @@ PROGRAM = {
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_108, "files": 96, "rooms": 16, "tests": 12_998}
+LARGEST = {"lines": 16_108, "files": 97, "rooms": 16, "tests": 12_998}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
