@@ -35,7 +35,7 @@ BESIDE = {
     "recipes": ("recipes/*.py", 641),
     "bench": ("recipes/bench/*.py", 1_364),
 }
-LARGEST = {"lines": 14_666, "lines with what is beside": 16_716, "files": 86, "rooms": 15, "tests": 12_745}
+LARGEST = {"lines": 14_701, "lines with what is beside": 16_716, "files": 87, "rooms": 15, "tests": 12_745}
 
 
 def air(budget: int) -> int:

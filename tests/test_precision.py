@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import shardtrain
 from shardtrain import GradScaler, Precision, comm
 from shardtrain.comm import Flat, Gradient, Tag
-from shardtrain.comm.arithmetic import BLOCK, decode, encode, packet_bytes
+from shardtrain.comm.int8 import BLOCK, decode, encode, packet_bytes
 from shardtrain.engine.precision import cast
 from shardtrain.job.data import Batch
 from shardtrain.layout import Layout, even

@@ -46,12 +46,15 @@ class Entry(NamedTuple):
     kind: int
     number: int
     step: int
-    name: bytes
+    name: str
+
+    def pack(self, position: int) -> bytes:
+        return MESSAGE.pack(position, *self[:3], self.name.encode()[-64:])
 
     @property
     def text(self) -> str:
         """What the rank is doing, such as ``gathering layer1``."""
-        return f"{MOVEMENTS[self.kind].doing} {self.name.decode(errors='replace').rstrip(chr(0))}"
+        return f"{MOVEMENTS[self.kind].doing} {self.name}"
 
 
 class Paths:
@@ -71,17 +74,20 @@ class Paths:
     def add(self, kind: Movement, tag: Tag) -> int:
         """Add this rank's next collective. Return its position."""
         position, self.end = self.end, self.end + 1
-        entry = Entry(kind.number, tag.number, self.step, tag.name.encode()[-64:])
         # Integers hash alike on all ranks.
         self.digest = hash((self.digest, kind.number, tag.number, self.step))
-        self.own[position] = entry
+        self.own[position] = Entry(kind.number, tag.number, self.step, tag.name[-64:])
         self.own.pop(position - KEPT, None)
-        self._compare([position])
+        if any(self.theirs.values()):  # only after a rank has waited for long
+            self._compare([position])
         return position
 
     def hear(self, rank: int, messages: bytes) -> None:
         """Replace the known collectives of ``rank`` by those that its ``messages`` report."""
-        self.theirs[rank] = log = {at: Entry(*fields) for at, *fields in MESSAGE.iter_unpack(messages)}
+        self.theirs[rank] = log = {
+            position: Entry(kind, number, step, name.decode(errors="replace").rstrip("\0"))
+            for position, kind, number, step, name in MESSAGE.iter_unpack(messages)
+        }
         self._compare(log)
 
     def _compare(self, positions: Iterable[int]) -> None:

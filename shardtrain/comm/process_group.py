@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.comm import messages, native
-from shardtrain.comm.arithmetic import decode, encode, merge, merge_packets, new_packets, pack_others
+from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.guard import Diverged, odd_ones_out
+from shardtrain.comm.int8 import decode, encode, merge_packets, new_packets, pack_others
 from shardtrain.comm.messages import Mailbox, start_exchange, start_reduce_scatter
 from shardtrain.comm.native import Backend, living
 from shardtrain.comm.reports import Reports

@@ -149,7 +149,7 @@ class Links:
         # When this process, or a process that it waits for, was last known to be at work.
         at_work = min((wait.at_work for wait in [*_waits]), default=now)
         head = HEAD.pack(why, lost, state, now - at_work, len(own))
-        rest = b"".join(MESSAGE.pack(position, *entry) for position, entry in own.items())
+        rest = b"".join(entry.pack(position) for position, entry in own.items())
         for tag, data in [(self._tag, head), (self._tag + 2, rest)] if rest else [(self._tag, head)]:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             for peer in self.peers if to is None else to:

@@ -127,15 +127,15 @@ class SharedMemoryTransport(TransportWrapper):
     def fence(self, what: Movement) -> None:
         """Wait until every rank of the host is at the same barrier; do not wait at ``STEP``."""
         if what is STEP:
-            self.signals.post(STEP, 0, "the optimizer")
+            self.signals.post(STEP, Tag(0, "the optimizer"))
             return
         self.inner.fence(what)
         if what is ENTER:
             self._open_arena()  # here, since it is collective: not every rank needs every gradient
-        self.signals.wait(self.signals.post(what, 0, "the model"))
+        self.signals.wait(self.signals.post(what, Tag(0, "the model")))
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        self.signals.post(GATHER, tag.number, tag.name)
+        self.signals.post(GATHER, tag)
         return Pending()
 
     def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
@@ -144,7 +144,8 @@ class SharedMemoryTransport(TransportWrapper):
         for index, gradient in enumerate(gradients):
             gradient.clear_padding()
             offset = self._open_arena().offset_of(gradient.full)
-            positions.append(self.signals.post(REDUCE, segment_number(tag.number, index), tag.name, offset))
+            number = segment_number(tag.number, index)
+            positions.append(self.signals.post(REDUCE, Tag(number, tag.name), offset))
         return positions
 
     def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[Tensor]:
@@ -236,7 +237,7 @@ class HostsTransport(SharedMemoryTransport):
         return means
 
     def _gather_in_place(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
-        position = self.signals.post(GATHER, tag.number, tag.name)
+        position = self.signals.post(GATHER, tag)
         vectors = [
             (flat.local, [flat.full[flat.layout.interval(rank)] for rank in self._column], flat.quantised)
             for flat in flats

@@ -40,6 +40,9 @@ from shardtrain.comm.trace import GATHER, SHARE, STEP, Movement
 from shardtrain.comm.transport import Tag
 
 _POST = struct.Struct("<?qqq")  # whether it means `done`; position, hash, value
+_FILE = struct.Struct("i")  # the descriptor of a shared file
+_FILE_BYTES = socket.CMSG_SPACE(_FILE.size)
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LINK_S = 10.0  # until all ranks have connected
 _KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET  # a message arrives whole, or not at all
@@ -52,6 +55,7 @@ class Peer:
     def __init__(self, rank: int, link: socket.socket) -> None:
         self.rank, self.link = rank, link
         self.posts: dict[int, tuple[int, int]] = {}  # by position: hash and value
+        self.reached = -1  # the position of the latest post
         self.done: set[int] = set()  # positions of this rank's collectives that it has read
         self.files: list[int] = []  # descriptors of memory that it shares, not yet mapped
         self.has_ended = False
@@ -59,19 +63,18 @@ class Peer:
     def receive(self) -> None:
         """Receive what has arrived, without waiting."""
         try:
-            flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            data, files, _, _ = socket.recv_fds(self.link, _POST.size, 1, flags)
+            data, control, _, _ = self.link.recvmsg(_POST.size, _FILE_BYTES, _FLAGS)
         except BlockingIOError:
             return
         except OSError:
-            data, files = b"", []
-        self.files += files
+            data, control = b"", []
+        self.files += [_FILE.unpack(file)[0] for _, _, file in control]
         self.has_ended = not data
         for is_done, position, digest, value in _POST.iter_unpack(data):
             if is_done:
                 self.done.add(position)
             else:
-                self.posts[position] = digest, value
+                self.posts[position], self.reached = (digest, value), position
 
 
 class Signals:
@@ -89,12 +92,12 @@ class Signals:
         self.close = weakref.finalize(self, _close, peers)
         _all.add(self)
 
-    def post(self, kind: Movement, number: int, name: str, value: int = 0, files: Sequence[int] = ()) -> int:
+    def post(self, kind: Movement, tag: Tag, value: int = 0, files: Sequence[int] = ()) -> int:
         """Post this rank's next collective to every peer, with ``files``. Return its position.
 
         The caller must wait for all kinds but ``GATHER`` and ``STEP``.
         """
-        position = self.reports.post(kind, Tag(number, name))
+        position = self.reports.post(kind, tag)
         self._unsent = self._unsent + 1 if kind in (GATHER, STEP) else 0
         if self._unsent in (0, _UNHEARD):
             self._digests[position] = digest = self.reports.paths.digest
@@ -115,7 +118,7 @@ class Signals:
             Diverged: a peer made another collective there, or earlier.
             PeerLost: a peer has ended, or does not answer for as long as the time-out.
         """
-        self._wait_until(lambda peer: any(posted >= position for posted in peer.posts), position)
+        self._wait_until(lambda peer: peer.reached >= position, position)
         digest, values = self._digests.pop(position), {}
         for peer in self.peers:
             posted, values[peer.rank] = peer.posts.pop(position, (None, 0))
@@ -144,7 +147,7 @@ class Signals:
             # Sealed against shrinking: reading a truncated mapping kills the process.
             fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         try:
-            self.wait(self.post(SHARE, size, f"{size} bytes", files=files))
+            self.wait(self.post(SHARE, Tag(size, f"{size} bytes"), files=files))
             files += [peer.files.pop(0) for peer in self.peers if peer.rank == owner]
             return torch.frombuffer(mmap.mmap(files[0], length), dtype=torch.uint8)[:size]
         finally:

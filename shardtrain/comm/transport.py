@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.comm.arithmetic import packet_bytes
+from shardtrain.comm.int8 import packet_bytes
 from shardtrain.comm.trace import Movement
 from shardtrain.layout import Layout, Piece
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import device as devices
-from shardtrain.comm.arithmetic import new_packets
+from shardtrain.comm.int8 import new_packets
 from shardtrain.comm.messages import open_inbox
 from shardtrain.comm.trace import ALL_REDUCE, AVERAGE, GATHER, LEAVE, REDUCE, Movement, count
 from shardtrain.comm.transport import (
