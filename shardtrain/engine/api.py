@@ -228,12 +228,12 @@ class Introspection:
     @property
     def gathered(self) -> Gathered:
         """The number of units that are gathered now, and the bytes of their full vectors."""
-        return self._engine.units[0].account.now
+        return Gathered(*self._engine.units[0].account.now)
 
     def take_gathered_peak(self) -> Gathered:
         """Return the peak of `gathered` since the last call."""
         account = self._engine.units[0].account
-        peak, account.peak = account.peak, account.now
+        peak, account.peak = Gathered(*account.peak), account.now.copy()
         return peak
 
     @property

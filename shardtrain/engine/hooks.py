@@ -291,7 +291,7 @@ class Engine:
     # between steps
 
     def require_rest(self, refusal: str) -> None:
-        """Call `adopt_changes`. Raises ValueError, beginning with ``refusal``, inside a step or `unsharded`."""
+        """Call `adopt_changes`. Raises ValueError, with ``refusal`` first, inside a step or `unsharded`."""
         self.schedule.reset_failed_backward()
         if not self.schedule.is_idle:
             raise ValueError(f"{refusal} inside forward, backward or unsharded()")

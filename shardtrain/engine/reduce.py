@@ -76,7 +76,6 @@ class FlatGradient:
         """Lay out ``grads`` (each 1-D), or add them to waiting ones: copies and sums in one launch each."""
         full = self._open()
         copies, sums = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
-        dtype = self.segment.local.dtype
         for member, grad in grads:
             rows = sums if member in self.own else copies
             rows += [(full[place], grad[span]) for span, place in self._places[member]]
@@ -85,11 +84,10 @@ class FlatGradient:
                 self.own[member] = member.no_grad
             elif rows is sums:
                 self.own[member].add_(grad[start:stop])
-            elif stop - start < grad.numel():
-                # A view of a part would keep the memory of the whole gradient.
-                self.own[member] = grad[start:stop].to(dtype, copy=True)
             else:
-                self.own[member] = grad if grad.dtype is dtype else grad.to(dtype)
+                # A view of a part would keep the memory of the whole gradient.
+                cut = stop - start < grad.numel()
+                self.own[member] = (grad[start:stop] if cut else grad).to(self.segment.local.dtype, copy=cut)
         for lay_out, rows in ((torch._foreach_copy_, copies), (torch._foreach_add_, sums)):
             if rows:
                 lay_out([place for place, _ in rows], [grad for _, grad in rows])

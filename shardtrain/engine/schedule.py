@@ -132,7 +132,7 @@ class Schedule:
             self.calls.clear()
         for unit in self.units:
             if unit in self._kept and not failed:  # of an earlier forward
-                unit.open_for_forward()
+                unit.open_full(for_forward=True)
             elif unit.state is State.GATHERING or failed:
                 unit.release()
             unit.end_reading(failed)
@@ -151,7 +151,7 @@ class Schedule:
             if not self._forward or unit.adopt_edits(self.before_conversion):
                 self._refresh([unit])
             unit.is_read = True
-        unit.open_for_forward()
+        unit.open_full(for_forward=True)
         self._moment += 1
         self.calls[unit] = Call(unit, self._moment)
         if self._backward:  # which computes something again

@@ -33,21 +33,15 @@ class Gathered(NamedTuple):
 
 
 class Account:
-    """Track what is gathered now, ``units`` and ``bytes``, and the ``peak``."""
+    """Count the units and bytes that are gathered ``now``, and the largest numbers of each, ``peak``."""
 
     def __init__(self) -> None:
-        self.units = self.bytes = 0
-        self.peak = Gathered(0, 0)
-
-    @property
-    def now(self) -> Gathered:
-        return Gathered(self.units, self.bytes)
+        self.now, self.peak = [0, 0], [0, 0]
 
     def add(self, units: int, size: int) -> None:
-        self.units += units
-        self.bytes += size
-        if self.bytes > self.peak.bytes or self.units > self.peak.units:
-            self.peak = Gathered(max(self.units, self.peak.units), max(self.bytes, self.peak.bytes))
+        for index, more in enumerate((units, size)):
+            self.now[index] += more
+            self.peak[index] = max(self.peak[index], self.now[index])
 
 
 class Unit:
@@ -184,14 +178,8 @@ class Unit:
             self.moving.wait()
         self.state = State.GATHERED
 
-    def open_for_forward(self) -> None:
-        """Call `open_full`, and let `edited` tell from now on."""
-        if not self.shows_full:
-            self.open_full()
-            self._seen[True] = self._look()
-
-    def open_full(self) -> None:
-        """Gather the unit unless it is gathered, and let its parameters show their full values."""
+    def open_full(self, for_forward: bool = False) -> None:
+        """Gather the unit unless it is gathered, and show full values; ``for_forward``: note any edit."""
         if self.shows_full:
             return
         if self.state is State.SHARDED:
@@ -201,6 +189,8 @@ class Unit:
         for member in self.members:
             member.param.data = member.full_view
         self.shows_full = True
+        if for_forward:
+            self._seen[True] = self._look()
 
     def release(self) -> None:
         """Let the parameters show their local pieces, and free the full vector."""
