@@ -27,10 +27,11 @@ PROGRAM = {
     "export": 110,
     "bench": 1_301,
     "doctor": 261,
+    "judge": 655,
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
-LARGEST = {"lines": 16_108, "files": 96, "rooms": 16, "tests": 12_998}
+LARGEST = {"lines": 16_768, "files": 102, "rooms": 17, "tests": 12_998}
 
 
 def imported(file: Path) -> Iterator[list[str]]:
@@ -170,16 +171,18 @@ def test_only_comm_calls_collectives() -> None:
     calls = (
         r"\bdist\.(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast|isend|irecv|barrier)\("
     )
-    assert places_of(calls) <= {"comm", "bench"}  # the benchmark times its peers'
+    # The benchmark times its peers', and the judge does not use what it judges.
+    assert places_of(calls) <= {"comm", "bench", "judge"}
 
 
 def test_only_the_engine_hooks_modules_and_parameters() -> None:
     hooks = r"\.register_(forward|full_backward|module|state_dict|load_state|post_accumulate)\w*hook\("
-    assert places_of(hooks) == {"engine", "doctor"}  # the doctor looks on
+    assert places_of(hooks) == {"engine", "doctor", "judge"}  # the doctor looks on, the judge plants faults
 
 
 def test_recipes_and_package_meet_in_hydra_alone() -> None:
     for file in (ROOT / "recipes").glob("*.py"):
-        assert set(rooms_imported(file)) <= {PUBLIC, "comm", "job", "train", "bench", "recipes"}, file
+        allowed = {PUBLIC, "comm", "job", "train", "bench", "judge", "recipes"}
+        assert set(rooms_imported(file)) <= allowed, file
     imports = r"(from|import) (shardtrain\.)?recipes"
     assert not places_of(imports)
