@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer
 
 import shardtrain
+from shardtrain.judge.rows import average_gradients, three_steps
+from shardtrain.recipes.behaviours import sgd
 
 
 class Block(nn.Module):
@@ -75,19 +77,6 @@ class TwoPaths(nn.Module):
             self(torch.randn(2, 9), order).sum().backward()
 
 
-class Parts(nn.Module):
-    """A module of parts by name; ``forward`` gets it and the inputs."""
-
-    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.does = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args: Any) -> Any:
-        return self.does(self, *args)
-
-
 def images(
     step: int, rank: int | None = None, n: int = 6, size: int = 5
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,10 +103,6 @@ def sharded_and_replica(
     torch.manual_seed(0)
     plain = make()
     return shard(copy.deepcopy(plain), **{"units": [Block], **options}), DistributedDataParallel(plain)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def train(
@@ -188,31 +173,6 @@ def classify(net: nn.Module, step: int) -> torch.Tensor:
     """Return the loss on this rank's images of the step."""
     x, y = images(step)
     return F.cross_entropy(net(x), y)
-
-
-def average_gradients(model: nn.Module) -> None:
-    """What replicas do by hand: the mean over ranks, and None only where no rank has a gradient."""
-    for param in model.parameters():
-        has = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(has)
-        if has:
-            total = torch.zeros_like(param) if param.grad is None else param.grad
-            dist.all_reduce(total)
-            param.grad = total / dist.get_world_size()
-
-
-def three_steps(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: Callable[[Any, int], object],
-    after_backward: Callable[[nn.Module], object] = lambda _: None,
-) -> None:
-    """Train ``net``; ``step(net, number)`` is a forward and a backward."""
-    for number in range(3):
-        optimizer.zero_grad()
-        step(net, number)
-        after_backward(net)
-        optimizer.step()
 
 
 def like_a_replica(

@@ -1,6 +1,7 @@
 """What the documents show: every command and example is run, printed output is compared, no link is dead."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+import yaml
 from PIL import Image
+
+from shardtrain.recipes import api
 
 from pool import ended
 
@@ -19,7 +23,6 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 ELSEWHERE = {  # what is not run here, by a part of it, and why
     "-m venv|pip install|.ci/check|-m pytest": ".ci/run does",
-    "tests/behaviours.py": "tests/test_behaviours.py runs its parts",
     "GLOO_SOCKET_IFNAME|--nnodes": "tests/test_hosts.py does",
     "sbatch": "tests/test_cli.py runs the script with commands that stand for Slurm's",
     "data.download=true": "takes a network",
@@ -116,8 +119,22 @@ def test_an_example_runs_on_two_ranks(example: str, tmp_path: Path) -> None:
     assert said.count("loss") == (20 if "print(" in example else 0)
 
 
+FILES = {file.stem: file for file in sorted((ROOT / "docs/example").glob("*.py"))}
+ON_FOUR, SLOW = "hsdp", ("dcp_to_fsdp2", "hugging_face")  # seconds for their imports
+RUN = [name for name in FILES if name != "resume"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else ()) for n in RUN])
+def test_an_example_s_file_runs(name: str, tmp_path: Path) -> None:
+    text = FILES[name].read_text()
+    assert text.count("\n") < 60
+    if name == "hugging_face" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    run(4 if name == ON_FOUR else 2, str(FILES[name]), folder=tmp_path)
+
+
 def test_a_loop_with_our_sampler_continues_exactly(tmp_path: Path) -> None:
-    (example,) = [text for text in EXAMPLES if "TrainSampler" in text]
+    example = FILES["resume"].read_text()
     (tmp_path / "mine.py").write_text(example)
     (tmp_path / "killed.py").write_text(example.replace("    loss =", "    assert step < 7\n    loss ="))
     losses = []
@@ -127,6 +144,32 @@ def test_a_loop_with_our_sampler_continues_exactly(tmp_path: Path) -> None:
         losses.append(sorted({*re.findall(r"step .*", "".join(said))}))
     assert losses[0] == losses[1]
     assert len(losses[0]) == 20  # two ranks' own
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Jupyter: its cells, one after the other."""
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    names: dict[str, object] = {}
+    for cell in json.loads((ROOT / "docs/fsdp.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert len(pyplot.get_fignums()) == 2
+    pyplot.close("all")
+    assert [title.partition(".")[0] for title in names["moments"]] == list("123456789")
+
+
+def test_public_names_are_those_of_the_docstrings() -> None:
+    assert (ROOT / "docs/api.md").read_text() == f"{api.text()}\n", (
+        "python -m shardtrain.recipes.api > docs/api.md"
+    )
+
+
+def test_what_is_cited_is_what_is_built() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'name = "{cited["title"]}"\nversion = "{cited["version"]}"' in project
+    assert f'license = "{cited["license"]}"' in project
 
 
 def test_the_recipe_shown_is_the_one_that_is_tried() -> None:

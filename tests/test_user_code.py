@@ -2,14 +2,11 @@
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import gc
 import pickle
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,28 +18,34 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.distributions import Normal
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardtrain
 from shardtrain import comm
 from shardtrain.engine.calls import Call
+from shardtrain.recipes.behaviours import (
+    CALLS,
+    Net,
+    Outer,
+    Unit,
+    batch,
+    momentum_encoder,
+    sgd,
+    squares,
+    two_forwards,
+)
 
 from pool import each_rank
 from small import (
     Block,
     OddNet,
-    Parts,
     assert_same_parameters,
     by_messages,
     classify,
-    images,
     like_a_replica,
     raised_soon,
-    sgd,
     shard,
     sharded_and_replica,
     train,
@@ -52,121 +55,12 @@ from small import (
 Step = Callable[[nn.Module, int], Any]
 
 
-class Unit(nn.Module):
-    """A unit of odd sizes, whose forward a scene may replace."""
-
-    def __init__(self, forward: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        self.inside, self.norm = nn.Linear(7, 7), nn.LayerNorm(7)
-        self.does = forward
-
-    def forward(self, x: Any, *rest: Any) -> Any:
-        return self.does(self, x, *rest) if self.does else self.plain(x)
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.inside(x)).relu() + x
-
-
-class Net(nn.Module):
-    """Three units between parameters of the root; ``take`` makes the next input of a unit's output."""
-
-    def __init__(
-        self, unit: Any = None, root: Any = None, blocks: int = 3, take: Any = lambda out: out
-    ) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.blocks = nn.ModuleList(Unit(unit) for _ in range(blocks))
-        self.does, self.take = root, take
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if self.does:
-            return self.does(self, x)
-        x = self.stem(x)
-        for block in self.blocks:
-            x = self.take(block(x))
-        return self.head(x)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0].plain(self.stem(x)) * self.scale
-
-
-class Outer(nn.Module):
-    """A unit that calls units which are also called by themselves."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.own = nn.ModuleList(inner), nn.Linear(7, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for inner in self.inner:
-            x = inner(self.own(x))
-        return x
-
-
-def batch(step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, 5, generator=generator)
-
-
 def sharded(**options: Any) -> Any:
     return shard(Net(), **{"units": [Unit], **options})
 
 
-def squares(net: nn.Module, number: int) -> None:
-    net(batch(number)).square().mean().backward()
-
-
 def is_unit(_: str, module: nn.Module) -> bool:
     return isinstance(module, Unit | Outer | Block)
-
-
-def again_inside() -> nn.Module:
-    net = Net()
-    net.outer = Outer(net.blocks[0], net.blocks[1])
-    net.does = lambda self, x: self.head(self.outer(self.blocks[2](self.blocks[0](self.stem(x)))))
-    return net
-
-
-def shared_between_units() -> nn.Module:
-    net = Net()
-    net.a, net.b = Outer(net.blocks[0]), Outer(net.blocks[0], net.blocks[1])
-    net.does = lambda self, x: self.head(self.b(self.blocks[2](self.a(self.stem(x)))))
-    return net
-
-
-def detached_beside(self: Any, x: torch.Tensor) -> torch.Tensor:
-    weight = self.inside.weight
-    return F.linear(F.linear(x, weight).tanh(), weight.detach()) + self.norm(x)
-
-
-def guided(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Follow the gradient of an energy, as guidance does."""
-    with torch.enable_grad():
-        at = self.stem(x).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.blocks[0](self.blocks[1](at)).square().sum(), at)
-    return self.head(self.blocks[2](self.blocks[1](self.stem(x) - 0.1 * slope)))
-
-
-def passes_through(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """T5's position bias is made by the first block, and returned by all."""
-    h, bias = self.stem(x), None
-    for block in self.blocks:
-        h, bias = block(h, bias)
-    return self.head(h)
-
-
-def with_bias(self: Any, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    bias = self.inside(x).mean(0) if bias is None else bias
-    return self.norm(self.inside(x) + bias), bias
-
-
-CALLS: dict[str, Callable[[], nn.Module]] = {
-    "a unit, and again inside another": again_inside,
-    "a unit inside two others": shared_between_units,
-    "a detached use of a weight beside a normal one": lambda: Net(detached_beside),
-    "autograd.grad inside forward": lambda: Net(root=guided),
-}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -181,7 +75,7 @@ def test_what_is_gathered_at_once(name: str) -> None:
 @each_rank(2)  # of more, gloo adds up gradients of the replica in an order of its own
 def test_several_forwards_of_one_backward_are_reduced_once_and_bit_equal() -> None:
     with comm.meter() as meter:
-        model = like_a_replica(Net, twice, units=is_unit, tolerance=0)
+        model = like_a_replica(Net, two_forwards, units=is_unit, tolerance=0)
     assert meter.calls["reduce_scatter"] == 3 * len(shardtrain.introspect(model).units)
 
 
@@ -196,183 +90,6 @@ def test_calls_outside_of_the_root_s_forward_leave_nothing() -> None:
         model.blocks[0](model.blocks[1](x)).sum().backward()
         assert all(param.grad is not None for param in model.blocks[1].parameters())
         sgd(model).step()
-
-
-def remembers(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.hidden = self.inside(x)
-    return self.norm(self.hidden)
-
-
-def loss_on_an_attribute(net: nn.Module, number: int) -> None:
-    """Of a unit in the middle, whose own output has no gradient."""
-    net(batch(number))
-    net.blocks[1].hidden.square().mean().backward()
-
-
-def shared() -> nn.Module:
-    """One block called twice; a layer that never runs; an unused output."""
-
-    def forward(self: Any, x: torch.Tensor) -> dict[str, Any]:
-        out = self.last(self.twice(self.twice(x)).mean((2, 3)))
-        return {"out": Output(out), "unused": [out * 2]}
-
-    return Parts(forward, twice=Block(3), never=Block(5), last=nn.Linear(3, 5))
-
-
-@dataclasses.dataclass
-class Output:
-    logits: torch.Tensor
-
-
-def constant() -> nn.Module:
-    """No inputs, fp32 and fp64 parameters, and a part without any."""
-
-    def forward(self: Any) -> torch.Tensor:
-        return self.act(self.wide).square().sum() + self.narrow.square().sum() + self.empty.sum()
-
-    values = (torch.linspace(0, 1, 5, dtype=torch.float64), torch.linspace(0, 1, 3), torch.zeros(0, 4))
-    wide, narrow, empty = map(nn.Parameter, values)
-    return Parts(forward, act=nn.ReLU(), wide=wide, narrow=narrow, empty=empty)
-
-
-def complex_numbers() -> nn.Module:
-    used, unused = (nn.Parameter(torch.randn(5, 3, dtype=torch.complex64)) for _ in range(2))
-    return Parts(lambda self, x: (x.to(torch.complex64) @ self.used).abs(), used=used, unused=unused)
-
-
-def opaque_and_plain(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, SimpleNamespace]:
-    h = self.plain(x)
-    return h.detach(), SimpleNamespace(h=h)
-
-
-def distribution(self: Any, x: torch.Tensor) -> Normal:
-    return Normal(self.head(self.blocks[0](self.stem(x))), self.scale.exp())
-
-
-def entropy(net: nn.Module, number: int) -> None:
-    out = net(batch(number))
-    for param in net.parameters():  # clears what an earlier step left, between forward and backward
-        param.grad = None
-    (-out.log_prob(torch.ones(3)).mean()).backward()
-
-
-def ratio(net: nn.Module, number: int) -> None:
-    """Compare with the distribution of another forward, as PPO does."""
-    out = net(batch(number))
-    with torch.no_grad():
-        before = net(batch(number)).log_prob(torch.ones(3))
-    (out.log_prob(torch.ones(3)) - before).exp().mean().backward()
-
-
-def without_stem(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.head(nn.Sequential(*self.blocks)(F.pad(x, (0, 2))))
-
-
-def twice(net: nn.Module, number: int) -> None:
-    (net(batch(number)).square().mean() + net(batch(number + 9)).abs().mean()).backward()
-
-
-def two_backwards(net: nn.Module, number: int) -> None:
-    losses = [classify(net, 2 * number + i) for i in range(2)]
-    for loss in losses:
-        loss.backward()
-
-
-def one_graph_twice(net: nn.Module, number: int) -> None:
-    loss = classify(net, number)
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def a_child_by_itself(net: nn.Module, number: int) -> None:
-    (classify(net, number) + net.blocks[0](torch.ones(2, 7, 3, 3)).mean()).backward()
-    with torch.no_grad():
-        assert net.fc(torch.ones(1, 7)).shape == (1, 5)
-
-
-def uneven_batches(net: nn.Module, number: int) -> None:
-    n = (dist.get_rank() + number) % 3  # one rank has nothing
-    net(torch.randn(n, 5, generator=torch.Generator().manual_seed(number))).square().sum().backward()
-
-
-def freezes_before_backward(net: nn.Module, number: int) -> None:
-    out = net(batch(number))
-    net.blocks[1].requires_grad_(False)
-    out.square().mean().backward()
-    assert all(param.grad is None for param in net.blocks[1].parameters())
-    net.blocks[1].requires_grad_(True)
-
-
-def momentum_encoder(replaced: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    def moco(self: Any, x: torch.Tensor) -> torch.Tensor:
-        query, key = self.blocks[0], self.blocks[1]
-        with torch.no_grad():
-            for ours, theirs in zip(key.parameters(), query.parameters(), strict=True):
-                if replaced:
-                    ours.data = 0.9 * ours.data + 0.1 * theirs.data
-                else:
-                    ours.mul_(0.9).add_(theirs, alpha=0.1)
-            x = self.stem(x)
-            target = key(x)
-        return self.head(query(x) - target)
-
-    return moco
-
-
-SCENES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
-    # outputs
-    "an object of a unit": (
-        lambda: Net(lambda self, x: SimpleNamespace(h=self.plain(x)), take=lambda out: out.h),
-        squares,
-    ),
-    "a tensor and an object": (lambda: Net(opaque_and_plain, take=lambda out: out[1].h), squares),
-    "an object of the root": (lambda: Net(root=distribution), entropy),
-    "an object of the root, and another forward before backward": (lambda: Net(root=distribution), ratio),
-    "objects of two forwards": (
-        lambda: Net(lambda self, x: SimpleNamespace(h=x @ self.inside.weight), take=lambda out: out.h),
-        twice,
-    ),
-    "work in place on a view that a unit returned": (
-        lambda: Net(lambda self, x: F.linear(x, self.inside.weight)[:, :], take=lambda out: out.add_(1)),
-        squares,
-    ),
-    "a view of a unit's parameter": (lambda: Net(lambda self, x: self.inside.weight[:4] * 2.0), squares),
-    "a unit's parameter": (lambda: Net(lambda self, x: self.inside.weight[:4]), squares),
-    "a root parameter used after forward": (
-        Net,
-        lambda net, n: (net(batch(n)).square().mean() * net.scale.exp() + net.head.bias.sum()).backward(),
-    ),
-    "None, defaultdict": (
-        lambda: Net(
-            lambda self, x: defaultdict(list, h=[self.plain(x)], none=None), take=lambda out: out["h"][0]
-        ),
-        squares,
-    ),
-    "modules called twice or never, nested outputs": (
-        shared,
-        lambda net, n: F.cross_entropy(net(images(n)[0])["out"].logits, images(n)[1]).backward(),
-    ),
-    # forwards and backwards
-    "a loss on an inner activation": (lambda: Net(remembers), loss_on_an_attribute),
-    "one backward of two forwards": (
-        OddNet,
-        lambda net, n: (classify(net, 2 * n) + classify(net, 2 * n + 1)).backward(),
-    ),
-    "retain_graph": (OddNet, one_graph_twice),
-    "two forwards, then two backwards": (OddNet, two_backwards),
-    "a child called by itself": (OddNet, a_child_by_itself),
-    "uneven and empty batches": (Net, uneven_batches),
-    "units that compute on one rank only, in two forwards": (
-        lambda: Net(lambda self, x: x if dist.get_rank() else self.plain(x), without_stem),
-        twice,
-    ),
-    # parameters
-    "no inputs, empty parameters, mixed dtypes": (constant, lambda net, _: net().backward()),
-    "complex parameters": (complex_numbers, squares),
-    "freezing between forward and backward": (Net, freezes_before_backward),
-    "a momentum encoder updated inside forward": (lambda: Net(root=momentum_encoder(False)), squares),
-    "a momentum encoder replaced inside forward": (lambda: Net(root=momentum_encoder(True)), squares),
-}
 
 
 # refusals
@@ -500,7 +217,7 @@ def test_uses_of_a_sharded_model_are_refused() -> None:
 
 @each_rank(2)
 def test_edits_are_refused_by_name() -> None:
-    model = shard(Net(root=momentum_encoder(replaced=False)), units=[])
+    model = shard(Net(root=functools.partial(momentum_encoder, False)), units=[])
     with refused("^blocks.1.inside.weight, .* changed while the root was whole"):
         model(batch(0))
     added = r"^parameters attached after shard\(\):"
@@ -759,18 +476,6 @@ def test_element_wise_optimizers_equal_ddp_s(name: str, options: dict[str, Any])
         return getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
 
     like_a_replica(optimizer=make, early=bool(options), tolerance=1e-4)
-
-
-class Lars(torch.optim.SGD):
-    """Scales each parameter's gradient by norms, which pieces have others of."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(param.norm() / (param.grad.norm() + 1e-8))
-        return super().step(closure)
 
 
 @each_rank(1, 3)

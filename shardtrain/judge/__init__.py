@@ -1,0 +1,1 @@
+"""Judge a sharding wrapper by what users' code does to it."""

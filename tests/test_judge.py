@@ -1,0 +1,165 @@
+"""The judge's rows, here equal to a replica or refused by name; its faults, all caught; its command."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardtrain
+from shardtrain.judge.mutants import FAULTS, Honest, mutant
+from shardtrain.judge.rows import ROWS, outcome
+from shardtrain.judge.wrappers import Shardtrain, units, with_verbs, wrapper
+from shardtrain.recipes.behaviours import Net, named, squares, two_layers
+
+from pool import each_rank, ended
+from small import average_gradients, shard, three_steps
+
+CANNOT = "cannot step on a sharded model"
+TRANSFORMS = "cannot run inside jvp, vmap"
+REFUSED = {
+    "SAM: cannot be built from its groups alone": "Sam cannot be tried",
+    "Adafactor": f"Adafactor {CANNOT}",
+    "Muon": f"Muon {CANNOT}",
+    "LARS in a warm-up that begins with a learning rate of 0": f"Lars {CANNOT}",
+    "One that looks at whole matrices from 32 × 32 upwards, as timm's Adafactor does": f"From32 {CANNOT}",
+    "Torch's `GradScaler`, where one rank's gradients overflow": "use shardtrain.GradScaler",
+    "`vmap`": TRANSFORMS,
+    "`jvp`": TRANSFORMS,
+    "Pruning after wrapping": "head.weight is no longer where shard.. found it.*before shard",
+    "`layer.bias = None` after wrapping": "head.bias is no longer where",
+    "A module attached after wrapping": "parameters attached after shard",
+    "The parent reads a unit's weight": "blocks.0.inside.weight is this rank's piece while blocks.0 does "
+    "not run, and the forward of Net reads it: call blocks.0 as a module",
+    "A penalty on parameters in the same backward": "for a penalty on weights use",
+    "An embedding with `max_norm`": "^ValueError: 0.weight changed while 0 was whole",
+    "Double backward": "double backward .* is not supported",
+    "`autograd.grad` over parameters": "autograd.grad over parameters of a sharded model",
+    "`torch.save(model.state_dict())` (`save_pretrained`), loaded into a plain model": "a rank's piece of "
+    "0.weight must not be pickled",
+    "`get_model_state_dict(full_state_dict=True)`": r"full_state_dict=True\) cannot gather .*: use shardtr",
+    "Loading a full state dict without a key: nothing is loaded": "nothing was loaded: head.bias is missing",
+    "Loading a full state dict in float64: nothing is loaded": "nothing was loaded: head.bias is torch.f",
+    "Models that differ between ranks": "the model to shard differs between ranks",
+    "Ranks that run units in another order": "take different paths",
+}
+# They end in an error that others may have to wait for, or need a time-out: `test_guard.py` has them.
+ALONE = [name for name, row in ROWS.items() if row.kind == "Failures" and name[:2] not in ("30", "Mo")]
+
+
+class Here(Shardtrain):
+    """This package over the transport that a test runs with."""
+
+    @staticmethod
+    def shard(model: nn.Module, **options: Any) -> nn.Module:
+        chosen = units(model)
+        return shard(model, **{"units": lambda _, module: module in chosen, **options})
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ALONE])
+@each_rank(3)
+def test_every_behaviour_is_equal_or_refused(name: str) -> None:
+    verdict, text = outcome(with_verbs(Here()), ROWS[name])
+    with contextlib.suppress(RuntimeError):  # where the group has failed, all ranks know
+        dist.barrier()  # each rank is refused by itself, and the others may still be on their way there
+    assert verdict == ("refused" if name in REFUSED else "equal"), text
+    assert re.search(REFUSED.get(name, ""), text), text
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+@each_rank(3)
+def test_whole_parameters_suit_every_optimizer(name: str) -> None:
+    torch.manual_seed(0)
+    replica, model = two_layers(), two_layers()
+    model.load_state_dict(replica.state_dict())
+    shard(model, layout="whole")
+    three_steps(model, named(name)(model), squares)
+    three_steps(replica, named(name)(replica), squares, average_gradients)
+    whole = shardtrain.full_state_dict(model)
+    for key, param in replica.named_parameters():
+        torch.testing.assert_close(whole[key], param.detach(), rtol=1e-4, atol=1e-5)
+
+
+@each_rank(2, transport="auto")
+def test_options_that_differ_between_ranks_are_refused() -> None:
+    transport = ("shared_memory", "process_group")[dist.get_rank()]
+    message = "transport= differs between ranks: rank 1 has 'process_group' where rank 0 has 'shared_memory'"
+    with pytest.raises(ValueError, match=message):
+        shardtrain.shard(Net(), transport=transport)
+
+
+KINDS = ("Wrapping", "Optimizers", "Accumulation", "State")
+QUICK = [name for name, row in ROWS.items() if row.kind in KINDS]
+QUICK += ["Weights tied across units", "A parameter used on one rank only"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@each_rank(2, transport="auto")
+def test_a_fault_is_caught_by_a_row_in_which_the_honest_wrapper_is_equal(fault: str) -> None:
+    for name in QUICK:
+        verdicts = [outcome(with_verbs(each), ROWS[name]).verdict for each in (Honest(), mutant(fault))]
+        by_rank = [verdicts] * 2
+        dist.all_gather_object(by_rank, verdicts)
+        if by_rank[0][0] == by_rank[1][0] == "equal" and ["equal", "wrong"] in by_rank:
+            return
+    pytest.fail("no row catches it")
+
+
+@pytest.mark.parametrize("short", ["fsdp2", "fsdp1", "ddp"])
+@each_rank(2, transport="auto")
+def test_peers_train_as_a_replica_does(short: str) -> None:
+    for name in ("Training equals a replica's", "Two micro-batches, the first in `no_sync`"):
+        assert outcome(wrapper(short), ROWS[name]).verdict == "equal"
+
+
+MINE = """
+import torch.distributed as dist
+
+def shard(model):
+    dist.barrier()
+    return model
+
+def clip_grad_norm_(model, max_norm, norm_type=2.0):
+    raise NotImplementedError("clipping is not supported")
+"""
+
+
+def test_the_command_prints_a_table_of_verdicts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = ['only="^AdamW|^Clipping by the norm"', "limit_s=15"]
+    done = ended(2, "-m", "shardtrain.judge", "wrapper=mine.shard", *rows, "out=here", folder=tmp_path)
+    assert set(done.codes) == {0}, done.errors
+    found = json.loads((tmp_path / "here/judge.json").read_text())["found"]
+    verdicts = {name: outcomes["mine.shard"][0] for name, outcomes in found.items()}
+    assert verdicts["AdamW"] == "wrong"
+    assert "| AdamW | **wrong**: " in done.output
+    assert verdicts["Clipping by the norm: the norms, and what follows"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (
+            "wrapper=nowhere.shard",
+            "wrapper=nowhere.shard: No module named 'nowhere'; expected shardtr",
+        ),
+        ("wrapper=fsdp3", "wrapper=fsdp3: .*; expected shardtrain, fsdp2, fsdp1, ddp or PACKAGE.FUNCTION"),
+        ("rows=nowhere", "rows=nowhere: No module named 'nowhere'; expected modules that register rows"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(argument: str, message: str, tmp_path: Path) -> None:
+    done = ended(1, "-m", "shardtrain.judge", argument, folder=tmp_path)
+    assert done.codes == [2]
+    assert re.search(message, done.errors)
+
+
+@pytest.mark.long
+def test_every_fault_is_caught_by_the_command(tmp_path: Path) -> None:
+    done = ended(2, "-m", "shardtrain.judge", "mutants=true", "out=here", folder=tmp_path, timeout=500)
+    assert set(done.codes) == {0}, done.output
+    assert done.output.count("#") == len(FAULTS)

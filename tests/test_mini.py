@@ -1,0 +1,120 @@
+"""The small FSDP of `recipes/mini.py` trains to the same bits as the engine and as FSDP2."""
+
+import copy
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torchvision.models.resnet import BasicBlock, ResNet
+
+from shardtrain.judge.rows import ROWS, outcome
+from shardtrain.judge.wrappers import with_verbs
+from shardtrain.recipes import ladder, mini, walk
+
+from pool import each_rank
+from small import images, shard
+
+Losses = Callable[[nn.Module, int], torch.Tensor]
+
+
+class Mini:
+    """`mini`, with full state dicts, which it has not."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        self.shapes = {name: param.shape for name, param in model.named_parameters()}
+        return mini.shard(model)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: gathered(param).view(self.shapes[name]) for name, param in model.named_parameters()}
+
+
+def gathered(param: nn.Parameter) -> torch.Tensor:
+    """Return a whole parameter, of which every rank holds some elements, in rank order."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, param.detach().flatten())
+    return torch.cat(parts)
+
+
+def fsdp2(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def walks(net: nn.Module, number: int) -> torch.Tensor:
+    return net(torch.full((1, 4), dist.get_rank() + number + 1.0, dtype=torch.float64)).square().mean()
+
+
+def classifies(net: nn.Module, number: int) -> torch.Tensor:
+    x, y = images(number, n=3, size=40)
+    return nn.functional.cross_entropy(net(x), y)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
+    "walk": (walk.small_model, walks),
+    "resnet": (lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5), classifies),
+}
+
+
+def losses_of(model: nn.Module, loss_of: Losses, lr: float = 1e-3) -> list[float]:
+    """Train for three steps of two micro-batches, the first cleared in between, as loops do."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    losses = []
+    for number in range(3):
+        loss = loss_of(model, number)
+        optimizer.zero_grad()
+        loss.backward()
+        loss_of(model, number + 9).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+@each_rank(2, 4, transport="auto")
+def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
+    make, loss_of = MODELS[name]
+    torch.manual_seed(0)
+    small, ours, theirs = (copy.deepcopy(model) for model in [make()] * 3)
+    blocks = mini.members(ours)
+    fsdp2(theirs, mini.members(theirs))
+    shard(ours, units=lambda _, module: module in blocks)
+    losses = [losses_of(model, loss_of) for model in (mini.shard(small), ours, theirs)]
+    if dist.get_world_size() == 2:  # of four, everybody adds up in an order of their own
+        assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@each_rank(2, transport="auto")
+def test_mini_passes_the_judge_s_rows_of_training() -> None:
+    rows = ["A parameter used on one rank only", "A parameter used nowhere, in a unit that ran", "AdamW"]
+    rows += ["Three micro-batches, each of them reduced", "Uneven and empty batches"]
+    for name in rows:
+        assert outcome(with_verbs(Mini()), ROWS[name]).verdict == "equal", name
+
+
+VARIANTS = {  # of `mini`, by what is replaced in its text: the rungs on which it does not stand
+    "as it is": ("", "", [4]),
+    "without prefetch": ("self.order[len(self.calls)].gather()", "pass", [2, 4]),
+    "waiting for every reduction": ("self.reducing = unit", "self.reducing = unit and unit.finish()", [3, 4]),
+    "kept after forward": ("unit.release()\n        self.watch", "pass\n        self.watch", []),
+    "sums": ("parts[0] / self.world", "parts[0]", [1, 4]),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@each_rank(2, transport="auto")
+def test_the_ladder_tells_on_which_rung_a_variant_stands(name: str) -> None:
+    old, new, missed = VARIANTS[name]
+    text = inspect.getsource(mini)
+    assert old in text
+    module = types.ModuleType("mine")
+    exec(text.replace(old, new) if old else text, vars(module))
+    assert [rung[0] for rung, stands in ladder.rungs(module) if not stands] == [str(rung) for rung in missed]
