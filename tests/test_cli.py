@@ -156,9 +156,9 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     (step,) = re.findall(r"stopped by SIGTERM after step (\d+); step \1 is saved", stopped.output)
     saved = max((tmp_path / "outputs/here/checkpoints").iterdir())  # beside the best one
     assert int(saved.name.removeprefix("step-")) == int(step)
-    done = ended(1, *PROGRAM, *SAVING, "train.epochs=1", "train.max_steps=1", folder=tmp_path)
+    done = ended(1, *PROGRAM, *SAVING, f"train.max_steps={step}", folder=tmp_path)
     assert done.codes == [0], done.errors
-    assert f"continuing after step {step} of 1: nothing is left to do" in done.output
+    assert f"continuing after step {step} of {step}: nothing is left to do" in done.output
 
 
 # A model and an optimizer of the user's own, in the working directory.

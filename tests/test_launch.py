@@ -139,9 +139,10 @@ def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatc
         launch.run(lambda config, context: seen.append(context))
         assert torch.get_num_threads() == threads
     named, placed, by_default = seen
-    assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
+    assert named.overrides[-1] == "run.name=here"
+    assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"), overrides=named.overrides)
     assert placed.run_dir == Path("/some/where")
-    assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*")
+    assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*-[0-9]*")
     with pytest.raises(UserError, match=r"run\.dir=: it is empty; expected a path"):  # `run.dir=$UNSET`
         launch.run_dir(configure("run.dir="), ALONE)
 
@@ -366,8 +367,13 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
 @each_rank(2, transport="auto")
 def test_hosts_that_are_started_with_different_settings_are_named() -> None:
     launch.require_same_command(configure(f"data.workers={comm.rank()}", f"run.dir=/host{comm.rank()}"))
-    told = refused(launch.require_same_command, configure(f"optim.lr=0.{1 + comm.rank()}"))
-    assert told == "the command differs between ranks: rank 1 has optim.lr=0.2 where rank 0 has optim.lr=0.1"
+    for key in ("optim.lr", "data.repeats", "data.limit", "checkpoint.keep", "train.max_steps", "model.own"):
+        told = refused(launch.require_same_command, configure(f"{key}={1 + comm.rank()}"))
+        number = (lambda rank: 1.0 + rank) if key == "optim.lr" else lambda rank: 1 + rank
+        expected = f"rank 1 has {key}={number(1)} where rank 0 has {key}={number(0)}"
+        assert told == f"the command differs between ranks: {expected}"
+    told = refused(launch.require_same_command, configure(*["eval_only=true"] * comm.rank()))
+    assert told.endswith("rank 1 has eval_only=True where rank 0 has eval_only=False")
 
 
 @each_rank(2, transport="auto")

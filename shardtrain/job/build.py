@@ -75,7 +75,7 @@ def build(
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
-    model = initial_model(config, deferred=True)
+    model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (share.micro_batch, images.channels)
     flops = {  # for every size, so that a size that the model refuses fails now, not after hours
         side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch

@@ -7,19 +7,35 @@ their defaults and meanings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from shardtrain import optim
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import UserError, above, at_least, instantiate, one_of, reading
+from shardtrain.job.schema import (
+    Mark,
+    UserError,
+    above,
+    at_least,
+    flat,
+    instantiate,
+    marked,
+    marks_of,
+    one_of,
+    reading,
+    typed,
+)
 from shardtrain.layout import Policy
+
+REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
+PROCESS = Mark.SHARED | Mark.PER_HOST | REPORTED
+data_set = partial(one_of, mark=Mark.IMAGES)
 
 
 @dataclass(frozen=True)
@@ -35,18 +51,18 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    epochs: int = at_least(1)
-    max_steps: int | None = at_least(1)
-    batch_size: int = at_least(1)
-    accumulate: int = at_least(1)
-    channels_last: bool
+    epochs: int = at_least(1, mark=Mark.CHANGES)
+    max_steps: int | None = at_least(1, mark=REPORTED)
+    batch_size: int = at_least(1, mark=Mark.IMAGES)
+    accumulate: int = at_least(1, mark=Mark.CHANGES)
+    channels_last: bool = marked(Mark.CHANGES)
     loss: str = one_of("cross_entropy", "bce")
     label_smoothing: float = at_least(0, below=1)
     mixup: float = at_least(0)
     cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
-    log_every: int = at_least(1)
-    eval_every: int = at_least(1)
+    log_every: int = at_least(1, mark=REPORTED)
+    eval_every: int = at_least(1, mark=REPORTED)
     eval_flip: bool
     eval_shift: int = at_least(0, at_most=10**5)
 
@@ -78,10 +94,10 @@ class Images:
     image_size: int = at_least(1, at_most=10**5)
     eval_size: int | None = at_least(1, at_most=10**5)
     grow: tuple[int, ...] = at_least(1, at_most=10**5)
-    repeats: int = at_least(1)
-    validation: float = at_least(0)
-    limit: int | None = at_least(1)
-    workers: int = at_least(0, at_most=1024)
+    repeats: int = at_least(1, mark=Mark.IMAGES)
+    validation: float = at_least(0, mark=Mark.IMAGES)
+    limit: int | None = at_least(1, mark=Mark.IMAGES)
+    workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
 
     def side_in(self, epoch: int) -> int:
         """Return the pixels per side of training images in ``epoch``, counted from 0."""
@@ -100,28 +116,28 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Images):
-    name: str = one_of("digits")
+    name: str = data_set("digits")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Npz(Images):
-    name: str = one_of("arrays")
-    root: str
+    name: str = data_set("arrays")
+    root: str = marked(Mark.PER_HOST)
     image_size: int = at_least(0)  # 0: the images' own size, which `completed` fills in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar(Images):
-    name: str = one_of("cifar10", "cifar100")
-    root: str
-    download: bool
+    name: str = data_set("cifar10", "cifar100")
+    root: str = marked(Mark.PER_HOST)
+    download: bool = marked(Mark.PER_HOST | REPORTED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Photos(Images):
     """Hold the keys of data sets whose images are files of any size, which are read when needed."""
 
-    root: str
+    root: str = marked(Mark.PER_HOST)
     resize: int | None = at_least(1)
     crop_area: float = above(0, at_most=1)
 
@@ -133,19 +149,19 @@ class Photos(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(Photos):
-    name: str = one_of("imagefolder")
+    name: str = data_set("imagefolder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebDataset(Photos):
-    name: str = one_of("webdataset")
+    name: str = data_set("webdataset")
     train: str
     val: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Photos):
-    name: str = one_of("huggingface")
+    name: str = data_set("huggingface")
     train: str
     val: str
     image: str
@@ -154,7 +170,7 @@ class HuggingFace(Photos):
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(Images):
-    name: str = one_of("fake")
+    name: str = data_set("fake")
     train_images: int = at_least(1, at_most=10**8)
     val_images: int = at_least(1, at_most=10**8)
     classes: int = at_least(2, at_most=10**8)
@@ -277,16 +293,16 @@ Sched = Cosine | Linear | Steps | Constant
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    replicate: int = at_least(1)
-    shard: int | None = at_least(1)
-    reshard_after_forward: bool
-    transport: str = one_of(*TRANSPORTS)
+    replicate: int = at_least(1, mark=Mark.CHANGES)
+    shard: int | None = at_least(1, mark=REPORTED)
+    reshard_after_forward: bool = marked(Mark.CHANGES)
+    transport: str = one_of(*TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
     sync_batchnorm: bool
-    activation_checkpoint: bool
-    compile: bool
-    offload: bool
+    activation_checkpoint: bool = marked(Mark.CHANGES)
+    compile: bool = marked(Mark.CHANGES)
+    offload: bool = marked(Mark.CHANGES)
 
     def __post_init__(self) -> None:
         if self.traffic is not None and self.replicate > 1:
@@ -314,15 +330,15 @@ class Config:
     # Groups whose files set keys of other sections and have none of their own.
     KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
-    allow: tuple[str, ...]
-    seed: int = at_least(0)
-    device: str = one_of("auto", "cpu", ACCELERATOR)
-    threads: int | None = at_least(1, at_most=1024)
-    dry_run: bool
-    resume: str
-    eval_only: bool
-    reference: Reference | None
-    run: RunConfig
+    allow: tuple[str, ...] = marked(REPORTED)
+    seed: int = at_least(0, mark=Mark.IMAGES)
+    device: str = one_of("auto", "cpu", ACCELERATOR, mark=PROCESS)
+    threads: int | None = at_least(1, at_most=1024, mark=PROCESS)
+    dry_run: bool = marked(REPORTED)
+    resume: str = marked(REPORTED)
+    eval_only: bool = marked(REPORTED)
+    reference: Reference | None = marked(REPORTED)
+    run: RunConfig = marked(PROCESS)
     train: Train
     ema: EmaConfig
     model: dict[str, Any]
@@ -331,9 +347,70 @@ class Config:
     optim: Optim
     sched: Sched
     parallel: Parallel
-    checkpoint: Checkpoint
-    monitor: MonitorConfig
+    checkpoint: Checkpoint = marked(REPORTED)
+    monitor: MonitorConfig = marked(REPORTED)
 
     @property
     def model_name(self) -> str:
         return str(self.model.get("name", self.model["_target_"]))
+
+
+MARKS = marks_of(Config)
+
+
+def marked_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, Mark]]:
+    """Return the value and the marks of each key of ``config``, nested as by `asdict` or from a checkpoint.
+
+    Keys that a user may choose have their section's marks. Keys that are no more are left out.
+    """
+    values = {}
+    for key, value in flat(config).items():
+        section = next((known for known in MARKS if f"{key}.".startswith(f"{known}.")), None)
+        if section is not None:
+            values[key.replace(".keywords.", ".")] = value, MARKS[section]
+    return values
+
+
+class Change(NamedTuple):
+    """Hold a key's value in a checkpoint's configuration, and its value now."""
+
+    key: str
+    before: Any
+    now: Any
+    mark: Mark
+
+
+def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Change]:
+    """Yield what differs between two configurations, nested as by `asdict`.
+
+    A key that only one has is left out: another version has it, or another choice from its group, which has
+    another name. But of a model's own keys each counts.
+    """
+    before, now = marked_values(saved), marked_values(config)
+    for key, (_, mark) in {**before, **now}.items():
+        old, new = (values.get(key, (None,))[0] for values in (before, now))
+        if old != new and (key not in MARKS or (key in before and key in now)):
+            yield Change(key, old, new, mark)
+
+
+def as_saved(config: Config, saved: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """Return ``config`` with a checkpoint's settings in place of all but those that ``overrides`` name.
+
+    Keys that may change are the command's, such as the number of replicas.
+    """
+    given = {text.partition("=")[0].lstrip("+~") for text in overrides}
+    sections = asdict(config)
+    for section, ours in sections.items():
+        before = saved.get(section)
+        if section in given or not isinstance(ours, dict) or not isinstance(before, dict):
+            continue
+        alike = all(ours.get(key) == before.get(key) for key in ("name", "_target_"))
+        kept = {key: value for key, value in ours.items() if f"{section}.{key}" in given}
+        fixed = {
+            key: value
+            for key, value in before.items()
+            if not (alike and Mark.CHANGES in MARKS.get(f"{section}.{key}", Mark.NONE))
+        }
+        sections[section] = {**(ours if alike else {}), **fixed, **kept}
+    completed: Config = typed(Config, sections, "")
+    return completed

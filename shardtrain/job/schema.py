@@ -1,9 +1,9 @@
 """Convert what Hydra has composed to frozen dataclasses, and report users' mistakes.
 
-A field declares its range (`at_least`, `above`, `one_of`). A field whose type is a union of
-dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions between
-fields are checked in ``__post_init__``. Each message names the key as the user would write it on the command
-line.
+A field declares its range (`at_least`, `above`, `one_of`) and its marks (`Mark`). A field whose type is a
+union of dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions
+between fields are checked in ``__post_init__``. Each message names the key as the user would write it on the
+command line.
 
 The keys of a group with a ``_target_`` are those of its callable (`instantiate`). A file can choose it, so it
 must be in one of a few packages. Only the command line can add packages.
@@ -12,6 +12,7 @@ must be in one of a few packages. Only the command line can add packages.
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import inspect
 import math
@@ -105,19 +106,59 @@ def plain_file(path: Path) -> Path:
     return path
 
 
-def at_least(bound: float, **other_bounds: float) -> Any:
+class Mark(enum.Flag):
+    """Say what is special about a key, or about all keys of a section.
+
+    Without a mark all hosts must have the same value, a run continues only with the value that it began with,
+    unless the command names the checkpoint (`resume=PATH`), and TensorBoard shows it as a hyperparameter.
+    """
+
+    NONE = 0
+    PER_HOST = enum.auto()  # may differ between hosts, such as a path
+    IMAGES = enum.auto()  # decides which images a step has, so no run can continue with another value
+    CHANGES = enum.auto()  # any value can continue a run
+    HIDDEN = enum.auto()  # no hyperparameter
+    SHARED = enum.auto()  # the jobs of a sweep have one value
+
+
+def at_least(bound: float, **demands: Any) -> Any:
     """Declare a field whose value, or each of several, may not be below ``bound``."""
-    return field(metadata={"at_least": bound, **other_bounds})
+    return field(metadata={"at_least": bound, **demands})
 
 
-def above(bound: float, **other_bounds: float) -> Any:
+def above(bound: float, **demands: Any) -> Any:
     """Declare a field whose value must be greater than ``bound``."""
-    return field(metadata={"above": bound, **other_bounds})
+    return field(metadata={"above": bound, **demands})
 
 
-def one_of(*choices: str) -> Any:
+def one_of(*choices: str, **demands: Any) -> Any:
     """Declare a field that takes one of the given words."""
-    return field(metadata={"choices": choices})
+    return field(metadata={"choices": choices, **demands})
+
+
+def marked(mark: Mark, **demands: Any) -> Any:
+    """Declare a field, or a section of fields, with this ``mark``."""
+    return field(metadata={"mark": mark, **demands})
+
+
+def marks_of(hint: Any, key: str = "", mark: Mark = Mark.NONE) -> dict[str, Mark]:
+    """Return the marks of every key of ``hint``, a dataclass or a union of them, its sections' included."""
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if is_dataclass(kind)]
+    marks = {} if kinds else {key: mark}
+    for kind in kinds:
+        hints = typing.get_type_hints(kind)
+        for entry in fields(kind):
+            name = f"{key}.{entry.name}".lstrip(".")
+            marks |= marks_of(hints[entry.name], name, mark | entry.metadata.get("mark", Mark.NONE))
+    return marks
+
+
+def flat(values: Any, key: str = "") -> dict[str, Any]:
+    """Return the values of nested groups by full key, as JSON holds them."""
+    if not isinstance(values, Mapping):
+        return {key: list(values) if isinstance(values, tuple) else values}
+    parts = (flat(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
@@ -210,7 +251,7 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     if typing.get_origin(kind) is tuple:
         items = typing.get_args(kind)  # of one type: (float, float) or (float, ...)
         any_length = Ellipsis in items
-        if not isinstance(value, list) or not (any_length or len(value) == len(items)):
+        if not isinstance(value, list | tuple) or not (any_length or len(value) == len(items)):
             lists = f"a list, as in {key}=[a,b]" if any_length else f"a list of {len(items)} numbers"
             raise UserError(f"{found}: expected {lists}")
         return tuple(typed(items[0], item, key, demands) for item in value)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardtrain import comm
 from shardtrain.device import HostCopy, on_accelerator
 from shardtrain.job.build import build, seed_process
-from shardtrain.job.config import Config
+from shardtrain.job.config import Config, as_saved
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
 from shardtrain.job.launch import Context
 from shardtrain.job.signals import StopSignals
@@ -106,6 +106,8 @@ def train(config: Config, context: Context) -> float | None:
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     store, start = find_start(config, context)
+    if config.eval_only and start.opened is not None:
+        config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from threading import Thread
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -48,15 +48,6 @@ class RunState(NamedTuple):
     best: Best | None = None
     pending_evaluation: bool = False
     """Whether a signal interrupted the evaluation of this step."""
-
-
-def facts_of(config: Config, job: Job) -> dict[str, Any]:
-    """Return the manifest's facts of the run. With the step they determine which images have been used."""
-    return {
-        "position": {"images": job.train.sampler.images},
-        "channels": job.channels,
-        "config": asdict(config),
-    }
 
 
 class Saver:
@@ -181,13 +172,20 @@ class Saver:
             "ema": None if job.ema is None else job.ema.state(),
             "scaler": job.scaler.state_dict(),
         }
+        best = None if self.best is None else self.best.step
+        facts = {  # with the step they determine which images have been used
+            "position": {"images": job.train.sampler.images},
+            "channels": job.channels,
+            "config": asdict(self._config),
+            "best": best,
+        }
         self._store.save(
             step,
             job.model,
             job.optimizer,
             extra=extra,
-            facts=facts_of(self._config, job),
-            best=None if self.best is None else self.best.step,
+            facts=facts,
+            best=best,
             averages=None if job.ema is None else job.ema.averages,
         )
 
