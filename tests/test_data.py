@@ -23,6 +23,7 @@ from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
 from shardtrain.job.build import completed
+from shardtrain.job.data import photos
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.schema import UserError
@@ -32,6 +33,11 @@ from tiny import CPU, composed, global_batches, train_feed
 
 DIGITS: Any = composed("data=digits").data
 PHOTOS = {"image_size": 8, "resize": 10, "crop_area": 0.5, "workers": 0}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def files(name: str, root: Path, **options: Any) -> Any:
@@ -126,6 +132,11 @@ def test_images_in_folders(tmp_path: Path) -> None:
     sixteen = np.full((12, 14), 40 << 8, np.uint16)  # grey values of 16 bits
     Image.fromarray(sixteen).save(tmp_path / "val/class0/0.png")
     assert found.val[[0]][0].unique().tolist() == [40]
+    for mode in ("I", "F"):  # whose range nobody knows
+        Image.fromarray(sixteen.astype(np.float32)).convert(mode).save(tmp_path / "val/class0/1.tif")
+        with pytest.raises(UserError, match=f"its values are of mode {mode}, expected 8 or 16 bits"):
+            data.load(config).val[[2]]
+        (tmp_path / "val/class0/1.tif").unlink()
     resize, crop = data.load(folder(tmp_path, image_size=14, resize=None)).val.crop(14).transforms
     assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
@@ -398,23 +409,32 @@ def test_tar_files_give_what_folders_give(tmp_path: Path) -> None:
     write_tar(tmp_path / "train-0.tar", dict(items[:8]))
     write_tar(tmp_path / "train-1.tar", dict(items[8:]))
     write_tar(tmp_path / "val.tar", members)
-    for _ in range(2):  # from the headers, then from the index beside the shard
-        found = data.load(shards(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    for _ in range(2):  # from the headers, then from the index, which is kept elsewhere
+        found = data.load(shards(tmp_path, train="train*"))
         assert (len(found.train), len(found.val), found.classes) == (6, 6, 2)
         for ours, theirs in zip(feed(found), feed(in_folders), strict=True):
             assert torch.equal(ours.images, theirs.images)
             assert torch.equal(ours.labels, theirs.labels)
-        assert (tmp_path / "train-1.tar.index").is_file()
+        assert {path.name for path in tmp_path.iterdir()} == names
+        assert len([*photos._cache().iterdir()]) == 3
     write_tar(tmp_path / "train-1.tar", dict(items[:2]))  # another shard of that name
     assert len(data.load(shards(tmp_path)).train) == 5
 
 
-def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_kept_is_done_without_and_a_link_is_replaced(tmp_path: Path) -> None:
     write_tar(tmp_path / "val.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
-    (tmp_path / "val.tar.index").mkdir()
+    photos._cache().write_text("no folder")
     found = data.load(shards(tmp_path, train="val.tar"))
     assert (len(found.train), found.classes) == (1, 5)
-    assert {path.name for path in tmp_path.iterdir()} == {"val.tar", "val.tar.index"}
+    photos._cache().unlink()
+    data.load(shards(tmp_path, train="val.tar"))
+    (kept,) = photos._cache().iterdir()
+    kept.unlink()
+    (tmp_path / "precious").write_text("text")
+    kept.symlink_to(tmp_path / "precious")
+    assert len(data.load(shards(tmp_path, train="val.tar")).train) == 1
+    assert ((tmp_path / "precious").read_text(), kept.is_symlink()) == ("text", False)
 
 
 @pytest.mark.parametrize(
@@ -425,6 +445,10 @@ def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
         ({"0.jpg": b"x", "0.cls": b"cat"}, r"val.tar: 0.cls holds 'cat', expected the number of a class"),
         ({"0.jpg": b"x", "0.cls": "²".encode()}, r"val.tar: 0.cls holds '²', expected the number of a class"),
         ({"0.jpg": b"x", "0.cls": b"1" + bytes(9)}, r"0.cls holds '1.*', expected the number of a class"),
+        (
+            {"0.jpg": b"x", "0.cls": b"99999999"},
+            "the image of 1 bytes .* has the label 99999999, expected the nu",
+        ),
         ({"0.txt": b"x"}, r"val.tar: no images in it; expected <key>.jpg and <key>.cls"),
     ],
 )
@@ -463,7 +487,12 @@ def test_hugging_faces_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     rows = {"image": [{"bytes": encoded(v), "path": None} for v in (0, 1, 10, 11)], "label": [0, 0, 1, 1]}
     part = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "saved"))
+    parts = {"train": part, "test": part}
+    for name, names in (("train", ["x", "y"]), ("test", ["y", "x"])):
+        odd = parts[name].add_column("text", ["a"] * 4).add_column("none", [None] * 4)
+        swapped = odd.add_column("swapped", [0] * 4)
+        parts[name] = swapped.cast_column("swapped", datasets.ClassLabel(names=names))
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for config in (hub(tmp_path / "saved"), hub(tmp_path / "images", val="validation")):
         found = data.load(config)
@@ -473,6 +502,12 @@ def test_hugging_faces_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for options, message in [
         ({"val": "tset"}, r"data.val=tset: .* has no such split; did you mean test\? \(valid: train, test\)"),
         ({"label": "lable"}, r"data.label=lable: .* has no such column; did you mean label\?"),
+        (
+            {"label": "text"},
+            "the image 0 of the split train of .* has the label 'a', expected the number of a",
+        ),
+        ({"label": "none"}, "has the label None, expected the number of a class, 0 to 65535"),
+        ({"label": "swapped"}, r"train has the classes \['x', 'y'\], test \['y', 'x'\]"),
         ({"root": f"{tmp_path}/none"}, "data.root=.*none: .*; expected what Hugging Face's datasets can"),
     ]:
         with pytest.raises(UserError, match=message):

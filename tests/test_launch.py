@@ -382,11 +382,13 @@ def test_ranks_share_the_work_of_indexing(tmp_path: Path) -> None:
         write_tar(tmp_path / f"{name}.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
     (tmp_path / "bad-1.tar").write_bytes(b"this is not a tar file" * 100)
     comm.barrier()
-    with patch.object(photos, "_scan", wraps=photos._scan) as scan:
+    kept = patch.object(photos, "_cache", lambda: tmp_path / "cache")
+    with kept, patch.object(photos, "_scan", wraps=photos._scan) as scan:
         assert len(data.load(shards(tmp_path)).train) == 3
     scanned = [call.args[0].name for call in scan.call_args_list]
     assert scanned == [["train-0.tar", "train-2.tar", "val.tar"], ["train-1.tar"]][comm.rank()]
-    told = refused(data.load, shards(tmp_path, train="bad-*.tar"))
+    with kept:
+        told = refused(data.load, shards(tmp_path, train="bad-*.tar"))
     assert re.search(r"bad-1.tar: .*; expected an uncompressed tar file", told)
     assert tarfile.is_tarfile(tmp_path / "bad-0.tar")
 

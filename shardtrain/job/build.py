@@ -21,7 +21,7 @@ from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
-from shardtrain.job.schema import UserError, instantiate, reading, typed
+from shardtrain.job.schema import REFUSALS, UserError, instantiate, reading, typed
 from shardtrain.optim import Ema, GradScaler
 
 # Training images that a model with a method `init_from_images` is given, to set what depends on the data.
@@ -170,8 +170,14 @@ def feeds(
 ) -> tuple[data.TrainFeed, data.EvalFeed, data.EvalFeed | None]:
     """Return the batches to train on in ``steps``, to evaluate by, and to test by."""
     keys, mixup, cutmix, mix, augment = config.data, config.train.mixup, config.train.cutmix, None, None
-    if config.augment.get("_target_") is not None:
+    if config.augment.get("_target_") is None:
+        images = images._replace(train=images.train_as_val or images.train)  # no random crops either
+    else:
         augment = instantiate(config.augment, "augment", object, config.allow)
+        if change := getattr(augment, "image", None):
+            shape = f"{images.channels} channels"
+            with reading("augment", f"choose another one for images of {shape}", REFUSALS):
+                change(images.train[[0]][0][0])
     if mixup or cutmix:
         classes = config.model.get("num_classes", images.classes)
         mix = data.Mix(mixup, cutmix, classes, share, config.seed)
@@ -204,7 +210,7 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
     The rate rises linearly over the warm-up (at most half the run), then follows the schedule. torch's
     schedules have state that is saved; this one depends only on the step.
     """
-    warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
+    warmup = warmup_of(sched, steps, steps_per_epoch)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -213,6 +219,11 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
         return sched.scale(step / steps_per_epoch, progress)
 
     return factor
+
+
+def warmup_of(sched: Sched, steps: int, steps_per_epoch: int) -> int:
+    """Return the steps of the warm-up: at most half the run."""
+    return min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
 
 
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:

@@ -194,7 +194,8 @@ class Optimizer:
         """Return the optimizer with the keys as keyword arguments. Each group has its own weight decay."""
         other = ("name", "weight_decay", "decay_all")
         keywords = {key: value for key, value in vars(self).items() if key not in other}
-        return self.torch_class(groups, **keywords)
+        with reading("optim", "choose other keys", ValueError):
+            return self.torch_class(groups, **keywords)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,8 +237,17 @@ class OwnOptimizer(Optimizer):
         node = {"_target_": self._target_, "lr": self.lr, **self.keywords}
         if self.weight_decay:
             node["weight_decay"] = self.weight_decay  # refused where it has none; the groups decide
-        optimizer: torch.optim.Optimizer = instantiate(node, "optim", torch.optim.Optimizer, allow, groups)
+
+        def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = instantiate(
+                node, "optim", torch.optim.Optimizer, allow, groups
+            )
+            return optimizer
+
+        optimizer, tried = made(groups), torch.nn.Parameter(torch.ones(2, 2))
+        tried.grad = torch.ones_like(tried)
         with reading(f"optim._target_={self._target_}", "choose another optimizer, or other keys"):
+            made([{"params": [tried]}]).step()
             optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
         return optimizer
 
@@ -352,7 +362,8 @@ class Config:
 
     @property
     def model_name(self) -> str:
-        return str(self.model.get("name", self.model["_target_"]))
+        """What models of one function are told apart by: torchvision's name, timm's, or the function."""
+        return str(next(filter(None, map(self.model.get, ("name", "model_name", "_target_")))))
 
 
 MARKS = marks_of(Config)

@@ -20,7 +20,7 @@ from shardtrain.checkpoint import Damaged
 from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Newest, Store, newest, step_name, steps_in
-from shardtrain.job.build import Job
+from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Change, Config, changed_keys
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.format import MIB, first_of
@@ -36,6 +36,10 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     """Return the lines that a run prints about its start."""
     aside = "" if config.eval_only or config.dry_run else "; it is set aside"
     warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
+    warmup = warmup_of(config.sched, job.steps, job.steps_per_epoch)
+    if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
+        asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
+        warnings.append(f"warning: {asked}: the warm-up takes {warmup} steps")
     if start.opened is None:
         return warnings
     if config.eval_only:

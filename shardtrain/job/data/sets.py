@@ -16,6 +16,12 @@ from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.schema import UserError, path_of, plain_file, reading
 
+# Mean and standard deviation of the training images, per channel.
+STATISTICS = {
+    "cifar10": ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
+    "cifar100": ((129.3, 124.1, 112.4), (68.2, 65.4, 70.4)),
+}
+
 
 def load(config: Data) -> DataSet:
     """Return the data set that the configuration names."""
@@ -24,7 +30,7 @@ def load(config: Data) -> DataSet:
         data = with_validation(data, config.validation)
     if limit is None:
         return data
-    parts = {"train": data.train, "val": data.val, "test": data.test}
+    parts = {name: getattr(data, name) for name in ("train", "train_as_val", "val", "test")}
     some: dict[str, Any] = {
         name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
     }
@@ -43,11 +49,10 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
     if not 0 < count < images:
         raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
     order = torch.randperm(images, generator=generator("validation"))
-    return data._replace(
-        train=Chosen(data.train, order[count:].sort().values),
-        val=Chosen(data.train_as_val or data.train, order[:count].sort().values),
-        test=data.val,
-    )
+    chosen, rest = order[:count].sort().values, order[count:].sort().values
+    as_val = data.train_as_val or data.train
+    train, val = Chosen(data.train, rest), Chosen(as_val, chosen)
+    return data._replace(train=train, val=val, test=data.val, train_as_val=Chosen(as_val, rest))
 
 
 def _read(config: Data) -> DataSet:
@@ -144,7 +149,7 @@ def _cifar(config: Cifar) -> DataSet:
         Arrays(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in parts
     )
-    mean, std = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+    mean, std = STATISTICS[config.name]
     return DataSet(train, val, config.name, len(parts[0].classes), channels=3, mean=mean, std=std)
 
 
