@@ -56,13 +56,15 @@ class Train:
     batch_size: int = at_least(1, mark=Mark.IMAGES)
     accumulate: int = at_least(1, mark=Mark.CHANGES)
     channels_last: bool = marked(Mark.CHANGES)
-    loss: str = one_of("cross_entropy", "bce")
+    loss: str | dict[str, Any] = one_of("cross_entropy", "bce")
     label_smoothing: float = at_least(0, below=1)
     mixup: float = at_least(0)
     cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
     log_every: int = at_least(1, mark=REPORTED)
     eval_every: int = at_least(1, mark=REPORTED)
+    eval_batch_size: int | None = at_least(1, mark=REPORTED)
+    patience: int | None = at_least(1, mark=REPORTED)
     eval_flip: bool
     eval_shift: int = at_least(0, at_most=10**5)
 
@@ -97,6 +99,8 @@ class Images:
     repeats: int = at_least(1, mark=Mark.IMAGES)
     validation: float = at_least(0, mark=Mark.IMAGES)
     limit: int | None = at_least(1, mark=Mark.IMAGES)
+    mean: tuple[float, ...] | None = at_least(0, at_most=1)
+    std: tuple[float, ...] | None = above(0, at_most=1)
     workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
 
     def side_in(self, epoch: int) -> int:
@@ -140,6 +144,7 @@ class Photos(Images):
     root: str = marked(Mark.PER_HOST)
     resize: int | None = at_least(1)
     crop_area: float = above(0, at_most=1)
+    interpolation: str = one_of("bilinear", "bicubic")
 
     def __post_init__(self) -> None:
         if self.resize is not None and self.resize < self.side_in_eval:
@@ -177,7 +182,17 @@ class Fake(Images):
     channels: int = at_least(1, at_most=1024)
 
 
-Data = Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
+@dataclass(frozen=True, kw_only=True)
+class OwnData(Images):
+    """Take the data set that a function returns, of a package that the command line allows."""
+
+    name: str = data_set("own")
+    _target_: str = marked(Mark.IMAGES)
+    image_size: int = at_least(0)  # 0: the images' own size, which `completed` fills in
+    keywords: dict[str, Any] = field(metadata={"others": True})
+
+
+Data = OwnData | Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +325,7 @@ class Parallel:
     precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
     sync_batchnorm: bool
+    layout: str | None = one_of("even", "whole", mark=Mark.CHANGES)
     activation_checkpoint: bool = marked(Mark.CHANGES)
     compile: bool = marked(Mark.CHANGES)
     offload: bool = marked(Mark.CHANGES)
@@ -333,6 +349,8 @@ class Checkpoint:
 class MonitorConfig:
     tensorboard: bool
     profile_at: int | None = at_least(2)
+    metrics: tuple[str, ...]
+    writers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +365,7 @@ class Config:
     dry_run: bool = marked(REPORTED)
     resume: str = marked(REPORTED)
     eval_only: bool = marked(REPORTED)
+    eval_out: str | None = marked(REPORTED)
     reference: Reference | None = marked(REPORTED)
     run: RunConfig = marked(PROCESS)
     train: Train

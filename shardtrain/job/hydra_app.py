@@ -67,9 +67,15 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     if twice := [key for key in groups if keys.count(key) > 1]:
         texts = [text for text, key in zip(overrides, keys, strict=True) if key == twice[0]]
         raise UserError(f"{' '.join(texts)}: {twice[0]} is chosen more than once")
+    if "train.loss._target_" in keys:
+        overrides, keys = ["train.loss={}", *overrides], ["train.loss", *keys]  # in place of a name
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
     texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
-    texts += [f"{name}=own" for name in ("model", "optim") if f"{name}._target_" in keys and name not in keys]
+    texts += [
+        f"{name}=own"
+        for name in ("model", "data", "optim")
+        if f"{name}._target_" in keys and name not in keys
+    ]
     searched = ",".join(f'"file://{path}"' for path in own_folders)
     texts.append(f"hydra.searchpath=[{searched}]")
     try:

@@ -122,9 +122,10 @@ def shard_with_optimizer(
         gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
         reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
     )
+    layout: Any = parallel.layout or config.optim.layout
     shardtrain.shard(
         model,
-        layout=config.optim.layout,
+        layout=layout,
         precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,
         transport=transport or parallel.transport,

@@ -35,7 +35,15 @@ Kinds = type[Exception] | tuple[type[Exception], ...]
 
 # Packages in which a ``_target_`` may be, besides those of `allow`.
 RECIPES = "shardtrain.recipes"
-PACKAGES = {"model": (RECIPES, "torchvision.models"), "augment": (RECIPES,), "optim": ("torch.optim",)}
+PACKAGES = {
+    "model": (RECIPES, "torchvision.models"),
+    "augment": (RECIPES,),
+    "optim": ("torch.optim",),
+    "train.loss": (RECIPES, "torch.nn"),
+    "data": (RECIPES,),
+    "monitor.metrics": (RECIPES,),
+    "monitor.writers": (RECIPES,),
+}
 
 # The bounds that a field's metadata may declare.
 BOUNDS = {
@@ -180,7 +188,7 @@ def instantiate(
     ``section`` names the config group in messages; ``allow``: the packages that the command line allows.
     """
     path = str(node.get("_target_"))
-    target = _find_target(path, section, kind, allow)
+    target = find_target(path, section, kind, allow)
     valid = dict([*inspect.signature(target).parameters.items()][len(arguments) :])
     takes_any = any(each.kind is each.VAR_KEYWORD for each in valid.values())
     # What the data set decides is passed only to callables with such a parameter.
@@ -200,9 +208,11 @@ def instantiate(
     return made
 
 
-def _find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
+def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
     """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
     found, (module_name, _, name) = f"{section}._target_={path}", path.rpartition(".")
+    if section.startswith("monitor."):
+        found = f"{section}=[{path}]"
     if path == "???":
         raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
     package = next((each for each in (*PACKAGES[section], *allow) if _inside(each, module_name)), None)
@@ -244,7 +254,11 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     if value is None and NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    kind = kinds[0] if len(kinds) == 1 else _variant(kinds, value, key)
+    kind = kinds[0]
+    if all(is_dataclass(each) for each in kinds[1:]):
+        kind = kind if len(kinds) == 1 else _variant(kinds, value, key)
+    elif isinstance(value, dict):
+        kind = kinds[-1]  # a text, or a group of keys
     if is_dataclass(kind) and isinstance(value, dict):
         return _section(kind, value, key)
     found = f"{key}={_show(value)}"
@@ -266,7 +280,7 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     for name, (holds, words) in BOUNDS.items():
         if name in demands and not holds(value, demands[name]):
             raise UserError(f"{key}={value}: expected {words} {demands[name]}")
-    if value not in demands.get("choices", [value]):
+    if isinstance(value, str) and value not in demands.get("choices", [value]):
         raise not_valid(found, value, demands["choices"])
     return value
 

@@ -87,7 +87,7 @@ class Saver:
         better = evaluate and self._evaluate(step)
         signal, busy = self._exchange()
         signal = signal or self._evaluation_signal
-        last = step == self._job.steps
+        last = step == self._job.steps or self.is_stale(step)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused("checkpoint"):
             if self._store.under_way and not busy:
@@ -100,6 +100,13 @@ class Saver:
                 self._store.finish()
         if stopping:
             self._stop(step, signal)
+
+    def is_stale(self, step: int) -> bool:
+        """Return whether `train.patience` has ended with the evaluation after ``step``."""
+        patience, train = self._config.train.patience, self._config.train
+        if patience is None or self.best is None:
+            return False
+        return step - self.best.step >= patience * train.eval_every * self._job.steps_per_epoch
 
     def finish(self) -> None:
         """Wait until the last save is committed, and evaluate the test images, if there are any.
@@ -135,7 +142,7 @@ class Saver:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         views = Views(self._config.train.eval_flip, self._config.train.eval_shift)
         job, end = self._job, self._raise_signal
-        return evaluate(job.model, feed, ema=job.ema, views=views, before_batch=end)
+        return evaluate(job.model, feed, ema=job.ema, metrics=job.metrics, views=views, before_batch=end)
 
     def _raise_signal(self) -> None:
         signal, _ = self._exchange()

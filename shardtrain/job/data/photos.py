@@ -101,12 +101,14 @@ def pictures(config: Photos, train: Source, val: Source, classes: int | None = N
             if type(label) is not int or not 0 <= label < bound:
                 image = f"{config.name} {config.root}: the image {source.name(index)} has the label {label!r}"
                 raise UserError(f"{image}, expected the number of a class, 0 to {bound - 1}")
-    random = partial(v2.RandomResizedCrop, scale=(config.crop_area, 1.0), antialias=True)
-    centre = partial(_centre_crop, config.resize)
+    how = {"interpolation": v2.InterpolationMode(config.interpolation), "antialias": True}
+    random = partial(v2.RandomResizedCrop, scale=(config.crop_area, 1.0), **how)
+    centre = partial(_centre_crop, config.resize, **how)
+    as_val = Pictures(train, centre, config.side_in_eval)
     return DataSet(
         train=Pictures(train, random, config.image_size, random=True),
-        val=Pictures(val, centre, config.side_in_eval),
-        train_as_val=Pictures(train, centre, config.side_in_eval),
+        val=as_val if val is train else Pictures(val, centre, config.side_in_eval),
+        train_as_val=as_val,
         name=f"{config.name} {config.root}",
         classes=classes or 1 + max(*train.labels, *val.labels),
         channels=3,
@@ -115,8 +117,8 @@ def pictures(config: Photos, train: Source, val: Source, classes: int | None = N
     )
 
 
-def _centre_crop(resize: int | None, side: int) -> v2.Transform:
-    return v2.Compose([v2.Resize(resize or round(side * 256 / 224), antialias=True), v2.CenterCrop(side)])
+def _centre_crop(resize: int | None, side: int, **how: Any) -> v2.Transform:
+    return v2.Compose([v2.Resize(resize or round(side * 256 / 224), **how), v2.CenterCrop(side)])
 
 
 class Files:
@@ -139,7 +141,9 @@ class Files:
 
 
 def image_folder(config: ImageFolder) -> DataSet:
-    train, val = Files(config, "train"), Files(config, "val")
+    train = val = Files(config, "train")
+    if not config.validation or path_of("data.root", config.root).joinpath("val").exists():
+        val = Files(config, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise UserError(f"data.root={config.root}: train and val differ in the classes {', '.join(odd[:5])}")
