@@ -113,7 +113,14 @@ def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None
     }
     if name not in policies:
         raise ValueError(f"policy={name} (valid: none, {', '.join(policies)})")
-    return policies[name]()
+    policy = policies[name]()
+
+    def change(image: Tensor) -> Tensor:
+        if len(image) not in (1, 3):  # some of its changes cannot take them
+            raise ValueError(f"policy={name}: an image has {len(image)} channels, expected 1 or 3")
+        return policy(image)
+
+    return change
 
 
 def crop_flip(images: Tensor, uniform: Tensor, pad: int, border: str = "constant") -> Tensor:

@@ -115,6 +115,25 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         assert ("epochs" in said) == (flags[-1] not in ("model", "optim=muon"))
 
 
+@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
+def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
+    """Of every choice of every group; one odd file of the user's changes nothing."""
+    (own / "notes.yaml").write_text("- a\n\t- b")
+    folder = None if program == "train" else Path(shardtrain.__file__).parent / program / "configs"
+    groups = {"data": "train", "optim": "optim", "sched": "sched"} if program == "train" else {}
+    choices = [f"{group}={file.stem}" for group in groups for file in Path("configs", group).glob("*.yaml")]
+    for choice in ["", *choices]:
+        section = [choice.partition("=")[0], choice] if choice else []
+        compose(["--help", *section, "--config-dir", str(own)], folder=folder)
+        said = capsys.readouterr().out
+        keys = re.findall(
+            r"^ *(\w+): (?!\n).*", said.partition("change any key with key=value.")[2] or said, re.M
+        )
+        assert keys
+        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said.rpartition("key=value.\n")[2], re.M)
+        assert bare == [], choice
+
+
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shardtrain, "__path__", list(shardtrain.__path__))
     assert composed("+recipe=resnet").seed == 0

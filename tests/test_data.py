@@ -5,6 +5,7 @@ import importlib.resources
 import io
 import multiprocessing
 import pickle
+import shutil
 import subprocess
 import tarfile
 from collections import Counter
@@ -22,7 +23,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
-from shardtrain.job.build import completed
+from shardtrain.job.build import completed, feeds
 from shardtrain.job.data import photos
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
@@ -314,6 +315,75 @@ def test_images_alternate_from_epoch_to_epoch() -> None:
     first, second = flipped
     assert 0 < sum(first.values()) < 10
     assert second == {label: not was for label, was in first.items()}
+
+
+class Squares(torch.utils.data.Dataset[Any]):
+    """Ten noisy images of 5×6 pixels."""
+
+    classes = ("a", "b")
+
+    def __init__(self, odd: int = -1) -> None:
+        self.odd = odd
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.randint(0, 256, (2, 5, 6), dtype=torch.uint8)
+        return (image.float() if index == self.odd else image), index % 2
+
+
+def squares(what: str = "both", image_size: int = 0) -> Any:
+    """Return data sets of the user's; `image_size` is what the configuration says."""
+    assert image_size == 5
+    return {"both": (Squares(), Squares(odd=9)), "one": (Squares(), None), "three": (1, 2, 3)}[what]
+
+
+def test_a_data_set_of_ones_own() -> None:
+    own = ("data._target_=test_data.squares", "data.image_size=5", "allow=[test_data]")
+
+    def loaded(*keys: str) -> data.DataSet:
+        config = composed(*own, *keys)
+        return data.load(config.data, config.allow)
+
+    found = loaded()
+    assert (len(found.train), len(found.val), found.classes, found.channels) == (10, 10, 2, 2)
+    first, second = (train_feed(loaded(), 5, steps=range(2)) for _ in range(2))
+    for ours, again in zip(first, second, strict=True):  # random changes are those of the image's position
+        assert torch.equal(ours.images, again.images)
+    split = loaded("data.what=one", "data.validation=0.2", "data.mean=[0.5]", "data.std=[0.25,0.5]")
+    assert (len(split.train), len(split.val), split.test) == (8, 2, None)
+    assert (split.mean, split.std) == ((127.5, 127.5), (63.75, 127.5))
+    for keys, message in (
+        (
+            ["data.what=one"],
+            "expected a training set and a validation set; None for the second needs data.val",
+        ),
+        (["data.what=three"], "expected a training set and a validation set"),
+        (["data.wat=one"], r"unknown key data.wat; did you mean what\? \(valid: what, image_size\)"),
+        (["data.mean=[1,1,1]"], r"data.mean=\[1.0, 1.0, 1.0\]: expected one value, or 2, one per channel"),
+        (["allow=[]"], r"data._target_=test_data.squares: only builders in shardtrain.recipes are called"),
+    ):
+        with pytest.raises(UserError, match=message):
+            loaded(*keys)
+    with pytest.raises(UserError, match=r"image 9 is torch.float32 \[2, 5, 6\], expected uint8"):
+        found.val[[9]]
+
+
+def test_photographs_as_a_fine_tuner_wants_them(tmp_path: Path) -> None:
+    """Without `val/`, and without random crops and mirrors where nothing is augmented."""
+    config = write_folders(tmp_path, 12)
+    shutil.rmtree(tmp_path / "val")
+    found = data.load(replace(config, validation=3, interpolation="bicubic", limit=8))
+    assert (len(found.train), len(found.val), found.test) == (8, 3, None)
+    assert found.val.source.source.transform.transforms[0].transforms[0].interpolation.value == "bicubic"
+    for augment, random in (("none", False), ("imagefolder", True)):
+        keys = (f"augment={augment}", "data=imagefolder", "data.workers=0")
+        feed, _, _ = feeds(replace(composed(*keys), data=config), found, Share(2, 1, 0, 1), CPU, range(2))
+        assert feed.loader.dataset.data.random == random
+    image = torch.arange(6.0).view(1, 1, 1, 6)
+    assert torch.equal(Photo(0, flip="none")(image, torch.full((1, 8), 0.9)), image)
+    assert not torch.equal(Photo(0)(image, torch.full((1, 8), 0.9)), image)
 
 
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 70))

@@ -64,9 +64,9 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     _register_resolvers(folders, choices)
     section = overrides.pop(0) if flags.help and overrides and "=" not in overrides[0] else ""
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
-    if twice := [key for key in groups if keys.count(key) > 1]:
-        texts = [text for text, key in zip(overrides, keys, strict=True) if key == twice[0]]
-        raise UserError(f"{' '.join(texts)}: {twice[0]} is chosen more than once")
+    if keys.count("recipe") > 1:
+        texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]
+        raise UserError(f"{' '.join(texts)}: choose one recipe; a recipe's defaults list may name another")
     if "train.loss._target_" in keys:
         overrides, keys = ["train.loss={}", *overrides], ["train.loss", *keys]  # in place of a name
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
