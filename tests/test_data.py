@@ -378,9 +378,9 @@ def test_photographs_as_a_fine_tuner_wants_them(tmp_path: Path) -> None:
     assert (len(found.train), len(found.val), found.test) == (8, 3, None)
     assert found.val.source.source.transform.transforms[0].transforms[0].interpolation.value == "bicubic"
     for augment, random in (("none", False), ("imagefolder", True)):
-        keys = (f"augment={augment}", "data=imagefolder", "data.workers=0")
-        feed, _, _ = feeds(replace(composed(*keys), data=config), found, Share(2, 1, 0, 1), CPU, range(2))
-        assert feed.loader.dataset.data.random == random
+        keys = (f"augment={augment}", "data=imagefolder", "train.eval_batch_size=2")
+        feed, val, _ = feeds(replace(composed(*keys), data=config), found, Share(2, 1, 0, 1), CPU, range(2))
+        assert (feed.loader.dataset.data.random, val.sampler.batch_size) == (random, 2)
     image = torch.arange(6.0).view(1, 1, 1, 6)
     assert torch.equal(Photo(0, flip="none")(image, torch.full((1, 8), 0.9)), image)
     assert not torch.equal(Photo(0)(image, torch.full((1, 8), 0.9)), image)

@@ -7,11 +7,11 @@ their defaults and meanings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,13 +23,10 @@ from shardtrain.job.schema import (
     UserError,
     above,
     at_least,
-    flat,
     instantiate,
     marked,
-    marks_of,
     one_of,
     reading,
-    typed,
 )
 from shardtrain.layout import Policy
 
@@ -383,64 +380,3 @@ class Config:
     def model_name(self) -> str:
         """What models of one function are told apart by: torchvision's name, timm's, or the function."""
         return str(next(filter(None, map(self.model.get, ("name", "model_name", "_target_")))))
-
-
-MARKS = marks_of(Config)
-
-
-def marked_values(config: Mapping[str, Any]) -> dict[str, tuple[Any, Mark]]:
-    """Return the value and the marks of each key of ``config``, nested as by `asdict` or from a checkpoint.
-
-    Keys that a user may choose have their section's marks. Keys that are no more are left out.
-    """
-    values = {}
-    for key, value in flat(config).items():
-        section = next((known for known in MARKS if f"{key}.".startswith(f"{known}.")), None)
-        if section is not None:
-            values[key.replace(".keywords.", ".")] = value, MARKS[section]
-    return values
-
-
-class Change(NamedTuple):
-    """Hold a key's value in a checkpoint's configuration, and its value now."""
-
-    key: str
-    before: Any
-    now: Any
-    mark: Mark
-
-
-def changed_keys(saved: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield what differs between two configurations, nested as by `asdict`.
-
-    A key that only one has is left out: another version has it, or another choice from its group, which has
-    another name. But of a model's own keys each counts.
-    """
-    before, now = marked_values(saved), marked_values(config)
-    for key, (_, mark) in {**before, **now}.items():
-        old, new = (values.get(key, (None,))[0] for values in (before, now))
-        if old != new and (key not in MARKS or (key in before and key in now)):
-            yield Change(key, old, new, mark)
-
-
-def as_saved(config: Config, saved: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Return ``config`` with a checkpoint's settings in place of all but those that ``overrides`` name.
-
-    Keys that may change are the command's, such as the number of replicas.
-    """
-    given = {text.partition("=")[0].lstrip("+~") for text in overrides}
-    sections = asdict(config)
-    for section, ours in sections.items():
-        before = saved.get(section)
-        if section in given or not isinstance(ours, dict) or not isinstance(before, dict):
-            continue
-        alike = all(ours.get(key) == before.get(key) for key in ("name", "_target_"))
-        kept = {key: value for key, value in ours.items() if f"{section}.{key}" in given}
-        fixed = {
-            key: value
-            for key, value in before.items()
-            if not (alike and Mark.CHANGES in MARKS.get(f"{section}.{key}", Mark.NONE))
-        }
-        sections[section] = {**(ours if alike else {}), **fixed, **kept}
-    completed: Config = typed(Config, sections, "")
-    return completed

@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 
 from shardtrain.job import tags
 from shardtrain.job.build import Job
-from shardtrain.job.config import MARKS, Config
+from shardtrain.job.config import Config
 from shardtrain.job.pictures import Picture
+from shardtrain.job.saved import MARKS
 from shardtrain.job.schema import Mark
 from shardtrain.monitor.metrics import scores_in_words
 

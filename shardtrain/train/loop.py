@@ -16,10 +16,11 @@ from shardtrain import comm
 from shardtrain.device import HostCopy, on_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
-from shardtrain.job.config import Config, as_saved
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.launch import Context
+from shardtrain.job.saved import as_saved
 from shardtrain.job.schema import path_of, writing
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step

@@ -21,10 +21,11 @@ from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
 from shardtrain.checkpoint.store import Newest, Store, newest, step_name, steps_in
 from shardtrain.job.build import Job, warmup_of
-from shardtrain.job.config import Change, Config, changed_keys
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.format import MIB, first_of
 from shardtrain.job.launch import Context
+from shardtrain.job.saved import Change, changed_keys
 from shardtrain.job.schema import Mark, UserError, path_of, reading, writing
 from shardtrain.monitor import StepMetrics
 from shardtrain.train.saving import Best, RunState

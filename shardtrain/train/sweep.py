@@ -30,10 +30,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import synchronize
 
 from shardtrain.job import launch
-from shardtrain.job.config import MARKS, Config
+from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, meet
 from shardtrain.job.hydra_app import program_configs, read_config, split, unreadable
 from shardtrain.job.launch import Context
+from shardtrain.job.saved import MARKS
 from shardtrain.job.schema import Mark, UserError
 
 Program = Callable[[Config, Context], float | None]
