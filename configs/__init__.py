@@ -17,10 +17,11 @@ def registered() -> Iterator[Path]:
 
     Hydra's store is one for the whole process; other programs have keys of that name.
     """
-    shared = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("models.yaml")))
-    assert isinstance(shared, dict)
+    shared, own = (
+        OmegaConf.load(Path(__file__).with_name(f"{name}.yaml")) for name in ("models", "classifier")
+    )
     for name in torchvision_models():
-        _store(name, "models.classifier", shared, name=name, stem="auto", zero_init_residual=False)
+        _store(name, "models.classifier", shared, name=name, **own)
     _store("own", "models.classifier", {**shared, "_target_": "???"})
     _store("vit_cifar", "models.vit", shared, patch=4, layers=7, heads=12, width=384, mlp_width=384)
     _store("resnet20", "models.resnet_cifar", shared, depth=20)

@@ -75,18 +75,17 @@ class Photo:
         pad: pixels on each side before the crop. policy: none, trivial (TrivialAugment, wide), rand
         (RandAugment: two operations of `magnitude`, 0 to 30), cifar10 (AutoAugment's policy for it).
         erase: the fraction of images that lose a box of 2 to 33 % of their area. border: constant (zeros) or
-        reflect. flip: random; alternating: random in the first epoch, then mirrored in every second epoch
-        (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498). Raises ValueError for other values.
+        reflect. flip: none; random; alternating: random in the first epoch, then mirrored in every second
+        epoch (Keller Jordan, 2024, https://arxiv.org/abs/2404.00498). Raises ValueError for other values.
         """
         if pad < 0 or not 0 <= magnitude <= 30 or not 0 <= erase <= 1:
             raise ValueError(
                 f"pad={pad}, magnitude={magnitude}, erase={erase}: expected at least 0, 0 to 30 and 0 to 1"
             )
-        if border not in ("constant", "reflect") or flip not in ("random", "alternating"):
-            raise ValueError(
-                f"border={border}, flip={flip}: expected constant or reflect, and random or alternating"
-            )
-        self.pad, self.erase, self.border = pad, erase, border
+        if border not in ("constant", "reflect") or flip not in ("none", "random", "alternating"):
+            found = f"border={border}, flip={flip}"
+            raise ValueError(f"{found}: expected constant or reflect, and none, random or alternating")
+        self.pad, self.erase, self.border, self.flip = pad, erase, border, flip
         self.alternates = [FLIP] if flip == "alternating" else []
         """Columns of `uniform` that move by 1/2 from epoch to epoch."""
         self.image = policy_named(policy, magnitude)
@@ -94,7 +93,10 @@ class Photo:
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
         """images: float32 [batch, channels, height, width]; uniform: float32 [batch, 8]."""
-        cropped = crop_flip(images, uniform[:, :3], self.pad, self.border)
+        draws = uniform[:, :3]
+        if self.flip == "none":
+            draws = torch.cat([draws[:, :FLIP], torch.zeros_like(draws[:, FLIP:])], 1)
+        cropped = crop_flip(images, draws, self.pad, self.border)
         return erased(cropped, uniform[:, 3:], self.erase) if self.erase else cropped
 
 
@@ -111,7 +113,14 @@ def policy_named(name: str, magnitude: int) -> Callable[[Tensor], Tensor] | None
     }
     if name not in policies:
         raise ValueError(f"policy={name} (valid: none, {', '.join(policies)})")
-    return policies[name]()
+    policy = policies[name]()
+
+    def change(image: Tensor) -> Tensor:
+        if len(image) not in (1, 3):  # some of its changes cannot take them
+            raise ValueError(f"policy={name}: an image has {len(image)} channels, expected 1 or 3")
+        return policy(image)
+
+    return change
 
 
 def crop_flip(images: Tensor, uniform: Tensor, pad: int, border: str = "constant") -> Tensor:

@@ -58,7 +58,8 @@ def vit(
     Raises ValueError if patches do not divide the image, heads do not divide the width, or a size is absurd.
     """
     if min(patch, layers, heads, width, mlp_width) < 1 or layers > MOST_LAYERS:
-        raise ValueError(f"expected sizes of at least 1, and at most {MOST_LAYERS} layers, found {layers}")
+        sizes = f"patch={patch}, layers={layers}, heads={heads}, width={width}, mlp_width={mlp_width}"
+        raise ValueError(f"{sizes}: expected sizes of at least 1, and at most {MOST_LAYERS} layers")
     if image_size % patch or width % heads:
         raise ValueError(
             f"patch={patch}, heads={heads}: expected divisors of image_size={image_size} and width={width}"

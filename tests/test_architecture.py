@@ -20,10 +20,10 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 # only shrinks. `air` is allowed above it.
 ENGINE = {"layout": 185, "device": 177, "comm": 3_514, "engine": 3_229, "optim": 413, "checkpoint": 1_246}
 PROGRAM = {
-    "job": 2_959,
+    "job": 3_333,
     "plan": 745,
     "monitor": 980,
-    "train": 747,
+    "train": 804,
     "export": 110,
     "doctor": 255,
     "judge": 655,
@@ -36,7 +36,7 @@ BESIDE = {
     "recipes": ("recipes/*.py", 1_925),
     "bench": ("recipes/bench/*.py", 1_364),
 }
-LARGEST = {"lines": 15_350, "lines with what is beside": 18_684, "files": 93, "rooms": 16, "tests": 12_592}
+LARGEST = {"lines": 15_781, "lines with what is beside": 19_126, "files": 94, "rooms": 16, "tests": 12_814}
 
 
 def air(budget: int) -> int:

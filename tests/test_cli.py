@@ -156,15 +156,17 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     (step,) = re.findall(r"stopped by SIGTERM after step (\d+); step \1 is saved", stopped.output)
     saved = max((tmp_path / "outputs/here/checkpoints").iterdir())  # beside the best one
     assert int(saved.name.removeprefix("step-")) == int(step)
-    done = ended(1, *PROGRAM, *SAVING, "train.epochs=1", "train.max_steps=1", folder=tmp_path)
+    done = ended(1, *PROGRAM, *SAVING, f"train.max_steps={step}", folder=tmp_path)
     assert done.codes == [0], done.errors
-    assert f"continuing after step {step} of 1: nothing is left to do" in done.output
+    assert f"continuing after step {step} of {step}: nothing is left to do" in done.output
 
 
 # A model and an optimizer of the user's own, in the working directory.
 MINE = """
 import torch
 from torch import nn
+
+from shardtrain.monitor import Writer
 
 class Net(nn.Module):
     def __init__(self, width: int, num_classes: int):
@@ -177,8 +179,31 @@ class Net(nn.Module):
 
 class Slow(torch.optim.SGD):
     pass
+
+class Twice(nn.CrossEntropyLoss):
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, logits, labels):
+        return self.factor * super().forward(logits, labels)
+
+def seven(logits, labels):
+    return torch.full(labels.shape, 7.0)
+
+class Lines(Writer):
+    def __init__(self, directory, config):
+        self.path = directory / "lines"
+
+    def log(self, step, scalars):
+        with self.path.open("a") as file:
+            file.write(f"{step} {scalars.get('val/seven')}\\n")
 """
-OWN = ("model._target_=mine.Net", "model.width=7", "optim._target_=mine.Slow", "optim.momentum=0.5")
+OWN = (
+    *("model._target_=mine.Net", "model.width=7", "optim._target_=mine.Slow", "optim.momentum=0.5"),
+    *("train.loss._target_=mine.Twice", "train.loss.factor=2", "train.label_smoothing=0"),
+    *("monitor.metrics=[mine.seven]", "monitor.writers=[mine.Lines]"),
+)
 
 
 def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) -> None:
@@ -191,7 +216,11 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     done = ended(2, *train, "allow=[mine]", "train.max_steps=2", "model.freeze=[body]", folder=tmp_path)
     assert (done.codes, done.errors) == ([0, 0], "")
     assert (done.output.count("GFLOP per image"), done.output.count("finished")) == (1, 1)
-    assert result_of(tmp_path / "outputs/own")["parameters"] == 7 * 9 + 7 + 7 * 10 + 10
+    result = result_of(tmp_path / "outputs/own")
+    assert result["parameters"] == 7 * 9 + 7 + 7 * 10 + 10
+    assert result["val/seven"] == 7
+    assert result["train/loss"] == pytest.approx(2 * result["val/loss"], rel=0.2)  # about twice log 10
+    assert "2 7.0\n" in (tmp_path / "outputs/own/lines").read_text()
     for refused, arguments in (
         ("error: model._target_=mine.Net: only builders in shardtrain.recipes and torchv", train),
         ("error: allow=['mine']: the command line alone says", [*PROGRAM, "--config-dir=.", "+recipe=sly"]),

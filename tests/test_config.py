@@ -115,6 +115,25 @@ def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> Non
         assert ("epochs" in said) == (flags[-1] not in ("model", "optim=muon"))
 
 
+@pytest.mark.parametrize("program", ["train", "plan", "doctor", "export"])
+def test_help_explains_every_key(program: str, capsys: Any, own: Path) -> None:
+    """Of every choice of every group; one odd file of the user's changes nothing."""
+    (own / "notes.yaml").write_text("- a\n\t- b")
+    folder = None if program == "train" else Path(shardtrain.__file__).parent / program / "configs"
+    groups = {"data": "train", "optim": "optim", "sched": "sched"} if program == "train" else {}
+    choices = [f"{group}={file.stem}" for group in groups for file in Path("configs", group).glob("*.yaml")]
+    for choice in ["", *choices]:
+        section = [choice.partition("=")[0], choice] if choice else []
+        compose(["--help", *section, "--config-dir", str(own)], folder=folder)
+        said = capsys.readouterr().out
+        keys = re.findall(
+            r"^ *(\w+): (?!\n).*", said.partition("change any key with key=value.")[2] or said, re.M
+        )
+        assert keys
+        bare = re.findall(r"^ *(?!name|_target_)(\w+): [^#\n]*$", said.rpartition("key=value.\n")[2], re.M)
+        assert bare == [], choice
+
+
 def test_a_checkout_that_is_not_installed_finds_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shardtrain, "__path__", list(shardtrain.__path__))
     assert composed("+recipe=resnet").seed == 0
@@ -172,6 +191,7 @@ UNREADABLE = {
     "seed: " + "[" * 1100: "recursion",
     "defaults: [mine]": ": a defaults list contains its own file",
     "caf\xe9: 1": "codec can't decode byte 0xe9",
+    "run: {name: 'of ${oc.env:HOME}'}": "run.name=of ${oc.env:HOME} reads something else than keys",
     "": "mine.yaml is not a regular file; expected a YAML file of keys",
 }
 
@@ -230,14 +250,18 @@ def test_flags_and_single_values_are_every_jobs(tmp_path: Path, capsys: Any) -> 
 def test_a_sweep_of_four_on_one_group(on_ranks: Any, tmp_path: Path) -> None:
     """One job is refused, one gives a loss that is no number; the other two train as they would alone."""
     swept = ("optim.lr=0.001,1e30", "train.batch_size=12,13")
-    (best, said), (other, silent) = on_ranks(2, run, str(tmp_path / "sweep"), train, *TWO_STEPS, *swept)
-    assert best == other
+    folder = str(tmp_path / "sweep")
+    (told, said), (other, silent) = on_ranks(2, run, folder, train, *TWO_STEPS, *swept)
+    assert told == other
+    assert re.match(
+        "UserError: 3 of 4 jobs have failed, the first, job 1, with: train.batch_size=13 is", told
+    )
     assert silent == ""
     assert "job 1 has failed: train.batch_size=13 is not divisible by 2 ranks" in said
     results = json.loads((tmp_path / "sweep/sweep.json").read_text())
     assert [bool(result["problem"]) for result in results] == [False, True, True, True]
     assert "a lower optim.lr may help" in results[2]["problem"]
-    overrides = ["optim.lr=0.001", "train.batch_size=12"]
+    overrides, best = ["optim.lr=0.001", "train.batch_size=12"], results[0]["objective"]
     assert results[0] == {"overrides": overrides, "objective": best, "problem": ""}
     assert f"{best:>11.2f} %     0  optim.lr=0.001 train.batch_size=12" in said
     assert result_of(tmp_path / "sweep/0")["best_val/acc1"] == best
@@ -263,7 +287,7 @@ def test_a_sweep_without_a_working_job_is_a_mistake_and_keeps_tracebacks(tmp_pat
         raise ZeroDivisionError("of nothing")
 
     result, _ = run(str(tmp_path), fails, "seed=1,2")
-    assert result == "UserError: every job of the sweep has failed, the first with: no such thing"
+    assert result == "UserError: 2 of 2 jobs have failed, the first, job 0, with: no such thing"
     for kept in (capsys.readouterr().err, (tmp_path / "1/traceback-00000.txt").read_text()):
         assert 'raise ZeroDivisionError("of nothing")' in kept
 

@@ -5,6 +5,7 @@ import importlib.resources
 import io
 import multiprocessing
 import pickle
+import shutil
 import subprocess
 import tarfile
 from collections import Counter
@@ -22,7 +23,8 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
-from shardtrain.job.build import completed
+from shardtrain.job.build import completed, feeds
+from shardtrain.job.data import photos
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.schema import UserError
@@ -32,6 +34,11 @@ from tiny import CPU, composed, global_batches, train_feed
 
 DIGITS: Any = composed("data=digits").data
 PHOTOS = {"image_size": 8, "resize": 10, "crop_area": 0.5, "workers": 0}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def files(name: str, root: Path, **options: Any) -> Any:
@@ -126,6 +133,11 @@ def test_images_in_folders(tmp_path: Path) -> None:
     sixteen = np.full((12, 14), 40 << 8, np.uint16)  # grey values of 16 bits
     Image.fromarray(sixteen).save(tmp_path / "val/class0/0.png")
     assert found.val[[0]][0].unique().tolist() == [40]
+    for mode in ("I", "F"):  # whose range nobody knows
+        Image.fromarray(sixteen.astype(np.float32)).convert(mode).save(tmp_path / "val/class0/1.tif")
+        with pytest.raises(UserError, match=f"its values are of mode {mode}, expected 8 or 16 bits"):
+            data.load(config).val[[2]]
+        (tmp_path / "val/class0/1.tif").unlink()
     resize, crop = data.load(folder(tmp_path, image_size=14, resize=None)).val.crop(14).transforms
     assert (resize.size, crop.size) == ([16], (14, 14))  # 256 and 224, 16 times smaller
     (tmp_path / "val/class1").rename(tmp_path / "val/cow")
@@ -305,6 +317,75 @@ def test_images_alternate_from_epoch_to_epoch() -> None:
     assert second == {label: not was for label, was in first.items()}
 
 
+class Squares(torch.utils.data.Dataset[Any]):
+    """Ten noisy images of 5×6 pixels."""
+
+    classes = ("a", "b")
+
+    def __init__(self, odd: int = -1) -> None:
+        self.odd = odd
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.randint(0, 256, (2, 5, 6), dtype=torch.uint8)
+        return (image.float() if index == self.odd else image), index % 2
+
+
+def squares(what: str = "both", image_size: int = 0) -> Any:
+    """Return data sets of the user's; `image_size` is what the configuration says."""
+    assert image_size == 5
+    return {"both": (Squares(), Squares(odd=9)), "one": (Squares(), None), "three": (1, 2, 3)}[what]
+
+
+def test_a_data_set_of_ones_own() -> None:
+    own = ("data._target_=test_data.squares", "data.image_size=5", "allow=[test_data]")
+
+    def loaded(*keys: str) -> data.DataSet:
+        config = composed(*own, *keys)
+        return data.load(config.data, config.allow)
+
+    found = loaded()
+    assert (len(found.train), len(found.val), found.classes, found.channels) == (10, 10, 2, 2)
+    first, second = (train_feed(loaded(), 5, steps=range(2)) for _ in range(2))
+    for ours, again in zip(first, second, strict=True):  # random changes are those of the image's position
+        assert torch.equal(ours.images, again.images)
+    split = loaded("data.what=one", "data.validation=0.2", "data.mean=[0.5]", "data.std=[0.25,0.5]")
+    assert (len(split.train), len(split.val), split.test) == (8, 2, None)
+    assert (split.mean, split.std) == ((127.5, 127.5), (63.75, 127.5))
+    for keys, message in (
+        (
+            ["data.what=one"],
+            "expected a training set and a validation set; None for the second needs data.val",
+        ),
+        (["data.what=three"], "expected a training set and a validation set"),
+        (["data.wat=one"], r"unknown key data.wat; did you mean what\? \(valid: what, image_size\)"),
+        (["data.mean=[1,1,1]"], r"data.mean=\[1.0, 1.0, 1.0\]: expected one value, or 2, one per channel"),
+        (["allow=[]"], r"data._target_=test_data.squares: only builders in shardtrain.recipes are called"),
+    ):
+        with pytest.raises(UserError, match=message):
+            loaded(*keys)
+    with pytest.raises(UserError, match=r"image 9 is torch.float32 \[2, 5, 6\], expected uint8"):
+        found.val[[9]]
+
+
+def test_photographs_as_a_fine_tuner_wants_them(tmp_path: Path) -> None:
+    """Without `val/`, and without random crops and mirrors where nothing is augmented."""
+    config = write_folders(tmp_path, 12)
+    shutil.rmtree(tmp_path / "val")
+    found = data.load(replace(config, validation=3, interpolation="bicubic", limit=8))
+    assert (len(found.train), len(found.val), found.test) == (8, 3, None)
+    assert found.val.source.source.transform.transforms[0].transforms[0].interpolation.value == "bicubic"
+    for augment, random in (("none", False), ("imagefolder", True)):
+        keys = (f"augment={augment}", "data=imagefolder", "train.eval_batch_size=2")
+        feed, val, _ = feeds(replace(composed(*keys), data=config), found, Share(2, 1, 0, 1), CPU, range(2))
+        assert (feed.loader.dataset.data.random, val.sampler.batch_size) == (random, 2)
+    image = torch.arange(6.0).view(1, 1, 1, 6)
+    assert torch.equal(Photo(0, flip="none")(image, torch.full((1, 8), 0.9)), image)
+    assert not torch.equal(Photo(0)(image, torch.full((1, 8), 0.9)), image)
+
+
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 70))
 def test_evaluation_counts_every_image_once(images: int, world_size: int, batch_size: int) -> None:
     samplers = [EvalSampler(images, batch_size, rank, world_size) for rank in range(world_size)]
@@ -398,23 +479,32 @@ def test_tar_files_give_what_folders_give(tmp_path: Path) -> None:
     write_tar(tmp_path / "train-0.tar", dict(items[:8]))
     write_tar(tmp_path / "train-1.tar", dict(items[8:]))
     write_tar(tmp_path / "val.tar", members)
-    for _ in range(2):  # from the headers, then from the index beside the shard
-        found = data.load(shards(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    for _ in range(2):  # from the headers, then from the index, which is kept elsewhere
+        found = data.load(shards(tmp_path, train="train*"))
         assert (len(found.train), len(found.val), found.classes) == (6, 6, 2)
         for ours, theirs in zip(feed(found), feed(in_folders), strict=True):
             assert torch.equal(ours.images, theirs.images)
             assert torch.equal(ours.labels, theirs.labels)
-        assert (tmp_path / "train-1.tar.index").is_file()
+        assert {path.name for path in tmp_path.iterdir()} == names
+        assert len([*photos._cache().iterdir()]) == 3
     write_tar(tmp_path / "train-1.tar", dict(items[:2]))  # another shard of that name
     assert len(data.load(shards(tmp_path)).train) == 5
 
 
-def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_kept_is_done_without_and_a_link_is_replaced(tmp_path: Path) -> None:
     write_tar(tmp_path / "val.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
-    (tmp_path / "val.tar.index").mkdir()
+    photos._cache().write_text("no folder")
     found = data.load(shards(tmp_path, train="val.tar"))
     assert (len(found.train), found.classes) == (1, 5)
-    assert {path.name for path in tmp_path.iterdir()} == {"val.tar", "val.tar.index"}
+    photos._cache().unlink()
+    data.load(shards(tmp_path, train="val.tar"))
+    (kept,) = photos._cache().iterdir()
+    kept.unlink()
+    (tmp_path / "precious").write_text("text")
+    kept.symlink_to(tmp_path / "precious")
+    assert len(data.load(shards(tmp_path, train="val.tar")).train) == 1
+    assert ((tmp_path / "precious").read_text(), kept.is_symlink()) == ("text", False)
 
 
 @pytest.mark.parametrize(
@@ -425,6 +515,10 @@ def test_an_index_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
         ({"0.jpg": b"x", "0.cls": b"cat"}, r"val.tar: 0.cls holds 'cat', expected the number of a class"),
         ({"0.jpg": b"x", "0.cls": "²".encode()}, r"val.tar: 0.cls holds '²', expected the number of a class"),
         ({"0.jpg": b"x", "0.cls": b"1" + bytes(9)}, r"0.cls holds '1.*', expected the number of a class"),
+        (
+            {"0.jpg": b"x", "0.cls": b"99999999"},
+            "the image of 1 bytes .* has the label 99999999, expected the nu",
+        ),
         ({"0.txt": b"x"}, r"val.tar: no images in it; expected <key>.jpg and <key>.cls"),
     ],
 )
@@ -463,7 +557,12 @@ def test_hugging_faces_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     rows = {"image": [{"bytes": encoded(v), "path": None} for v in (0, 1, 10, 11)], "label": [0, 0, 1, 1]}
     part = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "saved"))
+    parts = {"train": part, "test": part}
+    for name, names in (("train", ["x", "y"]), ("test", ["y", "x"])):
+        odd = parts[name].add_column("text", ["a"] * 4).add_column("none", [None] * 4)
+        swapped = odd.add_column("swapped", [0] * 4)
+        parts[name] = swapped.cast_column("swapped", datasets.ClassLabel(names=names))
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for config in (hub(tmp_path / "saved"), hub(tmp_path / "images", val="validation")):
         found = data.load(config)
@@ -473,6 +572,12 @@ def test_hugging_faces_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for options, message in [
         ({"val": "tset"}, r"data.val=tset: .* has no such split; did you mean test\? \(valid: train, test\)"),
         ({"label": "lable"}, r"data.label=lable: .* has no such column; did you mean label\?"),
+        (
+            {"label": "text"},
+            "the image 0 of the split train of .* has the label 'a', expected the number of a",
+        ),
+        ({"label": "none"}, "has the label None, expected the number of a class, 0 to 65535"),
+        ({"label": "swapped"}, r"train has the classes \['x', 'y'\], test \['y', 'x'\]"),
         ({"root": f"{tmp_path}/none"}, "data.root=.*none: .*; expected what Hugging Face's datasets can"),
     ]:
         with pytest.raises(UserError, match=message):

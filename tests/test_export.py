@@ -3,10 +3,12 @@
 import contextlib
 import faulthandler
 import io
+import json
 import shutil
 import sys
 import urllib.error
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from shardtrain.train.loop import train
 
 from pool import once
 from test_checkpoint import Plant, rewrite
-from tiny import SHORT, configure, context, result_of
+from tiny import SHORT, composed, configure, context, result_of
 
 STOCK = (
     *("model=mobilenet_v3_small", "data.channels=3", "data.val_images=13", "augment=digits", "optim=adamw"),
@@ -149,6 +151,15 @@ def test_an_evaluation_alone_scores_as_the_run_did(
     assert f"val      loss {result['val/loss']:.4f}, {said}" in output
     assert f"average  loss {result['val/ema_loss']:.4f}" in output
     assert before == {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    best = tmp_path / "best.json"  # the checkpoint knows model and data; the command, where they differ
+    bare = ("eval_only=true", f"resume={trained}/best", f"eval_out={best}")
+    assert train(composed(*bare), context(tmp_path / "none")) == result["best_val/acc1"]
+    scores = json.loads(best.read_text())
+    assert (scores["step"], scores["val/loss"]) == (result["best_val/step"], result["val/loss"])
+    given = ("data.limit=5", "data.val_images=9")
+    place = replace(context(trained), overrides=given)
+    assert train(composed("eval_only=true", "data=fake", *given), place) in (0, 20, 40, 60, 80, 100)
+    assert export(f"run={trained}/best", f"out={tmp_path}/best.pth") == 0
     for weights, tag in (("raw", "val/loss"), ("ema", "val/ema_loss")):
         out = tmp_path / f"{weights}.pth"
         assert export(f"run={trained}", f"out={out}", f"weights={weights}") == 0

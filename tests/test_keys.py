@@ -46,6 +46,9 @@ losses   train.cutmix=1
 losses   train.clip_grad_norm=0.01
 losses   data.image_size=16
 losses   data.repeats=2
+losses   data.mean=[0.2]
+losses   data.std=[0.9]
+losses   {photos} & data.interpolation=bicubic
 losses   data.limit=13
 losses   data.train_images=20
 losses   data.classes=5
@@ -82,6 +85,7 @@ average  ema.decay=0.5 & ema.every_steps=2
 average  ema.decay=0.5 & ema.after_epochs=1
 steps    train.epochs=1
 steps    train.max_steps=3
+steps    train.epochs=4 optim.lr=1e-30 & train.patience=1
 steps    train.log_every=2
 lr       sched.warmup_epochs=0
 lr       sched.final_lr_fraction=0.5
@@ -89,6 +93,7 @@ lr       sched=step sched.epochs=[1] & sched.epochs=[]
 lr       sched=step sched.epochs=[1] & sched.factor=0.5
 traffic  parallel.transport=process_group & train.accumulate=2
 traffic  parallel.transport=process_group & parallel.replicate=2
+held     parallel.transport=process_group & parallel.layout=whole
 held     parallel.transport=process_group & parallel.reshard_after_forward=false
 losses   parallel.traffic=int8 & parallel.transport=process_group
 said     dry_run=true
@@ -109,7 +114,12 @@ ELSEWHERE = {
     "test_recipes.py::test_a_recipe_says_what_it_is": "reference",
     "test_recipes.py::test_an_optimizer_by_name_takes_its_keywords": "optim._target_ optim.keywords",
     "test_recipes.py::test_channels_image_size_and_no_auxiliary_heads": "model.in_channels model.image_size",
-    "test_cli.py::test_a_model_of_ones_own_runs_where_the_command_allows_it": "allow",
+    "test_cli.py::test_a_model_of_ones_own_runs_where_the_command_allows_it": (
+        "allow monitor.metrics monitor.writers"
+    ),
+    "test_data.py::test_a_data_set_of_ones_own": "data._target_ data.keywords",
+    "test_data.py::test_photographs_as_a_fine_tuner_wants_them": "train.eval_batch_size",
+    "test_export.py::test_an_evaluation_alone_scores_as_the_run_did": "eval_out",
     "test_train.py::test_channels_last_reaches_the_activations": "train.channels_last",
     "test_train.py::test_compiling_without_a_compiler_is_a_mistake": "parallel.compile",
     "test_config.py::test_groups_are_chosen_by_name_and_numbers_become_floats": (

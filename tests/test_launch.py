@@ -139,9 +139,10 @@ def test_the_job_gets_config_device_and_directory(monkeypatch: pytest.MonkeyPatc
         launch.run(lambda config, context: seen.append(context))
         assert torch.get_num_threads() == threads
     named, placed, by_default = seen
-    assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"))
+    assert named.overrides[-1] == "run.name=here"
+    assert named == Context(ALONE, torch.device("cpu"), Path("outputs/here"), overrides=named.overrides)
     assert placed.run_dir == Path("/some/where")
-    assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*")
+    assert by_default.run_dir.match("outputs/digits-resnet18-[0-9]*-[0-9]*-[0-9]*")
     with pytest.raises(UserError, match=r"run\.dir=: it is empty; expected a path"):  # `run.dir=$UNSET`
         launch.run_dir(configure("run.dir="), ALONE)
 
@@ -366,8 +367,13 @@ def test_a_mistake_that_one_rank_finds_is_told_by_all(tmp_path: Path) -> None:
 @each_rank(2, transport="auto")
 def test_hosts_that_are_started_with_different_settings_are_named() -> None:
     launch.require_same_command(configure(f"data.workers={comm.rank()}", f"run.dir=/host{comm.rank()}"))
-    told = refused(launch.require_same_command, configure(f"optim.lr=0.{1 + comm.rank()}"))
-    assert told == "the command differs between ranks: rank 1 has optim.lr=0.2 where rank 0 has optim.lr=0.1"
+    for key in ("optim.lr", "data.repeats", "data.limit", "checkpoint.keep", "train.max_steps", "model.own"):
+        told = refused(launch.require_same_command, configure(f"{key}={1 + comm.rank()}"))
+        number = (lambda rank: 1.0 + rank) if key == "optim.lr" else lambda rank: 1 + rank
+        expected = f"rank 1 has {key}={number(1)} where rank 0 has {key}={number(0)}"
+        assert told == f"the command differs between ranks: {expected}"
+    told = refused(launch.require_same_command, configure(*["eval_only=true"] * comm.rank()))
+    assert told.endswith("rank 1 has eval_only=True where rank 0 has eval_only=False")
 
 
 @each_rank(2, transport="auto")
@@ -376,11 +382,13 @@ def test_ranks_share_the_work_of_indexing(tmp_path: Path) -> None:
         write_tar(tmp_path / f"{name}.tar", {"0.jpg": encoded(1, "jpeg"), "0.cls": b"4"})
     (tmp_path / "bad-1.tar").write_bytes(b"this is not a tar file" * 100)
     comm.barrier()
-    with patch.object(photos, "_scan", wraps=photos._scan) as scan:
+    kept = patch.object(photos, "_cache", lambda: tmp_path / "cache")
+    with kept, patch.object(photos, "_scan", wraps=photos._scan) as scan:
         assert len(data.load(shards(tmp_path)).train) == 3
     scanned = [call.args[0].name for call in scan.call_args_list]
     assert scanned == [["train-0.tar", "train-2.tar", "val.tar"], ["train-1.tar"]][comm.rank()]
-    told = refused(data.load, shards(tmp_path, train="bad-*.tar"))
+    with kept:
+        told = refused(data.load, shards(tmp_path, train="bad-*.tar"))
     assert re.search(r"bad-1.tar: .*; expected an uncompressed tar file", told)
     assert tarfile.is_tarfile(tmp_path / "bad-0.tar")
 

@@ -259,6 +259,9 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         target = tmp_path / f"from-{source.name}"
         assert on_ranks(2, run, str(target), f"resume={source}") == ["finished"] * 2
     assert final(tmp_path / "from-step-00000008") == final(undisturbed)
+    assert on_ranks(2, run, f"{tmp_path}/from-step-00000008", f"resume={undisturbed}") == ["finished"] * 2
+    ignored = f"; resume={undisturbed} is only for a run without checkpoints of its own"
+    assert ignored in (tmp_path / "from-step-00000008/log.txt").read_text()
     assert "continuing after step 10" in (tmp_path / "from-other/log.txt").read_text()
 
 
@@ -268,17 +271,34 @@ def test_starting_anew_and_from_elsewhere(on_ranks: Any, tmp_path: Path, undistu
         ("train.batch_size=6", "the checkpoint was saved by a run with train.batch_size=12, this one has 6"),
         ("data.repeats=2", "the checkpoint was saved by a run with data.repeats=1, this one has 2"),
         ("seed=3", "was saved by a run with seed=0, this one has 3, so its place among the images"),
+        (
+            "optim.lr=0.5",
+            "optim.lr=0.03, this one has 0.5, and it has no step left to train; choose another",
+        ),
+        (
+            "augment.zoom=0.5 ema.decay=0.5 optim=sgd",
+            "ema.decay=0.9, this one has 0.5; augment.zoom=0.08, th",
+        ),
+        (
+            "resume={1} train.label_smoothing=0.1",
+            "train.label_smoothing=0.05, this one has 0.1, and it has no",
+        ),
+        (
+            "train.epochs=3 sched=constant",
+            "sched.name=cosine, this one has constant; sched.warm",
+        ),
+        ("train.max_steps=9", "the checkpoint is of step 10, and this run would end at step 9; raise train."),
         ("model=squeezenet1_1", "by a run with model.name=mobilenet_v3_small, this one has squeezenet1_1"),
         ("resume=/nowhere", "resume=/nowhere: neither a checkpoint nor a run with checkpoints; resume=none"),
-        ("resume={0}/saved", "resume: no run has saved this: 'config'; resume=none starts anew"),
+        ("resume={0}/saved", "resume: no run has saved this: 'position'; resume=none starts anew"),
     ],
 )
 def test_what_cannot_be_continued_is_named(
     tmp_path: Path, undisturbed: Path, argument: str, text: str
 ) -> None:
-    folder = shutil.copytree(undisturbed, tmp_path / "run") if "/" not in argument else tmp_path / "new"
+    folder = tmp_path / "new" if "/" in argument else shutil.copytree(undisturbed, tmp_path / "run")
     checkpoint.save(tmp_path / "saved", shardtrain.shard(torch.nn.Linear(3, 2)))  # by no run
-    ending = run(str(folder), QUIET, argument.format(tmp_path))
+    ending = run(str(folder), QUIET, *argument.format(tmp_path, undisturbed).split())
     assert ending.startswith("UserError ")
     assert text in ending
 
@@ -292,9 +312,9 @@ def test_a_dry_run_looks_where_the_run_would(tmp_path: Path, undisturbed: Path, 
     assert re.search(r"^all at once, at most +[\d.]+$", said, re.MULTILINE)
     assert ": dry_run" in said
     assert re.search(r"0\.\d*[1-9] MiB per rank and checkpoint, [\d,]+ MiB free on ", said), said
-    assert "its optimizer is AdamW, expected SGD; resume=none starts anew" in run(
-        str(undisturbed), "dry_run=true", "optim=sgd"
-    )
+    assert "optim.name=adamw, this one has sgd" in run(str(undisturbed), "dry_run=true", "optim=sgd")
+    given = ("dry_run=true", "optim=sgd", "train.epochs=3", f"resume={undisturbed}")
+    assert "its optimizer is AdamW, expected SGD; resume=none starts anew" in run(str(undisturbed), *given)
     assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
     (tmp_path / "file").write_text("")
     ending = run(f"{tmp_path}/file/run", "dry_run=true")
@@ -306,7 +326,9 @@ def test_of_hundreds_of_parameters_that_do_not_fit_a_few_are_named() -> None:
     assert first_of(["a", "b", "c", "d", "e", "f", "g"]) == "a; b; c; d; e; and 2 more"
 
 
-def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Path) -> None:
+def test_the_command_s_settings_count_where_it_names_the_checkpoint(
+    tmp_path: Path, undisturbed: Path
+) -> None:
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     shutil.rmtree(folder / "checkpoints/step-00000010")
     seen: list[Any] = []
@@ -318,7 +340,9 @@ def test_the_command_s_settings_count_on_resume(tmp_path: Path, undisturbed: Pat
         fit(self, *args, **options)
 
     with patch.object(saving.Saver, "step_done", look):
-        assert run(str(folder), "optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5") == "finished"
+        given = ("optim.weight_decay=0.25", "sched=constant", "optim.lr=0.5")
+        assert f"; resume={folder}/checkpoints/step-00000008 continues it w" in run(str(folder), *given)
+        assert run(str(folder), *given, f"resume={folder}") == "finished"
     assert seen == [[(0.25, 0.5), (0.0, 0.5)]] * 2
 
 

@@ -67,7 +67,7 @@ def train(way: str, config: Config, context: Context, images: data.DataSet, ever
     per_epoch = len(images.train) // size
     steps = min(per_epoch * config.train.epochs, config.train.max_steps or sys.maxsize)
     schedule = LambdaLR(optimizer, lr_factor(config.sched, steps, per_epoch))
-    loss = loss_of(config.train.loss, config.train.label_smoothing)
+    loss = loss_of(config.train.loss, config.train.label_smoothing, config.allow)
     feed, val, test = feeds(config, images, share, device, range(steps))
     batches, started = iter(feed), time.perf_counter()
     found: dict[str, dict[int, float]] = {"loss": {}, "accuracy": {}}

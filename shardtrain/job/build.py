@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from shardtrain.job.config import Config, Parallel, Sched, Train
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
-from shardtrain.job.schema import UserError, instantiate, reading, typed
+from shardtrain.job.schema import REFUSALS, UserError, find_target, instantiate, reading, typed
 from shardtrain.optim import Ema, GradScaler
 
 # Training images that a model with a method `init_from_images` is given, to set what depends on the data.
@@ -30,6 +31,7 @@ SHOWN = 5000
 # Logits [batch, classes] and labels → the mean over the images of a micro-batch. Labels are class numbers,
 # int64 [batch], or what `data.Mix` makes of them: soft, float32 [batch, classes].
 Loss = Callable[[Tensor, Tensor], Tensor]
+Metric = Callable[[Tensor, Tensor], Tensor]  # the same → a number for each image, [batch]
 
 
 class Job(NamedTuple):
@@ -41,6 +43,7 @@ class Job(NamedTuple):
     schedule: LambdaLR
     scaler: GradScaler  # of the loss; it does nothing unless the model computes in fp16
     ema: Ema | None
+    metrics: Mapping[str, Metric]  # of each image evaluated, beside loss and accuracies
     train: data.TrainFeed
     val: data.EvalFeed
     test: data.EvalFeed | None  # images evaluated once, at the end; they influence no decision
@@ -60,7 +63,9 @@ def build(
     require_equal_parts(config.train, world_size)
     require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
-    images = together(lambda: data.load(config.data))  # since data may be missing on one host only
+    images = together(
+        lambda: data.load(config.data, config.allow)
+    )  # since data may be missing on one host only
     config = completed(config, images)
     if config.train.eval_shift >= config.data.side_in_eval:  # reflection reaches no further
         side = config.data.side_in_eval
@@ -75,7 +80,7 @@ def build(
     steps = steps_per_epoch * config.train.epochs
     steps = min(steps, config.train.max_steps or steps)
 
-    model = initial_model(config, deferred=True)
+    model = initial_model(config, deferred=True, resumed=first_step > 0)
     sample = (share.micro_batch, images.channels)
     flops = {  # for every size, so that a size that the model refuses fails now, not after hours
         side: forward_flops(model, (*sample, side, side), images.classes) / share.micro_batch
@@ -95,11 +100,15 @@ def build(
     train, val, test = feeds(config, images, share, device, range(first_step, steps))
     job = Job(
         model=model,
-        loss=loss_of(config.train.loss, config.train.label_smoothing),
+        loss=loss_of(config.train.loss, config.train.label_smoothing, config.allow),
         optimizer=optimizer,
         schedule=LambdaLR(optimizer, factor, last_epoch=first_step - 1),
         scaler=GradScaler(device.type, enabled=config.parallel.precision == "fp16"),
         ema=ema_of(model, config, steps_per_epoch),
+        metrics={
+            path.rpartition(".")[2]: find_target(path, "monitor.metrics", type(None), config.allow)
+            for path in config.monitor.metrics
+        },
         train=train,
         val=val,
         test=test,
@@ -170,8 +179,14 @@ def feeds(
 ) -> tuple[data.TrainFeed, data.EvalFeed, data.EvalFeed | None]:
     """Return the batches to train on in ``steps``, to evaluate by, and to test by."""
     keys, mixup, cutmix, mix, augment = config.data, config.train.mixup, config.train.cutmix, None, None
-    if config.augment.get("_target_") is not None:
+    if config.augment.get("_target_") is None:
+        images = images._replace(train=images.train_as_val or images.train)  # no random crops either
+    else:
         augment = instantiate(config.augment, "augment", object, config.allow)
+        if change := getattr(augment, "image", None):
+            shape = f"{images.channels} channels"
+            with reading("augment", f"choose another one for images of {shape}", REFUSALS):
+                change(images.train[[0]][0][0])
     if mixup or cutmix:
         classes = config.model.get("num_classes", images.classes)
         mix = data.Mix(mixup, cutmix, classes, share, config.seed)
@@ -179,13 +194,25 @@ def feeds(
         images, share, keys, device, seed=config.seed, steps=steps, augment=augment, mix=mix
     )
     prepare = data.Prepare(images, keys.side_in_eval, device)
-    val = data.EvalFeed(images.val, share, prepare, workers=keys.workers)
-    test = data.EvalFeed(images.test, share, prepare, workers=keys.workers) if images.test else None
-    return train, val, test
+    evaluated = partial(
+        data.EvalFeed,
+        share=share,
+        prepare=prepare,
+        workers=keys.workers,
+        batch_size=config.train.eval_batch_size,
+    )
+    return train, evaluated(images.val), evaluated(images.test) if images.test else None
 
 
-def loss_of(name: str, smoothing: float) -> Loss:
-    """Return the loss `name`. Smoothing by 0.1 turns the targets 1 and 0 of 10 classes into 0.91 and 0.01."""
+def loss_of(name: str | Mapping[str, Any], smoothing: float, allow: Sequence[str] = ()) -> Loss:
+    """Return the loss `name`, or what the keys of `train.loss` describe.
+
+    Smoothing by 0.1 turns the targets 1 and 0 of 10 classes into 0.91 and 0.01.
+    """
+    if isinstance(name, Mapping):
+        smoothed = {"label_smoothing": smoothing} if smoothing else {}  # refused where it has none
+        loss: Loss = instantiate({**smoothed, **name}, "train.loss", Callable, allow)  # type: ignore[arg-type]
+        return loss
     if name == "cross_entropy":
         return nn.CrossEntropyLoss(label_smoothing=smoothing)
 
@@ -204,7 +231,7 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
     The rate rises linearly over the warm-up (at most half the run), then follows the schedule. torch's
     schedules have state that is saved; this one depends only on the step.
     """
-    warmup = min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
+    warmup = warmup_of(sched, steps, steps_per_epoch)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -213,6 +240,11 @@ def lr_factor(sched: Sched, steps: int, steps_per_epoch: int) -> Callable[[int],
         return sched.scale(step / steps_per_epoch, progress)
 
     return factor
+
+
+def warmup_of(sched: Sched, steps: int, steps_per_epoch: int) -> int:
+    """Return the steps of the warm-up: at most half the run."""
+    return min(round(sched.warmup_epochs * steps_per_epoch), steps // 2)
 
 
 def require_equal_groups(parallel: Parallel, world_size: int) -> None:

@@ -18,8 +18,21 @@ import torch
 from shardtrain import optim
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import UserError, above, at_least, instantiate, one_of, reading
+from shardtrain.job.schema import (
+    Mark,
+    UserError,
+    above,
+    at_least,
+    instantiate,
+    marked,
+    one_of,
+    reading,
+)
 from shardtrain.layout import Policy
+
+REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
+PROCESS = Mark.SHARED | Mark.PER_HOST | REPORTED
+data_set = partial(one_of, mark=Mark.IMAGES)
 
 
 @dataclass(frozen=True)
@@ -35,18 +48,20 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    epochs: int = at_least(1)
-    max_steps: int | None = at_least(1)
-    batch_size: int = at_least(1)
-    accumulate: int = at_least(1)
-    channels_last: bool
-    loss: str = one_of("cross_entropy", "bce")
+    epochs: int = at_least(1, mark=Mark.CHANGES)
+    max_steps: int | None = at_least(1, mark=REPORTED)
+    batch_size: int = at_least(1, mark=Mark.IMAGES)
+    accumulate: int = at_least(1, mark=Mark.CHANGES)
+    channels_last: bool = marked(Mark.CHANGES)
+    loss: str | dict[str, Any] = one_of("cross_entropy", "bce")
     label_smoothing: float = at_least(0, below=1)
     mixup: float = at_least(0)
     cutmix: float = at_least(0)
     clip_grad_norm: float | None = above(0)
-    log_every: int = at_least(1)
-    eval_every: int = at_least(1)
+    log_every: int = at_least(1, mark=REPORTED)
+    eval_every: int = at_least(1, mark=REPORTED)
+    eval_batch_size: int | None = at_least(1, mark=REPORTED)
+    patience: int | None = at_least(1, mark=REPORTED)
     eval_flip: bool
     eval_shift: int = at_least(0, at_most=10**5)
 
@@ -78,10 +93,12 @@ class Images:
     image_size: int = at_least(1, at_most=10**5)
     eval_size: int | None = at_least(1, at_most=10**5)
     grow: tuple[int, ...] = at_least(1, at_most=10**5)
-    repeats: int = at_least(1)
-    validation: float = at_least(0)
-    limit: int | None = at_least(1)
-    workers: int = at_least(0, at_most=1024)
+    repeats: int = at_least(1, mark=Mark.IMAGES)
+    validation: float = at_least(0, mark=Mark.IMAGES)
+    limit: int | None = at_least(1, mark=Mark.IMAGES)
+    mean: tuple[float, ...] | None = at_least(0, at_most=1)
+    std: tuple[float, ...] | None = above(0, at_most=1)
+    workers: int = at_least(0, at_most=1024, mark=Mark.PER_HOST | REPORTED)
 
     def side_in(self, epoch: int) -> int:
         """Return the pixels per side of training images in ``epoch``, counted from 0."""
@@ -100,30 +117,31 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class Digits(Images):
-    name: str = one_of("digits")
+    name: str = data_set("digits")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Npz(Images):
-    name: str = one_of("arrays")
-    root: str
+    name: str = data_set("arrays")
+    root: str = marked(Mark.PER_HOST)
     image_size: int = at_least(0)  # 0: the images' own size, which `completed` fills in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar(Images):
-    name: str = one_of("cifar10", "cifar100")
-    root: str
-    download: bool
+    name: str = data_set("cifar10", "cifar100")
+    root: str = marked(Mark.PER_HOST)
+    download: bool = marked(Mark.PER_HOST | REPORTED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Photos(Images):
     """Hold the keys of data sets whose images are files of any size, which are read when needed."""
 
-    root: str
+    root: str = marked(Mark.PER_HOST)
     resize: int | None = at_least(1)
     crop_area: float = above(0, at_most=1)
+    interpolation: str = one_of("bilinear", "bicubic")
 
     def __post_init__(self) -> None:
         if self.resize is not None and self.resize < self.side_in_eval:
@@ -133,19 +151,19 @@ class Photos(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(Photos):
-    name: str = one_of("imagefolder")
+    name: str = data_set("imagefolder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebDataset(Photos):
-    name: str = one_of("webdataset")
+    name: str = data_set("webdataset")
     train: str
     val: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Photos):
-    name: str = one_of("huggingface")
+    name: str = data_set("huggingface")
     train: str
     val: str
     image: str
@@ -154,14 +172,24 @@ class HuggingFace(Photos):
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(Images):
-    name: str = one_of("fake")
+    name: str = data_set("fake")
     train_images: int = at_least(1, at_most=10**8)
     val_images: int = at_least(1, at_most=10**8)
     classes: int = at_least(2, at_most=10**8)
     channels: int = at_least(1, at_most=1024)
 
 
-Data = Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
+@dataclass(frozen=True, kw_only=True)
+class OwnData(Images):
+    """Take the data set that a function returns, of a package that the command line allows."""
+
+    name: str = data_set("own")
+    _target_: str = marked(Mark.IMAGES)
+    image_size: int = at_least(0)  # 0: the images' own size, which `completed` fills in
+    keywords: dict[str, Any] = field(metadata={"others": True})
+
+
+Data = OwnData | Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace | Fake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +206,8 @@ class Optimizer:
         """Return the optimizer with the keys as keyword arguments. Each group has its own weight decay."""
         other = ("name", "weight_decay", "decay_all")
         keywords = {key: value for key, value in vars(self).items() if key not in other}
-        return self.torch_class(groups, **keywords)
+        with reading("optim", "choose other keys", ValueError):
+            return self.torch_class(groups, **keywords)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +249,17 @@ class OwnOptimizer(Optimizer):
         node = {"_target_": self._target_, "lr": self.lr, **self.keywords}
         if self.weight_decay:
             node["weight_decay"] = self.weight_decay  # refused where it has none; the groups decide
-        optimizer: torch.optim.Optimizer = instantiate(node, "optim", torch.optim.Optimizer, allow, groups)
+
+        def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = instantiate(
+                node, "optim", torch.optim.Optimizer, allow, groups
+            )
+            return optimizer
+
+        optimizer, tried = made(groups), torch.nn.Parameter(torch.ones(2, 2))
+        tried.grad = torch.ones_like(tried)
         with reading(f"optim._target_={self._target_}", "choose another optimizer, or other keys"):
+            made([{"params": [tried]}]).step()
             optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
         return optimizer
 
@@ -277,16 +315,17 @@ Sched = Cosine | Linear | Steps | Constant
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    replicate: int = at_least(1)
-    shard: int | None = at_least(1)
-    reshard_after_forward: bool
-    transport: str = one_of(*TRANSPORTS)
+    replicate: int = at_least(1, mark=Mark.CHANGES)
+    shard: int | None = at_least(1, mark=REPORTED)
+    reshard_after_forward: bool = marked(Mark.CHANGES)
+    transport: str = one_of(*TRANSPORTS, mark=Mark.CHANGES)
     precision: str = one_of("fp32", "bf16", "fp16")
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
     sync_batchnorm: bool
-    activation_checkpoint: bool
-    compile: bool
-    offload: bool
+    layout: str | None = one_of("even", "whole", mark=Mark.CHANGES)
+    activation_checkpoint: bool = marked(Mark.CHANGES)
+    compile: bool = marked(Mark.CHANGES)
+    offload: bool = marked(Mark.CHANGES)
 
     def __post_init__(self) -> None:
         if self.traffic is not None and self.replicate > 1:
@@ -307,6 +346,8 @@ class Checkpoint:
 class MonitorConfig:
     tensorboard: bool
     profile_at: int | None = at_least(2)
+    metrics: tuple[str, ...]
+    writers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,15 +355,16 @@ class Config:
     # Groups whose files set keys of other sections and have none of their own.
     KEYLESS_GROUPS: ClassVar[tuple[str, ...]] = ("recipe", "debug")
 
-    allow: tuple[str, ...]
-    seed: int = at_least(0)
-    device: str = one_of("auto", "cpu", ACCELERATOR)
-    threads: int | None = at_least(1, at_most=1024)
-    dry_run: bool
-    resume: str
-    eval_only: bool
-    reference: Reference | None
-    run: RunConfig
+    allow: tuple[str, ...] = marked(REPORTED)
+    seed: int = at_least(0, mark=Mark.IMAGES)
+    device: str = one_of("auto", "cpu", ACCELERATOR, mark=PROCESS)
+    threads: int | None = at_least(1, at_most=1024, mark=PROCESS)
+    dry_run: bool = marked(REPORTED)
+    resume: str = marked(REPORTED)
+    eval_only: bool = marked(REPORTED)
+    eval_out: str | None = marked(REPORTED)
+    reference: Reference | None = marked(REPORTED)
+    run: RunConfig = marked(PROCESS)
     train: Train
     ema: EmaConfig
     model: dict[str, Any]
@@ -331,9 +373,10 @@ class Config:
     optim: Optim
     sched: Sched
     parallel: Parallel
-    checkpoint: Checkpoint
-    monitor: MonitorConfig
+    checkpoint: Checkpoint = marked(REPORTED)
+    monitor: MonitorConfig = marked(REPORTED)
 
     @property
     def model_name(self) -> str:
-        return str(self.model.get("name", self.model["_target_"]))
+        """What models of one function are told apart by: torchvision's name, timm's, or the function."""
+        return str(next(filter(None, map(self.model.get, ("name", "model_name", "_target_")))))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from shardtrain import average_buffers, comm
 from shardtrain.job import tags
+from shardtrain.job.build import Metric
 from shardtrain.job.data import Batch
+from shardtrain.job.schema import UserError
 from shardtrain.optim.ema import Ema
 
 
@@ -24,6 +27,7 @@ class Scores(NamedTuple):
 class Evaluation(NamedTuple):
     scores: Scores
     ema: Scores | None = None  # of the weights' moving average
+    own: Mapping[str, float] = MappingProxyType({})  # the user's metrics, of the weights that are judged
 
     @property
     def judged(self) -> Scores:
@@ -33,7 +37,8 @@ class Evaluation(NamedTuple):
     def scalars(self) -> dict[str, float]:
         """Return the scores by TensorBoard tag."""
         scalars = dict(zip(tags.VAL, self.scores, strict=True))
-        return scalars | dict(zip(tags.VAL_EMA, self.ema or (), strict=False))
+        own = {tags.own_metric(name): value for name, value in self.own.items()}
+        return scalars | dict(zip(tags.VAL_EMA, self.ema or (), strict=False)) | own
 
 
 class Views(NamedTuple):
@@ -63,6 +68,7 @@ def evaluate(
     feed: Iterable[Batch],
     *,
     ema: Ema | None = None,
+    metrics: Mapping[str, Metric] = MappingProxyType({}),
     views: Views = ONE_VIEW,
     before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
@@ -71,7 +77,7 @@ def evaluate(
     ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does.
     """
 
-    def scores() -> Scores:
+    def scores() -> tuple[Scores, dict[str, float]]:
         average_buffers(model)  # BatchNorm's running statistics differ between ranks before
         model.eval()
         sums = []
@@ -79,24 +85,36 @@ def evaluate(
             with torch.no_grad():
                 for batch in feed:
                     before_batch()
-                    sums.append(_sums(model, batch, views))
+                    sums.append(_sums(model, batch, views, metrics))
         finally:
             model.train()
-        loss, first, fifth, count = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
-        return Scores(loss / count, 100 * first / count, 100 * fifth / count)
+        loss, first, fifth, count, *own = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
+        means = {name: total / count for name, total in zip(metrics, own, strict=True)}
+        return Scores(loss / count, 100 * first / count, 100 * fifth / count), means
 
-    plain = scores()
+    plain, own = scores()
     if ema is None:
-        return Evaluation(plain)
+        return Evaluation(plain, None, own)
     with ema.swapped():
-        return Evaluation(plain, scores())
+        return Evaluation(plain, *scores())
 
 
-def _sums(model: nn.Module, batch: Batch, views: Views) -> Tensor:
-    """Return float64 [4]: summed loss, images right in the first guess, in the first five, and all images."""
+def _sums(
+    model: nn.Module, batch: Batch, views: Views, metrics: Mapping[str, Metric] = MappingProxyType({})
+) -> Tensor:
+    """Return sums over the images, float64 [4 + metrics].
+
+    They are the loss, images right in the first guess, in the first five, all images, and each metric.
+    """
     logits = torch.stack([model(view).float() * weight for view, weight in views.of(batch.images)]).sum(0)
     logits, labels = logits[: batch.valid], batch.labels[: batch.valid]
     losses = F.cross_entropy(logits, labels, reduction="none")
     right = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    parts = (losses.double().sum(), right[:, 0].sum(), right.sum(), torch.tensor(len(labels)))
+    own = [metric(logits, labels) for metric in metrics.values()]
+    for name, values in zip(metrics, own, strict=True):
+        if values.shape != labels.shape:
+            found = f"returned {list(values.shape)} for {len(labels)} images"
+            raise UserError(f"monitor.metrics: {name} {found}, expected a number for each")
+    parts = [losses.double().sum(), right[:, 0].sum(), right.sum(), torch.tensor(len(labels))]
+    parts += [values.double().sum() for values in own]
     return torch.stack([part.to(logits.device, torch.float64) for part in parts])

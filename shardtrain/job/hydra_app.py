@@ -26,11 +26,12 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 import shardtrain
-from shardtrain.job.schema import Frozen, UserError, checked, not_valid, path_of, plain_file, reading
+from shardtrain.job.schema import Frozen, UserError, checked, flat, not_valid, path_of, plain_file, reading
 
 if TYPE_CHECKING:
     from shardtrain.job.config import Config
 
+RESOLVER = re.compile(r"\$\{[^{}]*:")  # ${oc.env:HOME}, but not ${train.epochs}
 KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
 
 
@@ -58,15 +59,23 @@ def compose(arguments: Sequence[str], *, speak: bool = True, folder: Path | None
     folders = [folder, *own_folders]
     choices = {(file.parent.name, file.stem) for each in folders for file in each.glob("*/*.yaml")}
     groups = {*ConfigStore.instance().repo, *(group for group, _ in choices)}
-    for file in (file for each in own_folders for file in each.glob("*/*.yaml")):
-        if file.parent.name in ("model", *os.listdir(folder)):
-            load_yaml(file)  # since Hydra's message would be the first line of several
+    for file in (file for each in own_folders for file in sorted(each.rglob("*.yaml"))):
+        _check_own_file(file, known=file.parent.name in ("model", *os.listdir(folder)))
     _register_resolvers(folders, choices)
     section = overrides.pop(0) if flags.help and overrides and "=" not in overrides[0] else ""
     keys = [text.partition("=")[0].lstrip("+") for text in overrides]
+    if keys.count("recipe") > 1:
+        texts = [text for text, key in zip(overrides, keys, strict=True) if key == "recipe"]
+        raise UserError(f"{' '.join(texts)}: choose one recipe; a recipe's defaults list may name another")
+    if "train.loss._target_" in keys:
+        overrides, keys = ["train.loss={}", *overrides], ["train.loss", *keys]  # in place of a name
     allow = [text for text, key in zip(overrides, keys, strict=True) if key == "allow"]
     texts = [_as_hydra_takes_it(text, groups) for text in overrides if text not in allow]
-    texts += [f"{name}=own" for name in ("model", "optim") if f"{name}._target_" in keys and name not in keys]
+    texts += [
+        f"{name}=own"
+        for name in ("model", "data", "optim")
+        if f"{name}._target_" in keys and name not in keys
+    ]
     searched = ",".join(f'"file://{path}"' for path in own_folders)
     texts.append(f"hydra.searchpath=[{searched}]")
     try:
@@ -109,6 +118,24 @@ def load_yaml(path: Path) -> Any:
     """Read a user's YAML file. Raises UserError if that fails."""
     with reading(str(path), "expected a YAML file of keys"):
         return OmegaConf.load(plain_file(path))
+
+
+def _check_own_file(path: Path, known: bool) -> None:
+    """Raise UserError for a user's file that cannot be read, or has a resolver, whose result would be stored.
+
+    ``known``: whether it is in one of the program's groups. Other files need not be configurations.
+    """
+    try:
+        keys = flat(OmegaConf.to_container(load_yaml(path)))  # here, as Hydra's message has several lines
+    except UserError:
+        if known:
+            raise
+        return
+    for key, value in keys.items():
+        if RESOLVER.search(str(value)):
+            raise UserError(
+                f"{path}: {key}={value} reads something else than keys; set {key} on the command line"
+            )
 
 
 def _register_resolvers(folders: Sequence[Path], choices: Collection[tuple[str, str]]) -> None:
@@ -229,23 +256,33 @@ def unreadable(override: str) -> UserError:
 
 
 def described(config: DictConfig, folders: Sequence[Path], section: str = "") -> str:
-    """Return ``config`` as text, with the comments of the files in ``folders``; or one ``section`` alone."""
+    """Return ``config``, or one ``section``, as text with the comments of the files that it is made of."""
     OmegaConf.set_struct(config, False)
-    around = config.pop("hydra").help
+    hydra_keys = config.pop("hydra")
     if section and section not in config:
         raise not_valid(f"--help {section}: there is no such group", section, map(str, config))
-    files = [file for folder in folders for file in sorted(folder.rglob("*.yaml")) if file.is_file()]
-    chosen = {group.get("name") for group in config.values() if isinstance(group, DictConfig)}
-    said: dict[str, str] = {}
-    for file in sorted(files, key=lambda file: file.stem not in chosen):
-        shared = {"images": "data.", "photos": "data.", "models": "model."}
-        place = shared.get(file.stem, "") if file.parent in folders else f"{file.parent.name}."
-        for key, comment in _keys(file.read_text()):
-            said.setdefault(place + key, comment)
+    said = _comments(folders, "config")
+    for group, choice in hydra_keys.runtime.choices.items():
+        files = ("models", "classifier") if group == "model" else (f"{group}/{choice}",)
+        for file in files if group in config else ():
+            said |= {f"{group}.{key}": comment for key, comment in _comments(folders, file).items()}
     text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)
     keys = zip(text.splitlines(), _keys(text), strict=True)
     described = "\n".join(f"{line:<38}  {said.get(key, '')}".rstrip() for line, (key, _) in keys)
-    return described if section else f"{around.header}\n{described}\n\n{around.footer}"
+    return described if section else f"{hydra_keys.help.header}\n{described}\n\n{hydra_keys.help.footer}"
+
+
+def _comments(folders: Sequence[Path], name: str) -> dict[str, str]:
+    """Return the comments of a file's keys, and of the files that its defaults list has in the same place."""
+    path = next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
+    if path is None:
+        return {}
+    said: dict[str, str] = {}
+    for entry in load_yaml(path).get("defaults", []) if name != "config" else ():
+        if isinstance(entry, str) and entry != "_self_":
+            other = entry.partition("@")[0]
+            said |= _comments(folders, other[1:] if other[0] == "/" else f"{name.rpartition('/')[0]}/{other}")
+    return said | {key: comment for key, comment in _keys(path.read_text()) if comment}
 
 
 def _keys(text: str) -> Iterator[tuple[str, str]]:

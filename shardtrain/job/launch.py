@@ -33,11 +33,11 @@ from shardtrain import device as devices
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
 from shardtrain.job.hydra_app import read_config
-from shardtrain.job.schema import UserError, path_of
+from shardtrain.job.saved import marked_values
+from shardtrain.job.schema import Mark, UserError, path_of
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
 
 USER_ERROR = 2
-COMMON = ("train", "ema", "augment", "optim", "sched", "parallel")  # sections that are the same on all hosts
 PATIENCE = 10.0  # seconds for which a silent rank waits for the rank that prints, before it exits itself
 
 Settings = TypeVar("Settings")  # has the keys `device` and `threads`
@@ -51,6 +51,7 @@ class Context:
     device: torch.device
     run_dir: Path
     first: bool = True  # whether it is the first job of a sweep
+    overrides: Sequence[str] = ()  # the command line's settings
 
 
 def run(job: Callable[[Config, Context], Result]) -> Result | None:
@@ -58,17 +59,17 @@ def run(job: Callable[[Config, Context], Result]) -> Result | None:
 
     def run_job(config: Config, rank_info: RankInfo, device: torch.device) -> Result:
         require_same_command(config)
-        return job(config, Context(rank_info, device, run_dir(config, rank_info)))
+        return job(config, Context(rank_info, device, run_dir(config, rank_info), overrides=sys.argv[1:]))
 
     return start(read_config, run_job)
 
 
 def require_same_command(config: Config) -> None:
-    """Raise UserError on all ranks if their settings differ, apart from paths and threads. Collective."""
-    sections = {name: section for name, section in asdict(config).items() if name in COMMON}
-    lines = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
+    """Raise UserError on all ranks if settings differ that may not differ between hosts. Collective."""
+    values = marked_values(asdict(config)).items()
+    lines = [f"{key}={value}" for key, (value, mark) in values if Mark.PER_HOST not in mark]
     try:
-        comm.require_same([f"seed={config.seed}", *lines], "the command", comm.plain_transport())
+        comm.require_same(lines, "the command", comm.plain_transport())
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -154,7 +155,7 @@ def run_dir(config: Config, rank_info: RankInfo) -> Path:
     """Return the run's directory, the same on all ranks whatever their clocks."""
     if config.run.dir is not None:
         return path_of("run.dir", config.run.dir)
-    started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     default = f"{config.data.name}-{config.model_name.rpartition('.')[2]}-{started}"
     return path_of("run.name", f"outputs/{rank_info.agree('run_name', config.run.name or default)}")
 

@@ -37,12 +37,13 @@ PRECISIONS = {
 }
 
 
-def initial_model(config: Config, *, deferred: bool = False) -> nn.Module:
+def initial_model(config: Config, *, deferred: bool = False, resumed: bool = False) -> nn.Module:
     """Build the unsharded model before the first step, the same on every rank.
 
-    With ``deferred``, a model whose values are not loaded gets them from rank 0 in `shard`.
+    With ``deferred``, a model whose values are not loaded gets them from rank 0 in `shard`. A ``resumed``
+    model gets its values from a checkpoint, so `model.weights` are not read.
     """
-    weights = typed(str | None, config.model.get("weights"), "model.weights")
+    weights = None if resumed else typed(str | None, config.model.get("weights"), "model.weights")
     reset_head = typed(bool, config.model.get("reset_head", False), "model.reset_head")
     torch.manual_seed(config.seed)
     if weights is None and deferred:  # rank 0 alone allocates it
@@ -121,9 +122,10 @@ def shard_with_optimizer(
         gather=torch.int8 if parallel.traffic in ("int8", "int8_gathers") else None,
         reduce=torch.int8 if parallel.traffic in ("int8", "int8_reductions") else None,
     )
+    layout: Any = parallel.layout or config.optim.layout
     shardtrain.shard(
         model,
-        layout=config.optim.layout,
+        layout=layout,
         precision=precision,
         reshard_after_forward=parallel.reshard_after_forward,
         transport=transport or parallel.transport,

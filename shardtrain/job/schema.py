@@ -1,9 +1,9 @@
 """Convert what Hydra has composed to frozen dataclasses, and report users' mistakes.
 
-A field declares its range (`at_least`, `above`, `one_of`). A field whose type is a union of
-dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions between
-fields are checked in ``__post_init__``. Each message names the key as the user would write it on the command
-line.
+A field declares its range (`at_least`, `above`, `one_of`) and its marks (`Mark`). A field whose type is a
+union of dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions
+between fields are checked in ``__post_init__``. Each message names the key as the user would write it on the
+command line.
 
 The keys of a group with a ``_target_`` are those of its callable (`instantiate`). A file can choose it, so it
 must be in one of a few packages. Only the command line can add packages.
@@ -12,6 +12,7 @@ must be in one of a few packages. Only the command line can add packages.
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import inspect
 import math
@@ -34,7 +35,15 @@ Kinds = type[Exception] | tuple[type[Exception], ...]
 
 # Packages in which a ``_target_`` may be, besides those of `allow`.
 RECIPES = "shardtrain.recipes"
-PACKAGES = {"model": (RECIPES, "torchvision.models"), "augment": (RECIPES,), "optim": ("torch.optim",)}
+PACKAGES = {
+    "model": (RECIPES, "torchvision.models"),
+    "augment": (RECIPES,),
+    "optim": ("torch.optim",),
+    "train.loss": (RECIPES, "torch.nn"),
+    "data": (RECIPES,),
+    "monitor.metrics": (RECIPES,),
+    "monitor.writers": (RECIPES,),
+}
 
 # The bounds that a field's metadata may declare.
 BOUNDS = {
@@ -105,19 +114,59 @@ def plain_file(path: Path) -> Path:
     return path
 
 
-def at_least(bound: float, **other_bounds: float) -> Any:
+class Mark(enum.Flag):
+    """Say what is special about a key, or about all keys of a section.
+
+    Without a mark all hosts must have the same value, a run continues only with the value that it began with,
+    unless the command names the checkpoint (`resume=PATH`), and TensorBoard shows it as a hyperparameter.
+    """
+
+    NONE = 0
+    PER_HOST = enum.auto()  # may differ between hosts, such as a path
+    IMAGES = enum.auto()  # decides which images a step has, so no run can continue with another value
+    CHANGES = enum.auto()  # any value can continue a run
+    HIDDEN = enum.auto()  # no hyperparameter
+    SHARED = enum.auto()  # the jobs of a sweep have one value
+
+
+def at_least(bound: float, **demands: Any) -> Any:
     """Declare a field whose value, or each of several, may not be below ``bound``."""
-    return field(metadata={"at_least": bound, **other_bounds})
+    return field(metadata={"at_least": bound, **demands})
 
 
-def above(bound: float, **other_bounds: float) -> Any:
+def above(bound: float, **demands: Any) -> Any:
     """Declare a field whose value must be greater than ``bound``."""
-    return field(metadata={"above": bound, **other_bounds})
+    return field(metadata={"above": bound, **demands})
 
 
-def one_of(*choices: str) -> Any:
+def one_of(*choices: str, **demands: Any) -> Any:
     """Declare a field that takes one of the given words."""
-    return field(metadata={"choices": choices})
+    return field(metadata={"choices": choices, **demands})
+
+
+def marked(mark: Mark, **demands: Any) -> Any:
+    """Declare a field, or a section of fields, with this ``mark``."""
+    return field(metadata={"mark": mark, **demands})
+
+
+def marks_of(hint: Any, key: str = "", mark: Mark = Mark.NONE) -> dict[str, Mark]:
+    """Return the marks of every key of ``hint``, a dataclass or a union of them, its sections' included."""
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if is_dataclass(kind)]
+    marks = {} if kinds else {key: mark}
+    for kind in kinds:
+        hints = typing.get_type_hints(kind)
+        for entry in fields(kind):
+            name = f"{key}.{entry.name}".lstrip(".")
+            marks |= marks_of(hints[entry.name], name, mark | entry.metadata.get("mark", Mark.NONE))
+    return marks
+
+
+def flat(values: Any, key: str = "") -> dict[str, Any]:
+    """Return the values of nested groups by full key, as JSON holds them."""
+    if not isinstance(values, Mapping):
+        return {key: list(values) if isinstance(values, tuple) else values}
+    parts = (flat(value, f"{key}.{name}".lstrip(".")) for name, value in values.items())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
@@ -139,7 +188,7 @@ def instantiate(
     ``section`` names the config group in messages; ``allow``: the packages that the command line allows.
     """
     path = str(node.get("_target_"))
-    target = _find_target(path, section, kind, allow)
+    target = find_target(path, section, kind, allow)
     valid = dict([*inspect.signature(target).parameters.items()][len(arguments) :])
     takes_any = any(each.kind is each.VAR_KEYWORD for each in valid.values())
     # What the data set decides is passed only to callables with such a parameter.
@@ -159,9 +208,11 @@ def instantiate(
     return made
 
 
-def _find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
+def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
     """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
     found, (module_name, _, name) = f"{section}._target_={path}", path.rpartition(".")
+    if section.startswith("monitor."):
+        found = f"{section}=[{path}]"
     if path == "???":
         raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
     package = next((each for each in (*PACKAGES[section], *allow) if _inside(each, module_name)), None)
@@ -203,14 +254,18 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     if value is None and NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    kind = kinds[0] if len(kinds) == 1 else _variant(kinds, value, key)
+    kind = kinds[0]
+    if all(is_dataclass(each) for each in kinds[1:]):
+        kind = kind if len(kinds) == 1 else _variant(kinds, value, key)
+    elif isinstance(value, dict):
+        kind = kinds[-1]  # a text, or a group of keys
     if is_dataclass(kind) and isinstance(value, dict):
         return _section(kind, value, key)
     found = f"{key}={_show(value)}"
     if typing.get_origin(kind) is tuple:
         items = typing.get_args(kind)  # of one type: (float, float) or (float, ...)
         any_length = Ellipsis in items
-        if not isinstance(value, list) or not (any_length or len(value) == len(items)):
+        if not isinstance(value, list | tuple) or not (any_length or len(value) == len(items)):
             lists = f"a list, as in {key}=[a,b]" if any_length else f"a list of {len(items)} numbers"
             raise UserError(f"{found}: expected {lists}")
         return tuple(typed(items[0], item, key, demands) for item in value)
@@ -225,7 +280,7 @@ def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingP
     for name, (holds, words) in BOUNDS.items():
         if name in demands and not holds(value, demands[name]):
             raise UserError(f"{key}={value}: expected {words} {demands[name]}")
-    if value not in demands.get("choices", [value]):
+    if isinstance(value, str) and value not in demands.get("choices", [value]):
         raise not_valid(found, value, demands["choices"])
     return value
 

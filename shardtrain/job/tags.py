@@ -37,5 +37,6 @@ FIRST = {tag: f"accuracy_and_loss/{tag}" for tag in (TRAIN_ACC1, TRAIN_LOSS, VAL
 
 # Tags with a parameter: ``lr(0)`` is "lr/group0".
 lr = "lr/group{}".format  # by the optimizer's group
+own_metric = "val/{}".format  # by its function's name
 phase_pct = "time/{}_pct".format  # by phase (data, forward, …): its share of the time
 sent_mib = "comm/{}_mib_per_step".format  # by kind of collective (all_gather, …): sent per rank

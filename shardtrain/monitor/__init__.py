@@ -10,5 +10,6 @@ first page), ``monitor`` (all of these together, and tables), ``timeline`` (trac
 from shardtrain.monitor.metrics import StepMetrics
 from shardtrain.monitor.monitor import Monitor, open_monitor, score_table, start_table
 from shardtrain.monitor.timeline import Watch
+from shardtrain.monitor.writers import Writer
 
-__all__ = ["Monitor", "StepMetrics", "Watch", "open_monitor", "score_table", "start_table"]
+__all__ = ["Monitor", "StepMetrics", "Watch", "Writer", "open_monitor", "score_table", "start_table"]

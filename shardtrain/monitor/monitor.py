@@ -26,6 +26,7 @@ from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.format import MIB, counted
 from shardtrain.job.launch import Context
 from shardtrain.job.pictures import Picture
+from shardtrain.job.schema import instantiate
 from shardtrain.monitor.metrics import StepMetrics, judge, scores_in_words
 from shardtrain.monitor.writers import Console, LogFile, ResultFile, TensorBoard, Writer
 
@@ -149,6 +150,9 @@ def open_monitor(
     writers: list[Writer] = [result, console, LogFile(context.run_dir)]
     if config.monitor.tensorboard:
         writers.append(TensorBoard(context.run_dir, config, facts, job.first_step))
+    for path in config.monitor.writers:
+        given = (context.run_dir, dataclasses.asdict(config))
+        writers.append(instantiate({"_target_": path}, "monitor.writers", Writer, config.allow, *given))
     monitor = Monitor(*writers, first_step=job.first_step)
     monitor.save(context.run_dir / "config.yaml", OmegaConf.to_yaml(dataclasses.asdict(config)))
     monitor.facts(facts)

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from shardtrain.job import tags
 from shardtrain.job.build import Job
 from shardtrain.job.config import Config
 from shardtrain.job.pictures import Picture
+from shardtrain.job.saved import MARKS
+from shardtrain.job.schema import Mark
 from shardtrain.monitor.metrics import scores_in_words
 
 
@@ -133,15 +134,6 @@ class ResultFile(Writer):
 METRICS = (tags.VAL_ACC1, tags.VAL_LOSS, tags.TRAIN_LOSS, tags.IMG_PER_S, tags.PEAK_MIB)  # of HParams
 FIRST_COLUMNS = ("model", "optim.lr", "train.batch_size")  # of HParams; others follow in order of names
 
-# Keys of the command line on the HParams page, beside facts. Every run writes the same ones.
-COMPARED = (
-    *("data.image_size", "optim.lr", "optim.weight_decay", "train.batch_size", "train.accumulate"),
-    *("train.label_smoothing", "train.loss", "train.mixup", "train.cutmix", "train.clip_grad_norm"),
-    *("ema.decay", "parallel.precision", "parallel.transport", "parallel.replicate"),
-    *("parallel.offload", "parallel.activation_checkpoint", "parallel.compile", "parallel.traffic"),
-    *("parallel.reshard_after_forward", "seed"),
-)
-
 
 class TensorBoard(Writer):
     """Write one event file per process, complete after every report, and so before every checkpoint.
@@ -209,12 +201,17 @@ class TensorBoard(Writer):
 
 
 def hyperparameters(config: Config, facts: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return the values that distinguish runs, under the command line's names."""
-    values = {key: attrgetter(key)(config) for key in COMPARED}
-    return {
-        **{key: facts[key] for key in ("model", "parameters", "world_size", "device")},
-        **{"data": config.data.name, "optim": config.optim.name, "sched": config.sched.name},
-        "augment": (config.augment.get("_target_") or "none").rpartition(".")[2],
-        "train.steps": facts["steps"],
-        **{key: "none" if value is None else value for key, value in values.items()},
-    }
+    """Return the values that distinguish runs, under the command line's names: the same ones for every run.
+
+    A section whose keys a user may choose is one text. Keys that only another choice has are dashes.
+    """
+    sections, shown = asdict(config), {key: facts[key] for key in ("parameters", "world_size", "device")}
+    for key in (key for key, mark in MARKS.items() if Mark.HIDDEN not in mark):
+        section, _, name = key.partition(".")
+        value = sections[section].get(name, "–") if name else sections[section]
+        if isinstance(value, dict):
+            keys = (f"{name} {each}" for name, each in value.items() if each not in (None, False, []))
+            value = ", ".join(keys) or None
+        number = isinstance(value, (bool, int, float))
+        shown[key] = value if number else "none" if value is None else str(value)
+    return {**shown, "train.steps": facts["steps"], "model": f"{facts['model']}, {shown['model']}"}

@@ -13,7 +13,7 @@ from PIL import Image
 from shardtrain import device
 from shardtrain.job import data, launch
 from shardtrain.job.build import completed, require_equal_groups
-from shardtrain.job.config import Config, Data
+from shardtrain.job.config import Config
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.dist_env import RankInfo
 from shardtrain.job.hydra_app import Beside, read_beside
@@ -54,22 +54,22 @@ def read(arguments: Sequence[str], speak: bool) -> PlanSettings | None:
     keys, config = both.keys, both.config
     if (keys.bandwidth is None) != (keys.flops is None):
         raise UserError("bandwidth (GB/s) and flops (TFLOP/s) make a lower bound together: give both")
-    images = _data_set(config.data, config.model.get("num_classes"))
+    images = _data_set(config, config.model.get("num_classes"))
     if config.device == "auto":  # otherwise also a device that this machine does not have
         config = replace(config, device=device.ACCELERATOR if device.count() else "cpu")
     config = completed(config, images)
     return PlanSettings(keys, config, "cpu", config.threads, _question(keys, config, images.channels))
 
 
-def _data_set(config: Data, classes: int | None) -> data.DataSet:
+def _data_set(config: Config, classes: int | None) -> data.DataSet:
     """Load the data set; if it is not available, return one of colour images and the model's classes."""
     try:
-        return data.load(config)
+        return data.load(config.data, config.allow)
     except UserError as error:
-        if classes is None or config.image_size == 0:
+        if classes is None or config.data.image_size == 0:
             raise UserError(f"{error}; or plan without the data set: model.num_classes=N") from None
     nothing = Arrays(torch.empty(0, 3, 1, 1, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
-    return data.DataSet(nothing, nothing, config.name, classes, 3, (0.0,) * 3, (1.0,) * 3)
+    return data.DataSet(nothing, nothing, config.data.name, classes, 3, (0.0,) * 3, (1.0,) * 3)
 
 
 def _question(keys: PlanKeys, config: Config, channels: int) -> Question:

@@ -81,7 +81,7 @@ def simulate(config: Config, question: Question) -> Plan:
             if question.rank:
                 model, optimizer, by_rows = _sharded(config, question)
         ema = ema_of(model, config, steps_per_epoch=1)
-        loss = loss_of(config.train.loss, config.train.label_smoothing)
+        loss = loss_of(config.train.loss, config.train.label_smoothing, config.allow)
         step = Step(model, loss, optimizer, config.train.clip_grad_norm, ema)
         side = config.data.image_size
         shape = (question.micro_batch, question.channels, side, side)

@@ -5,17 +5,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shardtrain import comm
 from shardtrain.device import HostCopy, on_accelerator
+from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
+from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.launch import Context
+from shardtrain.job.saved import as_saved
+from shardtrain.job.schema import path_of, writing
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table
@@ -36,6 +42,9 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
     batches = monitor.showing(job.train)
     metrics.start()
     for step in range(job.first_step + 1, job.steps + 1):
+        if saver.is_stale(step - 1):
+            monitor.say(f"stopped after step {step - 1}: no better score in {train.patience} evaluations")
+            break
         seed_process(job.device, config.seed, comm.rank(), step)
         with metrics.step():
             norm = one_step.gradients(batches, train.accumulate, metrics.phase, metrics.add)
@@ -57,6 +66,16 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
             comm.set_time_out(AFTERWARDS)
     gradients.settle()
     saver.finish()
+
+
+def write_scores(out: str | None, step: int, scored: Sequence[Evaluation]) -> None:
+    """Write the scores of an evaluation alone to the JSON file ``out``, by their TensorBoard tags."""
+    if out is not None:
+        val, *tests = scored
+        test = dict(zip(tags.TEST, tests[0].judged, strict=True)) if tests else {}
+        path = path_of("eval_out", out)
+        with writing("eval_out", path):
+            path.write_text(json.dumps({"step": step, **val.scalars(), **test}, indent=2) + "\n")
 
 
 class Finiteness:
@@ -106,6 +125,8 @@ def train(config: Config, context: Context) -> float | None:
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
     store, start = find_start(config, context)
+    if config.eval_only and start.opened is not None:
+        config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)
     job, config = build(config, rank_info.rank, rank_info.world_size, context.device, start.step)
     metrics = StepMetrics(job)
     state = restore(store, start, config, job, metrics)
@@ -121,6 +142,7 @@ def train(config: Config, context: Context) -> float | None:
         if config.eval_only:
             scored = [saver.evaluation(feed) for feed in (job.val, job.test) if feed is not None]
             monitor.say(score_table(scored, config.reference, config.model["num_classes"]))
+            on_rank_0(lambda: write_scores(config.eval_out, start.step, scored))
             return scored[0].judged.acc1
         if config.dry_run:
             plan = plan_of(config, job)

@@ -9,43 +9,47 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from shardtrain import comm
 from shardtrain.checkpoint import Damaged
-from shardtrain.checkpoint.loading import load_into, open_checkpoint
+from shardtrain.checkpoint.loading import Opened, load_into, open_checkpoint
 from shardtrain.checkpoint.manifest import NAME
-from shardtrain.checkpoint.store import Newest, Store, newest, steps_in
-from shardtrain.job.build import Job
+from shardtrain.checkpoint.store import Newest, Store, newest, step_name, steps_in
+from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
 from shardtrain.job.format import MIB, first_of
 from shardtrain.job.launch import Context
-from shardtrain.job.schema import UserError, path_of, reading, writing
+from shardtrain.job.saved import Change, changed_keys
+from shardtrain.job.schema import Mark, UserError, path_of, reading, writing
 from shardtrain.monitor import StepMetrics
-from shardtrain.train.saving import Best, RunState, facts_of
+from shardtrain.train.saving import Best, RunState
 
-CHECKPOINTS, LOCK = "checkpoints", ".lock"
-# Keys that may not differ from the checkpoint's: of the model, and of what the step's images depend on.
-DECISIVE = ("model._target_", "model.name", "seed", "data.name", "train.batch_size", "data.repeats")
+CHECKPOINTS, BEST, LOCK = "checkpoints", "best", ".lock"
 
 
 def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     """Return the lines that a run prints about its start."""
     aside = "" if config.eval_only or config.dry_run else "; it is set aside"
     warnings = [f"warning: {text}{aside}" for _, text in start.damaged]
+    warmup = warmup_of(config.sched, job.steps, job.steps_per_epoch)
+    if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
+        asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
+        warnings.append(f"warning: {asked}: the warm-up takes {warmup} steps")
     if start.opened is None:
         return warnings
     if config.eval_only:
         return [*warnings, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""
     where = f"continuing after step {start.step} of {job.steps}{left}"
-    return [*warnings, f"{where} ({start.opened.path})"]
+    other = is_path(config.resume) and not start.opened.path.is_relative_to(config.resume)
+    ignored = f"; resume={config.resume} is only for a run without checkpoints of its own" if other else ""
+    return [*warnings, f"{where} ({start.opened.path}){ignored}"]
 
 
 def find_start(config: Config, context: Context) -> tuple[Store, Newest]:
@@ -70,8 +74,9 @@ def find_start(config: Config, context: Context) -> tuple[Store, Newest]:
     if config.resume == "none" and (config.eval_only or not _restarted(context)):
         return store, Newest(None, 0, [])
     with reading(f"resume={config.resume}", "resume=none starts anew", (Damaged, OSError)):
-        found = store.newest()
-        if found.opened is None and config.resume not in ("auto", "none"):
+        elsewhere = is_path(config.resume)
+        found = Newest(None, 0, []) if elsewhere and config.eval_only else store.newest()
+        if found.opened is None and elsewhere:
             found = open_named(path_of("resume", config.resume))
             if found.opened is None:
                 raise Damaged("neither a checkpoint nor a run with checkpoints")
@@ -90,9 +95,15 @@ def _restarted(context: Context) -> bool:
     return bool(comm.broadcast(torch.tensor(int(before))).item())
 
 
+def is_path(resume: str) -> bool:
+    return resume not in ("auto", "none")
+
+
 def open_named(path: Path) -> Newest:
-    """Open the checkpoint ``path``, or the newest complete one of the run ``path``. Collective."""
+    """Open the checkpoint ``path``, or of a run the newest complete one, or `RUN/best`. Collective."""
     all_ranks = comm.plain_transport()
+    if path.name == BEST and (found := newest(path.parent / CHECKPOINTS, all_ranks)).opened is not None:
+        path = path.parent / CHECKPOINTS / step_name(int(found.opened.manifest.facts.get(BEST) or found.step))
     if (path / NAME).exists():
         opened = open_checkpoint(path, all_ranks)
         return Newest(opened, int(opened.manifest.facts.get("step", 0)), [])
@@ -193,7 +204,7 @@ def restore(store: Store, start: Newest, config: Config, job: Job, metrics: Step
             )
         return RunState()
     if not evaluating:  # an evaluation needs neither the optimizer nor the position among the images
-        _require_same_run(opened.manifest.facts, facts_of(config, job))
+        _require_same_run(opened, config, job)
     groups = [dict(group) for group in job.optimizer.param_groups]
     try:
         averages = None if job.ema is None else job.ema.averages
@@ -216,20 +227,32 @@ def restore(store: Store, start: Newest, config: Config, job: Job, metrics: Step
     return RunState(extra["best"] and Best(*extra["best"]), extra.get("owed", False))
 
 
-def _require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise UserError for a checkpoint of another model, or of other batches."""
+def _require_same_run(opened: Opened, config: Config, job: Job) -> None:
+    """Raise UserError for a checkpoint that the command's settings do not continue.
 
-    def decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
-        config = OmegaConf.create(facts["config"])
-        keys = {key: OmegaConf.select(config, key) for key in DECISIVE}
-        return {**keys, "images": facts["position"]["images"]}
-
+    `resume=PATH` continues with other settings, but not with other images, nor without a step to train.
+    """
+    step, facts = job.first_step, opened.manifest.facts
     with reading("resume: no run has saved this", "resume=none starts anew"):
-        was = decisive(saved)
-    for key, value in decisive(ours).items():
-        if was.get(key) != value:
-            why = "" if key.startswith("model.") else ", so its place among the images means nothing here"
-            raise UserError(
-                f"resume: the checkpoint was saved by a run with {key}={was.get(key)}, this one has {value}"
-                f"{why}; choose another run.name, or resume=none starts anew"
-            )
+        images, saved = facts["position"]["images"], facts["config"]
+    if step > job.steps:
+        raise UserError(
+            f"resume: the checkpoint is of step {step}, and this run would end at step {job.steps}; raise "
+            "train.epochs or train.max_steps, choose another run.name, or resume=none starts anew"
+        )
+    changes = [*changed_keys(saved, asdict(config))]
+    if images != job.train.sampler.images:
+        changes.append(Change("images", images, job.train.sampler.images, Mark.IMAGES))
+    strict = step == job.steps or not is_path(config.resume)
+    decisive = [each for each in changes if Mark.IMAGES in each.mark or (strict and each.mark == Mark.NONE)]
+    if decisive:
+        texts = [f"{each.key}={each.before}, this one has {each.now}" for each in decisive]
+        why, way_out = "", f"; resume={opened.path} continues it with other settings"
+        if any(Mark.IMAGES in each.mark for each in decisive):
+            why, way_out = ", so its place among the images means nothing here", ""
+        elif step == job.steps:
+            why, way_out = ", and it has no step left to train", ""
+        raise UserError(
+            f"resume: the checkpoint was saved by a run with {first_of(texts)}{why}; choose another "
+            f"run.name, or resume=none starts anew{way_out}"
+        )

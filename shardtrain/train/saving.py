@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from threading import Thread
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -50,15 +50,6 @@ class RunState(NamedTuple):
     """Whether a signal interrupted the evaluation of this step."""
 
 
-def facts_of(config: Config, job: Job) -> dict[str, Any]:
-    """Return the manifest's facts of the run. With the step they determine which images have been used."""
-    return {
-        "position": {"images": job.train.sampler.images},
-        "channels": job.channels,
-        "config": asdict(config),
-    }
-
-
 class Saver:
     """Evaluate and save the run when it is time to, and end it if a rank got a signal.
 
@@ -96,7 +87,7 @@ class Saver:
         better = evaluate and self._evaluate(step)
         signal, busy = self._exchange()
         signal = signal or self._evaluation_signal
-        last = step == self._job.steps
+        last = step == self._job.steps or self.is_stale(step)
         stopping = signal and (self.pending_evaluation or not last)
         with self._metrics.paused("checkpoint"):
             if self._store.under_way and not busy:
@@ -109,6 +100,13 @@ class Saver:
                 self._store.finish()
         if stopping:
             self._stop(step, signal)
+
+    def is_stale(self, step: int) -> bool:
+        """Return whether `train.patience` has ended with the evaluation after ``step``."""
+        patience, train = self._config.train.patience, self._config.train
+        if patience is None or self.best is None:
+            return False
+        return step - self.best.step >= patience * train.eval_every * self._job.steps_per_epoch
 
     def finish(self) -> None:
         """Wait until the last save is committed, and evaluate the test images, if there are any.
@@ -144,7 +142,7 @@ class Saver:
         """Evaluate the images of ``feed``; raise Stopped if a rank gets a signal meanwhile. Collective."""
         views = Views(self._config.train.eval_flip, self._config.train.eval_shift)
         job, end = self._job, self._raise_signal
-        return evaluate(job.model, feed, ema=job.ema, views=views, before_batch=end)
+        return evaluate(job.model, feed, ema=job.ema, metrics=job.metrics, views=views, before_batch=end)
 
     def _raise_signal(self) -> None:
         signal, _ = self._exchange()
@@ -181,13 +179,20 @@ class Saver:
             "ema": None if job.ema is None else job.ema.state(),
             "scaler": job.scaler.state_dict(),
         }
+        best = None if self.best is None else self.best.step
+        facts = {  # with the step they determine which images have been used
+            "position": {"images": job.train.sampler.images},
+            "channels": job.channels,
+            "config": asdict(self._config),
+            "best": best,
+        }
         self._store.save(
             step,
             job.model,
             job.optimizer,
             extra=extra,
-            facts=facts_of(self._config, job),
-            best=None if self.best is None else self.best.step,
+            facts=facts,
+            best=best,
             averages=None if job.ema is None else job.ema.averages,
         )
 

@@ -34,13 +34,12 @@ from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, meet
 from shardtrain.job.hydra_app import program_configs, read_config, split, unreadable
 from shardtrain.job.launch import Context
-from shardtrain.job.schema import UserError
+from shardtrain.job.saved import MARKS
+from shardtrain.job.schema import Mark, UserError
 
 Program = Callable[[Config, Context], float | None]
 
 FLAGS = ("-m", "--multirun")
-# All jobs share these: one process group, one device, one directory.
-SHARED = ("device", "threads", "run.name", "run.dir")
 
 
 class Outcome(NamedTuple):
@@ -77,16 +76,17 @@ def read(arguments: Sequence[str], speak: bool) -> Sweep | None:
 
 
 def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: Program) -> float | None:
-    """Run the jobs in turn; return the best objective. Collective. Raises UserError if all jobs failed."""
+    """Run the jobs in turn; return the best objective. Collective. Raises UserError if a job failed."""
     rank, world_size = rank_info.rank, rank_info.world_size
     store = meet(rank_info.store, rank, world_size) if world_size > 1 else HashStore()
     directory = launch.run_dir(sweep.first, rank_info)
     done: list[Outcome] = []
     for overrides in sweep.jobs:
-        context = Context(rank_info, device, directory / str(len(done)), first=not done)
+        settings = [*sweep.fixed, *overrides]
+        context = Context(rank_info, device, directory / str(len(done)), not done, settings)
         if rank == 0:
             print(f"job {len(done)}: {' '.join(overrides)}", flush=True)
-        outcome = _run_job(program, sweep, overrides, context)
+        outcome = _run_job(program, overrides, context)
         gc.collect()  # a sharded model is a reference cycle, and holds its transport
         # By the store, since a rank that failed alone may have left the others in a collective.
         text, seconds = outcome.problem.encode(errors="backslashreplace"), START_UP.total_seconds()
@@ -106,8 +106,9 @@ def run_jobs(sweep: Sweep, rank_info: RankInfo, device: torch.device, program: P
                 (directory / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n")
     if rank == 0:
         print(table(done), flush=True)
-    if all(outcome.problem for outcome in done):
-        raise UserError(f"every job of the sweep has failed, the first with: {done[0].problem}")
+    if failed := [number for number, outcome in enumerate(done) if outcome.problem]:
+        count, first = f"{len(failed)} of {len(done)} jobs have failed", failed[0]
+        raise UserError(f"{count}, the first, job {first}, with: {done[first].problem}")
     return max((outcome.objective for outcome in done if outcome.objective is not None), default=None)
 
 
@@ -136,7 +137,7 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
                 raise unreadable(text) from None
             if not override.is_sweep_override():
                 continue
-            if override.key_or_group in SHARED:
+            if Mark.SHARED in MARKS.get(override.key_or_group, Mark.NONE):
                 raise UserError(f"{text}: all jobs of a sweep have one {override.key_or_group}")
             if override.is_interval_sweep():
                 raise UserError(f"{text}: an interval has infinitely many values; list some")
@@ -146,10 +147,11 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     return fixed, [list(job) for job in itertools.product(*swept.values())]
 
 
-def _run_job(program: Program, sweep: Sweep, overrides: list[str], context: Context) -> Outcome:
+def _run_job(program: Program, overrides: list[str], context: Context) -> Outcome:
     try:
-        config = read_config([*sweep.fixed, *overrides], False)
+        config = read_config(context.overrides, False)
         assert config is not None
+        launch.require_same_command(config)
         return Outcome(overrides, program(config, context), "")
     except UserError as error:
         return Outcome(overrides, None, str(error))

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Images
 from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
+from shardtrain.job.schema import UserError, reading
 from shardtrain.job.signals import end_with_parent
 
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -63,6 +65,39 @@ class Arrays(Batches):
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return self.images[indices], self.labels[indices]
+
+
+class Items(Batches):
+    """Hold a data set of the user's: ``items[i]`` are an image and its label.
+
+    An image is uint8 [channels, height, width], or of Pillow. It may be drawn from torch's random numbers.
+    """
+
+    random = True
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images, labels = zip(*map(self._read, indices), strict=True)
+        with reading("data._target_", "expected images of one size", RuntimeError):
+            return torch.stack(images), torch.tensor(labels)
+
+    def _read(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.items[index]
+        if isinstance(image, Image.Image):
+            image = torch.from_numpy(np.atleast_3d(np.array(image))).permute(2, 0, 1)
+        if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.ndim != 3:
+            found = (
+                f"{image.dtype} {list(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+            )
+            raise UserError(
+                f"data._target_: image {index} is {found}, expected uint8 [channels, height, width]"
+            )
+        return image, int(label)
 
 
 class Chosen(Batches):
@@ -250,9 +285,12 @@ class TrainFeed:
 class EvalFeed:
     """Yield batches of this rank's part of images to evaluate, equally many on every rank."""
 
-    def __init__(self, images: Batches, share: Share, prepare: Prepare, *, workers: int) -> None:
+    def __init__(
+        self, images: Batches, share: Share, prepare: Prepare, workers: int, batch_size: int | None = None
+    ) -> None:
+        """batch_size: images per rank in one forward, at most; None: `EVAL_BATCH`."""
         self.images, self.prepare = images, prepare
-        self.sampler = EvalSampler(len(images), EVAL_BATCH, share.rank, share.world_size)
+        self.sampler = EvalSampler(len(images), batch_size or EVAL_BATCH, share.rank, share.world_size)
         self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -8,8 +8,11 @@ since torchvision's transforms take a second to import.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import os
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,7 @@ from shardtrain.job.schema import UserError, not_valid, path_of, plain_file, rea
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 MOST_DIGITS = 8  # of a class's number in a tar file
+MOST_CLASSES = 1 << 16  # unless there are more images, or the data set names its classes
 Index = np.ndarray[Any, np.dtype[np.int64]]  # [images, 3]: first byte, bytes, label
 
 
@@ -56,11 +60,9 @@ class Unreadable(UserError):
 class Pictures(Batches):
     """Hold one part of a data set, cropped to squares. Random crops use torch's random numbers."""
 
-    random = True
-
-    def __init__(self, source: Source, crop: Callable[[int], Any], side: int) -> None:
+    def __init__(self, source: Source, crop: Callable[[int], Any], side: int, random: bool = False) -> None:
         """crop: the transform to `side` pixels."""
-        self.source, self.crop, self.side = source, crop, side
+        self.source, self.crop, self.side, self.random = source, crop, side, random
         self.transform = v2.Compose([crop(side), v2.PILToTensor()])
 
     def __len__(self) -> int:
@@ -71,13 +73,16 @@ class Pictures(Batches):
         return torch.stack(images), torch.tensor(labels)
 
     def at(self, side: int) -> Pictures:
-        return self if side == self.side else Pictures(self.source, self.crop, side)
+        return self if side == self.side else Pictures(self.source, self.crop, side, self.random)
 
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
             image: Image.Image = Image.open(io.BytesIO(self.source[index]))
-            if image.mode.startswith("I;16"):  # grey, whose values `convert` would cut at 255
+            # `convert` would cut grey values at 255.
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise ValueError(f"its values are of mode {image.mode}, expected 8 or 16 bits per channel")
             image = image.convert("RGB")
         except Exception as error:  # decoders raise exceptions of many kinds
             reason = str(error).partition(" <")[0]  # Pillow adds the address of the bytes
@@ -86,13 +91,24 @@ class Pictures(Batches):
 
 
 def pictures(config: Photos, train: Source, val: Source, classes: int | None = None) -> DataSet:
-    """Return the data set of two sources: random crops to train on, centre crops to evaluate."""
-    random = partial(v2.RandomResizedCrop, scale=(config.crop_area, 1.0), antialias=True)
-    centre = partial(_centre_crop, config.resize)
+    """Return the data set of two sources: random crops to train on, centre crops to evaluate.
+
+    ``classes``: how many the data set names. Raises UserError for a label that is no number of a class.
+    """
+    bound = classes or max(MOST_CLASSES, len(train.labels))
+    for source in (train, val):
+        for index, label in enumerate(source.labels):
+            if type(label) is not int or not 0 <= label < bound:
+                image = f"{config.name} {config.root}: the image {source.name(index)} has the label {label!r}"
+                raise UserError(f"{image}, expected the number of a class, 0 to {bound - 1}")
+    how = {"interpolation": v2.InterpolationMode(config.interpolation), "antialias": True}
+    random = partial(v2.RandomResizedCrop, scale=(config.crop_area, 1.0), **how)
+    centre = partial(_centre_crop, config.resize, **how)
+    as_val = Pictures(train, centre, config.side_in_eval)
     return DataSet(
-        train=Pictures(train, random, config.image_size),
-        val=Pictures(val, centre, config.side_in_eval),
-        train_as_val=Pictures(train, centre, config.side_in_eval),
+        train=Pictures(train, random, config.image_size, random=True),
+        val=as_val if val is train else Pictures(val, centre, config.side_in_eval),
+        train_as_val=as_val,
         name=f"{config.name} {config.root}",
         classes=classes or 1 + max(*train.labels, *val.labels),
         channels=3,
@@ -101,8 +117,8 @@ def pictures(config: Photos, train: Source, val: Source, classes: int | None = N
     )
 
 
-def _centre_crop(resize: int | None, side: int) -> v2.Transform:
-    return v2.Compose([v2.Resize(resize or round(side * 256 / 224), antialias=True), v2.CenterCrop(side)])
+def _centre_crop(resize: int | None, side: int, **how: Any) -> v2.Transform:
+    return v2.Compose([v2.Resize(resize or round(side * 256 / 224), **how), v2.CenterCrop(side)])
 
 
 class Files:
@@ -125,7 +141,9 @@ class Files:
 
 
 def image_folder(config: ImageFolder) -> DataSet:
-    train, val = Files(config, "train"), Files(config, "val")
+    train = val = Files(config, "train")
+    if not config.validation or path_of("data.root", config.root).joinpath("val").exists():
+        val = Files(config, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise UserError(f"data.root={config.root}: train and val differ in the classes {', '.join(odd[:5])}")
@@ -165,8 +183,14 @@ def hugging_face(config: HuggingFace) -> DataSet:
     with reading(f"data.root={config.root}", "expected what Hugging Face's datasets can load"):
         found: Any = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(config.root)
     train, val = (Rows(found, config, key, datasets.Image(decode=False)) for key in ("train", "val"))
-    kind = found[config.train].features[config.label]
-    return pictures(config, train, val, getattr(kind, "num_classes", None))
+    names, others = (
+        getattr(found[p].features[config.label], "names", None) for p in (config.train, config.val)
+    )
+    if names != others:
+        raise UserError(
+            f"data.root={config.root}: {config.train} has the classes {names}, {config.val} {others}"
+        )
+    return pictures(config, train, val, names and len(names))
 
 
 class Shards:
@@ -214,22 +238,30 @@ def _find(config: WebDataset, key: str) -> list[Path]:
 
 
 def _index(shard: Path) -> Index:
-    """Return the index kept beside the shard as `NAME.tar.index`, or make it from the headers.
+    """Return the index of a shard that an earlier run kept, or make it from the headers, and keep it.
 
-    A kept index counts if it is complete, and has the shard's size and time. So several ranks may write it at
-    once. None is kept where the folder is not writable.
+    A kept index counts if it is complete, and has the shard's size and time.
     """
-    kept = shard.with_name(f"{shard.name}.index")
     state = shard.stat()
     stamp = np.array([[state.st_size, state.st_mtime_ns, 0]], dtype=np.int64)
+    digest = hashlib.blake2b(os.fsencode(shard.absolute()), digest_size=16).hexdigest()
+    kept = _cache() / f"{digest}.npy"
     with contextlib.suppress(UserError), reading(str(kept), "made again"):
         found: Index = np.load(plain_file(kept), allow_pickle=False)
         if np.array_equal(found[:1], stamp) and len(found) > 1:
             return found[1:]
     index = np.array(list(_scan(shard)), dtype=np.int64)
-    with contextlib.suppress(OSError), kept.open("wb") as file:
-        np.save(file, np.concatenate([stamp, index]), allow_pickle=False)
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            np.save(Path(folder, kept.name), np.concatenate([stamp, index]), allow_pickle=False)
+            os.replace(Path(folder, kept.name), kept)
     return index
+
+
+def _cache() -> Path:
+    """Return the folder of indexes, which is the user's: that of the data set is perhaps not."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "shardtrain")
 
 
 def _scan(shard: Path) -> Iterator[tuple[int, int, int]]:

@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import importlib.resources
 import io
+from collections.abc import Sequence
 from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.lib.npyio import NpzFile
 
-from shardtrain.job.config import Cifar, Data, Digits, Fake, ImageFolder, Npz, WebDataset
-from shardtrain.job.data.feed import Arrays, Chosen, DataSet, of_length
+from shardtrain.job.config import Cifar, Data, Digits, Fake, ImageFolder, Npz, OwnData, WebDataset
+from shardtrain.job.data.feed import Arrays, Chosen, DataSet, Items, of_length
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.schema import UserError, path_of, plain_file, reading
+from shardtrain.job.schema import UserError, instantiate, path_of, plain_file, reading
+
+# Mean and standard deviation of the training images, per channel.
+STATISTICS = {
+    "cifar10": ((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
+    "cifar100": ((129.3, 124.1, 112.4), (68.2, 65.4, 70.4)),
+}
 
 
-def load(config: Data) -> DataSet:
-    """Return the data set that the configuration names."""
-    data, limit = _read(config), config.limit
+def load(config: Data, allow: Sequence[str] = ()) -> DataSet:
+    """Return the data set that the configuration names. ``allow``: packages of `data._target_`."""
+    data, limit = _read(config, allow), config.limit
+    mean, std = (_per_channel(key, getattr(config, key), data) for key in ("mean", "std"))
+    data = data._replace(mean=mean, std=std)
     if config.validation:
         data = with_validation(data, config.validation)
     if limit is None:
         return data
-    parts = {"train": data.train, "val": data.val, "test": data.test}
+    parts = {name: getattr(data, name) for name in ("train", "train_as_val", "val", "test")}
     some: dict[str, Any] = {
         name: part and of_length(part, min(limit, len(part))) for name, part in parts.items()
     }
     return data._replace(**some)
+
+
+def _per_channel(key: str, values: tuple[float, ...] | None, data: DataSet) -> tuple[float, ...]:
+    """Return `data.mean` or `data.std` in stored pixel values, one per channel."""
+    if values is None:
+        return data.mean if key == "mean" else data.std
+    if len(values) not in (1, data.channels):
+        raise UserError(f"data.{key}={[*values]}: expected one value, or {data.channels}, one per channel")
+    return tuple(255 * value for value in values) * (data.channels // len(values))
 
 
 def with_validation(data: DataSet, amount: float) -> DataSet:
@@ -43,15 +61,17 @@ def with_validation(data: DataSet, amount: float) -> DataSet:
     if not 0 < count < images:
         raise UserError(f"data.validation={amount:g}: expected a fraction, or fewer than {images} images")
     order = torch.randperm(images, generator=generator("validation"))
-    return data._replace(
-        train=Chosen(data.train, order[count:].sort().values),
-        val=Chosen(data.train_as_val or data.train, order[:count].sort().values),
-        test=data.val,
-    )
+    chosen, rest = order[:count].sort().values, order[count:].sort().values
+    as_val = data.train_as_val or data.train
+    train, val = Chosen(data.train, rest), Chosen(as_val, chosen)
+    test = None if data.val is as_val else data.val  # there may be nothing but training images
+    return data._replace(train=train, val=val, test=test, train_as_val=Chosen(as_val, rest))
 
 
-def _read(config: Data) -> DataSet:
+def _read(config: Data, allow: Sequence[str]) -> DataSet:
     match config:
+        case OwnData():
+            return _own(config, allow)
         case Digits():  # `digits.md` has their source and licence
             packed = importlib.resources.files(__package__).joinpath("digits.npz").read_bytes()
             return _arrays(io.BytesIO(packed), "digits")
@@ -72,6 +92,34 @@ def _read(config: Data) -> DataSet:
         case WebDataset():
             return photos.web_dataset(config)
     return photos.hugging_face(config)
+
+
+def _own(config: OwnData, allow: Sequence[str]) -> DataSet:
+    """Call the user's function, which returns a `DataSet`, or two of torch's; the second may be None."""
+    node = {"_target_": config._target_, **config.keywords, "image_size": config.image_size}
+    found = instantiate(node, "data", tuple, allow)
+    if isinstance(found, DataSet):
+        return found
+    if len(found) != 2 or (found[1] is None and not config.validation):
+        raise UserError(
+            f"data._target_={config._target_}: expected a training set and a validation set; None for the "
+            "second needs data.validation=FRACTION"
+        )
+    train = Items(found[0])
+    some, labels = of_length(train, min(len(train), 256)), getattr(found[0], "classes", None)
+    with torch.random.fork_rng(devices=[]):  # the same random changes on every rank
+        torch.default_generator.manual_seed(0)
+        images, numbers = some[[*range(len(some))]]
+    std, mean = torch.std_mean(images.float(), (0, 2, 3), correction=0)
+    return DataSet(
+        train=train,
+        val=train if found[1] is None else Items(found[1]),
+        name=config._target_,
+        classes=1 + int(numbers.max()) if labels is None else len(labels),
+        channels=len(mean),
+        mean=tuple(mean.tolist()),
+        std=tuple(value or 1.0 for value in std.tolist()),
+    )
 
 
 def _arrays(file: IO[bytes], title: str) -> DataSet:
@@ -144,7 +192,7 @@ def _cifar(config: Cifar) -> DataSet:
         Arrays(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
         for part in parts
     )
-    mean, std = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+    mean, std = STATISTICS[config.name]
     return DataSet(train, val, config.name, len(parts[0].classes), channels=3, mean=mean, std=std)
 
 
