@@ -33,10 +33,10 @@ ORDER = list(BUDGETS)
 # Beside the package, which imports nothing of them: files and budgets. The wheel does not have the bench.
 BESIDE = {
     "configs": ("configs/*.py", 45),
-    "recipes": ("recipes/*.py", 1_925),
+    "recipes": ("recipes/*.py", 1_978),
     "bench": ("recipes/bench/*.py", 1_364),
 }
-LARGEST = {"lines": 15_781, "lines with what is beside": 19_126, "files": 94, "rooms": 16, "tests": 12_814}
+LARGEST = {"lines": 15_781, "lines with what is beside": 19_179, "files": 94, "rooms": 16, "tests": 12_814}
 
 
 def air(budget: int) -> int:

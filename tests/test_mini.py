@@ -16,7 +16,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from shardtrain.judge.rows import ROWS, outcome
 from shardtrain.judge.wrappers import with_verbs
-from shardtrain.recipes import ladder, mini, walk
+from shardtrain.recipes import behaviours_of_calls, ladder, mini, walk
 
 from pool import each_rank
 from small import images, shard
@@ -94,6 +94,7 @@ def test_mini_trains_to_the_bits_of_the_engine_and_of_fsdp2(name: str) -> None:
 
 @each_rank(2, transport="auto")
 def test_mini_passes_the_judge_s_rows_of_training() -> None:
+    assert behaviours_of_calls.CALLS  # registers rows
     rows = ["A parameter used on one rank only", "A parameter used nowhere, in a unit that ran", "AdamW"]
     rows += ["Three micro-batches, each of them reduced", "Uneven and empty batches"]
     for name in rows:

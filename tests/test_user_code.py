@@ -26,16 +26,15 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.engine.calls import Call
 from shardtrain.recipes.behaviours import (
-    CALLS,
     Net,
     Outer,
     Unit,
     batch,
-    momentum_encoder,
     sgd,
     squares,
     two_forwards,
 )
+from shardtrain.recipes.behaviours_of_calls import CALLS, momentum_encoder
 
 from pool import each_rank
 from small import (
