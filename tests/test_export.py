@@ -77,6 +77,7 @@ def test_the_stock_model_loads_an_export(
     assert "step-00000005" in said
     state = load_file(out) if suffix == "safetensors" else torch.load(out, weights_only=True)
     mobilenet_v3_small(num_classes=10).load_state_dict(state)
+    assert all(value.any() for name, value in state.items() if name.endswith("running_mean"))
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 

@@ -345,6 +345,9 @@ def test_an_average_of_shards_is_that_of_full_states() -> None:
             if value.is_floating_point():
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     assert all(torch.equal(raw[name], value) for name, value in shardtrain.full_state_dict(model).items())
+    buffers = [name for name, value in model.named_buffers() if value.is_floating_point()]
+    for name, mean in zip(buffers, ema.state()["mean"], strict=True):  # which other numbers of ranks load
+        torch.testing.assert_close(mean, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     images, labels = small.images(0, rank=0)
     scores = evaluate(model, [Batch(images, labels, len(images))], ema=ema)
     plain = OddNet().eval()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,5 +117,7 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
         sys.exit(1)
 
 
+main = partial(launch.start, read, run)
+
 if __name__ == "__main__":
-    launch.start(read, run)
+    main()
