@@ -73,7 +73,7 @@ losses   augment=photo & augment.flip=alternating
 losses   augment=digits & augment.rotate=90
 losses   augment=digits & augment.zoom=0.5
 losses   augment=digits & augment.shift=0.5
-losses   {photos} & data.crop_area=0.9
+losses   {photos} augment=photo & data.crop_area=0.9
 scores   {photos} & data.resize=20
 scores   data.validation=0.25
 scores   data.val_images=7

@@ -57,10 +57,7 @@ def happening(at: dict[int, Any]) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with (
-            patch.object(Monitor, "step", step_and_more),
-            patch.object(Monitor, "draw_summary", lambda monitor: None),  # it takes longer than a run
-        ):
+        with patch.object(Monitor, "step", step_and_more):
             yield
     finally:
         for number, handler in before.items():
