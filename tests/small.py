@@ -4,8 +4,8 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 from unittest.mock import patch
 
@@ -249,3 +249,20 @@ def raised_soon(error: type[Exception], body: Callable[[], object]) -> str:
         body()
     assert time.monotonic() - started < 10
     return str(caught.value)
+
+
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum in pairs, then the sums in pairs; the last of an odd number waits: ``((0 + 1) + (2 + 3)) + 4``."""
+    while len(parts) > 1:
+        parts = [reduce(torch.add, parts[at : at + 2]) for at in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def mean_in_a_tree(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average as DDP, summed in the engine's order, so that fp32 results can be compared exactly."""
+    own = bucket.buffer()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tree_sum(parts) / len(parts))
+    return future

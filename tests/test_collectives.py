@@ -19,6 +19,7 @@ from shardtrain import comm as dist
 from shardtrain.comm import messages, native, public
 
 from pool import each_rank
+from small import tree_sum
 
 
 def equal(found: torch.Tensor, expected: Any) -> None:
@@ -178,13 +179,11 @@ def test_low_precision_is_summed_in_fp32_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])
-@each_rank(3, transport="auto")
-def test_chunks_change_nothing_and_sums_have_rank_order(window: int) -> None:
+@each_rank(4, transport="auto")
+def test_chunks_change_nothing_and_sums_are_one_tree(window: int) -> None:
     rank, world, n = comm.rank(), comm.world_size(), 16 * 11 + 5
     inputs = [torch.randn(world, n, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-    expected = inputs[0][rank].clone()
-    for full in inputs[1:]:
-        expected += full[rank]
+    expected = tree_sum([full[rank] for full in inputs])
     with patch.object(messages, "CHUNK_BYTES", 64), patch.object(messages, "WINDOW", window):
         output, gathered = torch.empty(n), torch.empty(world, n)
         comm.all_gather_into_tensor(gathered, output.fill_(rank))

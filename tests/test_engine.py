@@ -8,7 +8,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -38,6 +38,7 @@ from small import (
     classify,
     images,
     like_a_replica,
+    mean_in_a_tree,
     sgd,
     shard,
     sharded_and_replica,
@@ -371,30 +372,6 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, foreach=True)
 
 
-def mean_of_means(group: int):
-    """Average as DDP, summed in the engine's order, so that fp32 results can be compared exactly.
-
-    First inside shard groups of ``group`` ranks in rank order, then across them.
-    """
-
-    def mean(parts: list[torch.Tensor]) -> torch.Tensor:
-        return reduce(torch.add, parts) / len(parts)
-
-    def hook(_, bucket):
-        own = bucket.buffer()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        means = [mean(parts[first : first + group]) for first in range(0, len(parts), group)]
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(mean(means))
-        return future
-
-    return hook
-
-
-mean_in_rank_order = mean_of_means(1)
-
-
 @each_rank(1, 3)
 def test_the_engine_does_what_the_naive_twin_does() -> None:
     model = OddNet()
@@ -457,7 +434,7 @@ def test_losses_and_gradients_of_three_steps_equal_ddp_s(family: Any) -> None:
     by_name = isinstance(family, str)
     make, size = (partial(models.get_model, family, num_classes=5), 32) if by_name else (family, 16)
     model, replica = sharded_and_replica(make, units=None)
-    replica.register_comm_hook(None, mean_in_rank_order)
+    replica.register_comm_hook(None, mean_in_a_tree)
     found: list[list[torch.Tensor]] = []
 
     def step(net: nn.Module, number: int) -> None:

@@ -24,11 +24,11 @@ from small import (
     assert_at_rest,
     assert_same_parameters,
     images,
+    mean_in_a_tree,
     shard,
     sharded_and_replica,
     train,
 )
-from test_engine import mean_in_rank_order
 
 
 @each_rank(3)
@@ -105,7 +105,7 @@ def moves_nothing(optimizer: Muon) -> bool:
 @each_rank(1, 3)
 def test_a_vit_on_shards_equals_torch_s_muon_on_the_whole_model() -> None:
     sharded, replica = sharded_and_replica(Vit, units=[EncoderBlock], layout="whole")
-    replica.register_comm_hook(None, mean_in_rank_order)
+    replica.register_comm_hook(None, mean_in_a_tree)
     expected = train(replica, torch_s_muon_and_adamw(replica.module), 5)
     ours = Muon(muon_groups(sharded), lr=0.02, weight_decay=0.1)
     assert train(sharded, ours, 5) == pytest.approx(expected, rel=1e-6)
@@ -122,7 +122,7 @@ def muon(model: nn.Module) -> Muon:
 def test_convolutions_on_shards_equal_unsharded_ones(channels_last: bool, built_before: bool) -> None:
     plain = OddNet().to(memory_format=torch.channels_last) if channels_last else OddNet()
     replica = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-    replica.register_comm_hook(None, mean_in_rank_order)
+    replica.register_comm_hook(None, mean_in_a_tree)
     before = muon(plain)
     model = shard(plain, units=[Block], layout="whole")
     optimizer = before if built_before else muon(model)

@@ -1,16 +1,28 @@
-"""Merge the parts of a reduction that the backend does not sum.
+"""Merge the parts of a reduction that the backend does not sum, always in the same binary tree.
 
-Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end. Integers stay integers. Parts
-are merged in rank order, so the result is the same bit for bit every time.
+The left half of a tree has the largest power of two of parts that leaves some for the right half::
+
+    2 parts   0 + 1                        3 parts   (0 + 1) + 2
+    4 parts   (0 + 1) + (2 + 3)            6 parts   ((0 + 1) + (2 + 3)) + (4 + 5)
+
+So hosts, replicas or ranks that hold a power of two of the parts each can sum their own first: two hosts of
+two ranks compute the tree of four ranks. A mean is divided once, at the end. With parts 2**24, 1, 1, 1 in
+fp32, whose numbers are even from there on, the tree gives 2**24 + 2 for the sum, and rank order 2**24.
+
+Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end. Integers stay integers. A sum is
+-0.0 only if all its parts are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+
+T = TypeVar("T")
 
 _MERGES: dict[object, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -25,6 +37,7 @@ _MERGES: dict[object, Callable[..., Tensor]] = {
 # Elements merged at a time: 512 KiB of fp32 per part. Sum and mean of 2.4 million elements take 0.78 of the
 # time of two passes over the whole vector (2 MiB of L2 cache per core). Half or twice the size is no faster.
 SPAN = 1 << 17
+SMALL = 1 << 12  # elements of a piece that costs more to handle than to sum
 
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
@@ -47,8 +60,8 @@ def op_name(op: object) -> str:
     return str(op).rpartition(".")[2]
 
 
-def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
-    """Merge ``out = ((parts[0] op parts[1]) op parts[2]) ...``, divided by ``len(parts)`` for AVG.
+def merge(parts: Sequence[Tensor], out: Tensor, op: object, terms: int = 0) -> None:
+    """Merge ``parts`` into ``out`` with ``op``; for AVG, divide by ``terms`` (0: by the number of parts).
 
     ``parts``: 1-D, of one length; floating-point parts may differ in dtype. ``out``: as long, of the widest
     of their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and ``[3.0
@@ -59,27 +72,78 @@ def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
     """
     if out.is_complex():  # a complex quotient would lose the sign of zero, which means "no gradient"
         parts, out = [torch.view_as_real(part).flatten() for part in parts], torch.view_as_real(out).view(-1)
-    wide = torch.float32 if out.is_floating_point() and out.itemsize < 4 else out.dtype
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
+    divisor = _divisor(terms or len(parts), out.dtype) if op == ReduceOp.AVG else None
     for start in range(0, out.numel(), length):
         span = slice(start, start + length)
-        _merge_span([part[span] for part in parts], out[span], op, wide)
+        _merge_span([part[span] for part in parts], out[span], _MERGES[op], divisor)
 
 
-def _merge_span(parts: Sequence[Tensor], out: Tensor, op: object, wide: torch.dtype) -> None:
-    needed_later = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
-    total = torch.empty_like(out, dtype=wide) if needed_later or out.dtype != wide else out
-    combine = _MERGES[op]
-    # fp8 has no arithmetic of its own; other types are widened inside the operation.
-    is_fp8 = [part.element_size() == 1 and part.is_floating_point() for part in parts]
-    first, *others = [part.to(wide) if fp8 else part for part, fp8 in zip(parts, is_fp8, strict=True)]
-    if others:
-        combine(first.to(wide), others[0], out=total)
+def _merge_span(
+    parts: Sequence[Tensor], out: Tensor, combine: Callable[..., Tensor], divisor: Tensor | None
+) -> None:
+    wide = torch.float32 if out.is_floating_point() and out.itemsize < 4 else out.dtype
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+
+    def join(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+        return combine(left.to(wide), right.to(wide), out=out)
+
+    if len(parts) > 1:
+        left, right = _halves(parts)
+        join(_tree(left, join), _tree(right, join), total)
     else:
-        total.copy_(first)
-    for part in others[1:]:
-        combine(total, part, out=total)
-    if op == ReduceOp.AVG:
-        total.div_(len(parts), rounding_mode=None if wide.is_floating_point else "trunc")
+        total.copy_(parts[0])
+    if divisor is not None:
+        total.div_(divisor, rounding_mode=None if wide.is_floating_point else "trunc")
     if total is not out:
         out.copy_(total)
+
+
+def merge_pieces(parts: Sequence[list[Tensor]], own: int, terms: int = 0) -> None:
+    """Turn ``parts[own]`` into the mean of all ``parts``: each piece as by `merge`, small ones together.
+
+    ``parts``: from each rank a list of pieces (1-D), of the same lengths.
+    """
+    out = parts[own]
+    wide = bool(out) and out[0].dtype in (torch.float32, torch.float64)
+    small = [index for index, piece in enumerate(out) if wide and piece.numel() <= SMALL]
+    if len(small) < len(out):
+        for index in set(range(len(out))).difference(small):
+            merge([part[index] for part in parts], out[index], ReduceOp.AVG, terms)
+        parts = [[part[index] for index in small] for part in parts]
+    if small:
+        _average_together(parts, parts[own], terms)
+
+
+def _average_together(parts: Sequence[list[Tensor]], out: list[Tensor], terms: int) -> None:
+    """Turn ``out``, one of ``parts``, into their mean, with one operation for all its pieces."""
+    dtype = out[0].dtype
+    parts = [part if part[0].dtype == dtype else [piece.to(dtype) for piece in part] for part in parts]
+
+    def add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+        if left is out or right is out:
+            torch._foreach_add_(out, right if left is out else left)
+            return out
+        return list(torch._foreach_add(left, right))
+
+    _tree(parts, add)
+    torch._foreach_div_(out, _divisor(terms or len(parts), dtype))
+
+
+def _tree(parts: Sequence[T], join: Callable[[T, T], T]) -> T:
+    """Join ``parts`` pairwise, and their results again, as this file's docstring shows."""
+    if len(parts) == 1:
+        return parts[0]
+    left, right = _halves(parts)
+    return join(_tree(left, join), _tree(right, join))
+
+
+def _halves(parts: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    half = 1 << (len(parts) - 1).bit_length() - 1
+    return parts[:half], parts[half:]
+
+
+def _divisor(terms: int, dtype: torch.dtype) -> Tensor:
+    """Return ``terms`` as a tensor. Dividing fp32 by one of fp32 takes a third of the time of a number."""
+    kind = torch.float32 if dtype.is_floating_point else torch.int64
+    return torch.tensor(terms, dtype=kind, device="cpu")

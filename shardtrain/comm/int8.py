@@ -13,7 +13,7 @@ two elements::
 
 Norms and vectors are not quantised. In a gather a rank replaces its own interval, too, by the values that
 others decode: all ranks must compute with equal weights. Shards stay exact, and so does all that is gathered
-for users. A reduction sums in rank order in fp32, with this rank's own gradient unquantised.
+for users. A reduction sums in fp32, with this rank's own gradient unquantised.
 
 Codes are -127 to 127. ``ABSENT`` stands for -0.0, which means that a rank has no gradient here (see
 ``reduce.py``). Values that round to zero arrive as +0.0. A block with an inf or a nan has the largest fp32 as

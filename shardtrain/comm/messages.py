@@ -9,7 +9,7 @@ b]``::
     reduce-scatter   rank 0 sends its values of b, rank 1 its values of a; each merges what it receives
                      with its own: rank 0 gets a = a0 + a1, rank 1 gets b = b0 + b1
 
-Values are merged in rank order whichever message came first, so results do not depend on timing.
+Values are merged in one tree (``arithmetic.py``) whichever message came first, so timing changes no result.
 
 Messages longer than ``CHUNK_BYTES`` are sent in chunks. A reduction receives into an inbox of ``WINDOW``
 chunks per peer, which is used again and again: a chunk is merged while it is in the cache and the next ones

@@ -2,8 +2,8 @@
 
 ``from shardtrain import comm as dist`` runs torch's documented examples. The engine uses none. Differences:
 
-- on gloo they are built from messages (``messages.py``), with sums in rank order and fp32 accumulation: about
-  twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
+- on gloo they are built from messages (``messages.py``), with sums in a fixed tree and fp32 accumulation:
+  about twice as fast as gloo's own at tens of megabytes. Stacked outputs and uneven lists work;
 - arguments that do not fit, on any rank, raise one ``ValueError`` with the same text on every rank, before
   any payload moves (``agreement.py``). For that a call needs one more round trip, so it is slower than gloo's
   own below 4 MiB.

@@ -9,7 +9,7 @@ in the next forward. Two barriers keep owners from writing while others read::
 
 Gradients are collected in an arena: memory of each rank that all others map. To reduce a unit, a rank posts
 where in its arena the unit's gradient lies, and waits for the posts of all ranks. Then it averages its
-interval directly from all arenas, in rank order: each gradient is written once and read once.
+interval directly from all arenas: each gradient is written once and read once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.arithmetic import merge, merge_pieces
 from shardtrain.comm.messages import segment_number
 from shardtrain.comm.process_group import ProcessGroupTransport
 from shardtrain.comm.signals import Signals
@@ -83,6 +83,8 @@ class SharedMemoryTransport(TransportWrapper):
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
         self._unread: dict[int, Tensor] = {}  # by position, gradients that others may still read
+        # By collective and rank, that rank's gradient: what tells where it lies, and views of it.
+        self._views: dict[tuple[int, int], tuple[tuple[int, torch.dtype, Layout], list[Tensor]]] = {}
 
     @property
     def reserved(self) -> int:
@@ -138,40 +140,55 @@ class SharedMemoryTransport(TransportWrapper):
         self.signals.post(GATHER, tag)
         return Pending()
 
-    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
-        """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
-        positions = []
+    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[tuple[int, int]]:
+        """Post to the other ranks where each of ``gradients`` lies. Return its number and position."""
+        offered = []
         for index, gradient in enumerate(gradients):
             gradient.clear_padding()
             offset = self._open_arena().offset_of(gradient.full)
             number = segment_number(tag.number, index)
-            positions.append(self.signals.post(REDUCE, Tag(number, tag.name), offset))
-        return positions
+            offered.append((number, self.signals.post(REDUCE, Tag(number, tag.name), offset)))
+        return offered
 
-    def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[Tensor]:
+    def _average(
+        self, offered: tuple[int, int], gradient: Gradient, others: Sequence[slice] = ()
+    ) -> list[Tensor]:
         """Wait for all ranks' gradients, and turn ``own`` into the mean over the host.
 
         Returns the means of the intervals ``others``, each a new tensor of ``full``'s dtype.
         """
-        full, own, layout, pieces, *_ = gradient
-        flats = {
-            rank: self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
-            for rank, offset in self.signals.wait(position).items()
-        }
-        begin = layout.bounds[self.rank]
-        for mine, piece in zip(own, pieces, strict=True):
-            span = slice(begin + piece.offset, begin + piece.offset + piece.numel)
-            parts = [flats[rank][span] if rank in flats else mine for rank in self.host]
-            merge(parts, mine, ReduceOp.AVG)
-        flats[self.signals.rank] = full
+        (number, position), full = offered, gradient.full
+        places = self.signals.wait(position)
+        own = [mine for mine, piece in zip(gradient.own, gradient.pieces, strict=True) if piece.numel]
+        parts = [
+            self._pieces(rank, number, places[rank], gradient) if rank in places else own
+            for rank in self.host
+        ]
+        merge_pieces(parts, self.host.index(self.signals.rank))
         means = []
         for span in others:
-            parts = [flats[rank][span] for rank in self.host]
-            means.append(torch.empty_like(parts[0]))
-            merge(parts, means[-1], ReduceOp.AVG)
+            spans = [
+                (self._flat(rank, places[rank], full) if rank in places else full)[span] for rank in self.host
+            ]
+            means.append(torch.empty_like(spans[0]))
+            merge(spans, means[-1], ReduceOp.AVG)
         self.signals.done(position)
         self._unread[position] = full
         return means
+
+    def _flat(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        """Return rank ``rank``'s gradient, which lies at ``offset`` in its arena, of ``like``'s dtype."""
+        return self._theirs[rank][offset : offset + like.nbytes].view(like.dtype)
+
+    def _pieces(self, rank: int, number: int, offset: int, gradient: Gradient) -> list[Tensor]:
+        """Return this rank's pieces of rank ``rank``'s gradient. The views are kept: places rarely change."""
+        key = offset, gradient.full.dtype, gradient.layout
+        kept = self._views.get((number, rank))
+        if kept is None or kept[0] != key:
+            mine = self._flat(rank, offset, gradient.full)[gradient.layout.interval(self.rank)]
+            views = [mine[at : at + stop - start] for start, stop, at in gradient.pieces if start < stop]
+            self._views[number, rank] = kept = key, views
+        return kept[1]
 
     def _free_oldest(self) -> None:
         position = next(iter(self._unread))
@@ -187,6 +204,7 @@ class SharedMemoryTransport(TransportWrapper):
         if self._arena is None:
             self._theirs = {owner: self.signals.share(owner, 4 * self._size) for owner in self.host}
             self._arena = Arena(self._theirs.pop(self.signals.rank))
+            self._views.clear()
         return self._arena
 
 
@@ -207,8 +225,9 @@ class HostsTransport(SharedMemoryTransport):
                  a with what rank 2 sends
 
     So every interval reaches a host once, however many ranks it has: two hosts exchange as many bytes as two
-    ranks. A mean of means rounds differently from a sum in rank order. Runs on such hosts repeat bit for bit,
-    but may differ from a run on one host in the last bit.
+    ranks. If each host has a power of two of ranks that follow one another, the mean of its means is the mean
+    of one host bit for bit in fp32: they sum in one tree (``arithmetic.py``), and dividing by a power of two
+    is exact, except for numbers that underflow. Other hosts, and narrower dtypes, may differ in the last bit.
 
     Between hosts int8 carries the means of a host, and shards, which then lie in memory of their ranks' own.
     """
@@ -229,10 +248,10 @@ class HostsTransport(SharedMemoryTransport):
         sets = [(self._host_means(*each), each[1].quantised) for each in offered]
         return self._between.combine(tag, sets)
 
-    def _host_means(self, position: int, gradient: Gradient) -> list[Tensor]:
+    def _host_means(self, offered: tuple[int, int], gradient: Gradient) -> list[Tensor]:
         """Return the host's means of the column's intervals, in the column's order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
-        means = self._average(position, gradient, others)
+        means = self._average(offered, gradient, others)
         means.insert(self._column.index(self.rank), gradient.pack_own(self.rank))
         return means
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -119,6 +119,7 @@ class Meter:
 # context variable can hold them.
 opened: list[Trace] = []
 _meters: list[Meter] = []
+_NOTHING = nullcontext()
 
 
 @contextmanager
@@ -167,15 +168,18 @@ def count(movement: Movement, sent: Iterable[int]) -> None:
         current.bytes[movement.counted] += total
 
 
-@contextmanager
-def waiting(movement: Movement, unit: str, device: torch.device, ended: Any = None) -> Iterator[None]:
+def waiting(
+    movement: Movement, unit: str, device: torch.device, ended: Any = None
+) -> AbstractContextManager[None]:
     """Count the block as a wait on ``device`` for a collective of ``unit``, unless it raises.
 
     ``ended``: the moment at which the collective ends, if that differs from the block's end: see `Pending`.
     """
-    if not (_meters or opened):
-        yield
-        return
+    return _recorded(movement, unit, device, ended) if _meters or opened else _NOTHING
+
+
+@contextmanager
+def _recorded(movement: Movement, unit: str, device: torch.device, ended: Any) -> Iterator[None]:
     start = devices.moment(device)
     yield
     stop = devices.moment(device)

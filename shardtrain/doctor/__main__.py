@@ -2,7 +2,7 @@
 
 It prints one line, and exits with 0 or 1. Every rank holds an unsharded twin of the model beside its shards,
 and runs the same steps with both on its share of the batch. The twin's gradients are averaged as replicas'
-are: summed in rank order and divided by the number of ranks. Tensors are compared in the order of their
+are: summed in a fixed tree and divided by the number of ranks. Tensors are compared in the order of their
 computation, and the first that differs ends the check::
 
     output           of each unit, in the order of forward
@@ -11,8 +11,8 @@ computation, and the first that differs ends the check::
     parameter        after the update
     buffer
 
-Shared memory on one host and messages over gloo sum in that order, too, so outputs and gradients are equal
-bit for bit. Elsewhere (NCCL's sums, several hosts, bf16 with micro-batches, CUDA's convolutions) rounding may
+Shared memory and messages over gloo sum in that tree, too, so outputs and gradients are equal
+bit for bit. Elsewhere (NCCL's sums, replicas, bf16 with micro-batches, CUDA's convolutions) rounding may
 differ, and tensors must be equal to TOLERANCE of their largest element. Updates may always round differently,
 since a fused optimizer's vector instructions end at a shard's end. They have UPDATE_TOLERANCE, and then the
 twin gets the sharded parameters, so that each step begins equal. In bf16 and fp16 the twin is the engine on a
@@ -22,7 +22,6 @@ single rank, since nothing else casts as the engine does.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +31,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.nn.utils import clip_grad_norm_ as clip_unsharded
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import shardtrain
 from shardtrain import comm, introspect
+from shardtrain.comm.arithmetic import merge
 from shardtrain.device import is_accelerator
 from shardtrain.job import launch
 from shardtrain.job.build import Job, build
@@ -134,9 +135,9 @@ class Twins:
         """Return the allowed difference of tensors, as a fraction of the largest element."""
         transport, precision = introspect(self.job.model).transport, self.config.parallel.precision
         gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
-        in_rank_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
+        in_one_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
         one_rounding = precision == "fp32" or self.config.train.accumulate == 1
-        if not (in_rank_order and one_rounding) or is_accelerator(self.job.device):
+        if not (in_one_order and one_rounding) or is_accelerator(self.job.device):
             return TOLERANCE[precision]
         return UPDATE_TOLERANCE if phase == "parameter" else 0.0
 
@@ -179,13 +180,15 @@ class Twins:
         return stack
 
     def _average(self) -> None:
-        """Replace the twin's gradients by their means over ranks, summed in rank order."""
+        """Replace the twin's gradients by their means over ranks, summed in the engine's tree."""
         for param in self.twin.params.values():
             if self.world > 1 and param.requires_grad:
                 own = torch.zeros_like(param) if param.grad is None else param.grad
                 gathered = own.new_empty((self.world, *own.shape))
                 comm.all_gather_into_tensor(gathered, own.contiguous())
-                param.grad = functools.reduce(torch.add, gathered) / self.world
+                mean = own.new_empty(own.numel())
+                merge([*gathered.view(self.world, -1)], mean, ReduceOp.AVG)
+                param.grad = mean.view_as(own)
 
     def _update(self) -> None:
         """Clip and update both models, at the schedule's learning rate."""
