@@ -98,7 +98,9 @@ class Shardtrain:
     @staticmethod
     def shard(model: nn.Module, **options: Any) -> nn.Module:
         chosen = units(model)
-        return shardtrain.shard(model, **{"units": lambda _, module: module in chosen, **options})
+        # By messages, as its peers: rows of memory count what ranks that share it would not release.
+        defaults = {"units": lambda _, module: module in chosen, "transport": "process_group"}
+        return shardtrain.shard(model, **{**defaults, **options})
 
     def shard_in_bf16(self, model: nn.Module) -> nn.Module:
         return self.shard(model, precision=shardtrain.Precision(param=torch.bfloat16))
