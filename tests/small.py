@@ -20,6 +20,7 @@ from torchvision.models import VisionTransformer
 
 import shardtrain
 from shardtrain.judge.rows import average_gradients, three_steps
+from shardtrain.recipes.behaviours import Parts as Parts
 from shardtrain.recipes.behaviours import sgd
 
 
