@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,14 @@ def _aligned(size: int) -> int:
     return max(1, -(-size // _ALIGN)) * _ALIGN
 
 
+class View(NamedTuple):
+    """View another rank's gradient, and this rank's pieces of it. ``layout``: kept, since its id is a key."""
+
+    full: Tensor
+    pieces: list[Tensor]
+    layout: Layout
+
+
 class SharedMemoryTransport(TransportWrapper):
     """Run collectives between ranks that share memory; ``inner``, guarded, moves what is not shared.
 
@@ -83,8 +92,7 @@ class SharedMemoryTransport(TransportWrapper):
         self._arena: Arena | None = None  # see `_open_arena`
         self._theirs: dict[int, Tensor] = {}  # every other rank's arena memory
         self._unread: dict[int, Tensor] = {}  # by position, gradients that others may still read
-        # By collective and rank, that rank's gradient: what tells where it lies, and views of it.
-        self._views: dict[tuple[int, int], tuple[tuple[int, torch.dtype, Layout], list[Tensor]]] = {}
+        self._views: dict[object, View] = {}  # kept, since gradients lie in few places
 
     @property
     def reserved(self) -> int:
@@ -140,55 +148,46 @@ class SharedMemoryTransport(TransportWrapper):
         self.signals.post(GATHER, tag)
         return Pending()
 
-    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[tuple[int, int]]:
-        """Post to the other ranks where each of ``gradients`` lies. Return its number and position."""
-        offered = []
+    def _offer(self, tag: Tag, gradients: Sequence[Gradient]) -> list[int]:
+        """Post to the other ranks where each of ``gradients`` lies. Return the collectives' positions."""
+        positions = []
         for index, gradient in enumerate(gradients):
             gradient.clear_padding()
             offset = self._open_arena().offset_of(gradient.full)
             number = segment_number(tag.number, index)
-            offered.append((number, self.signals.post(REDUCE, Tag(number, tag.name), offset)))
-        return offered
+            positions.append(self.signals.post(REDUCE, Tag(number, tag.name), offset))
+        return positions
 
-    def _average(
-        self, offered: tuple[int, int], gradient: Gradient, others: Sequence[slice] = ()
-    ) -> list[Tensor]:
+    def _average(self, position: int, gradient: Gradient, others: Sequence[slice] = ()) -> list[Tensor]:
         """Wait for all ranks' gradients, and turn ``own`` into the mean over the host.
 
         Returns the means of the intervals ``others``, each a new tensor of ``full``'s dtype.
         """
-        (number, position), full = offered, gradient.full
-        places = self.signals.wait(position)
-        own = [mine for mine, piece in zip(gradient.own, gradient.pieces, strict=True) if piece.numel]
-        parts = [
-            self._pieces(rank, number, places[rank], gradient) if rank in places else own
-            for rank in self.host
-        ]
-        merge_pieces(parts, self.host.index(self.signals.rank))
+        offsets, mine = self.signals.wait(position), self.host.index(self.signals.rank)
+        views = [self._view(rank, offset, gradient) for rank, offset in sorted(offsets.items())]
+        own = [part for part, piece in zip(gradient.own, gradient.pieces, strict=True) if piece.numel]
+        pieces, fulls = [view.pieces for view in views], [view.full for view in views]
+        pieces.insert(mine, own)
+        fulls.insert(mine, gradient.full)
+        merge_pieces(pieces, mine)
         means = []
         for span in others:
-            spans = [
-                (self._flat(rank, places[rank], full) if rank in places else full)[span] for rank in self.host
-            ]
-            means.append(torch.empty_like(spans[0]))
-            merge(spans, means[-1], ReduceOp.AVG)
+            means.append(torch.empty_like(gradient.full[span]))
+            merge([full[span] for full in fulls], means[-1], ReduceOp.AVG)
         self.signals.done(position)
-        self._unread[position] = full
+        self._unread[position] = gradient.full
         return means
 
-    def _flat(self, rank: int, offset: int, like: Tensor) -> Tensor:
-        """Return rank ``rank``'s gradient, which lies at ``offset`` in its arena, of ``like``'s dtype."""
-        return self._theirs[rank][offset : offset + like.nbytes].view(like.dtype)
-
-    def _pieces(self, rank: int, number: int, offset: int, gradient: Gradient) -> list[Tensor]:
-        """Return this rank's pieces of rank ``rank``'s gradient. The views are kept: places rarely change."""
-        key = offset, gradient.full.dtype, gradient.layout
-        kept = self._views.get((number, rank))
-        if kept is None or kept[0] != key:
-            mine = self._flat(rank, offset, gradient.full)[gradient.layout.interval(self.rank)]
-            views = [mine[at : at + stop - start] for start, stop, at in gradient.pieces if start < stop]
-            self._views[number, rank] = kept = key, views
-        return kept[1]
+    def _view(self, rank: int, offset: int, gradient: Gradient) -> View:
+        """Return rank ``rank``'s gradient, which lies at ``offset`` in its arena."""
+        full, layout = gradient.full, gradient.layout
+        key = rank, offset, full.dtype, id(layout)
+        if key not in self._views:
+            theirs = self._theirs[rank][offset : offset + full.nbytes].view(full.dtype)
+            mine = theirs[layout.interval(self.rank)]
+            pieces = [mine[at : at + stop - start] for start, stop, at in gradient.pieces if start < stop]
+            self._views[key] = View(theirs, pieces, layout)
+        return self._views[key]
 
     def _free_oldest(self) -> None:
         position = next(iter(self._unread))
@@ -248,10 +247,10 @@ class HostsTransport(SharedMemoryTransport):
         sets = [(self._host_means(*each), each[1].quantised) for each in offered]
         return self._between.combine(tag, sets)
 
-    def _host_means(self, offered: tuple[int, int], gradient: Gradient) -> list[Tensor]:
+    def _host_means(self, position: int, gradient: Gradient) -> list[Tensor]:
         """Return the host's means of the column's intervals, in the column's order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
-        means = self._average(offered, gradient, others)
+        means = self._average(position, gradient, others)
         means.insert(self._column.index(self.rank), gradient.pack_own(self.rank))
         return means
 
