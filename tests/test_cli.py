@@ -213,7 +213,8 @@ def test_a_model_of_ones_own_runs_where_the_command_allows_it(tmp_path: Path) ->
     (tmp_path / "recipe/sly.yaml").write_text("# @package _global_\nallow: [mine]\n")
     sizes = [each for each in JOB if not each.startswith("model")]
     train = [*PROGRAM, *sizes, *OWN, "data.workers=0", "checkpoint.keep=1", "run.name=own"]
-    done = ended(2, *train, "allow=[mine]", "train.max_steps=2", "model.freeze=[body]", folder=tmp_path)
+    train += ["model.freeze=[body]"]
+    done = ended(2, *train, "allow=[mine]", "train.max_steps=2", folder=tmp_path)
     assert (done.codes, done.errors) == ([0, 0], "")
     assert (done.output.count("GFLOP per image"), done.output.count("finished")) == (1, 1)
     result = result_of(tmp_path / "outputs/own")

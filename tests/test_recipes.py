@@ -159,7 +159,7 @@ def test_a_border_may_be_reflected() -> None:
     assert torch.equal(corner, F.pad(images, [2] * 4, "reflect")[:, :, :4, :4])
     with pytest.raises(UserError, match=r"augment\.pad=4: images of 4×4 pixels reflect less"):
         Photo(4, border="reflect")(images, torch.tensor([[0.0, 0.0, 0.1]]))
-    with pytest.raises(ValueError, match="border=wrap, flip=random: expected constant or reflect, and ran"):
+    with pytest.raises(ValueError, match="border=wrap, flip=random: expected constant or reflect, and none"):
         Photo(2, border="wrap")
 
 
