@@ -36,7 +36,7 @@ BESIDE = {
     "recipes": ("recipes/*.py", 1_978),
     "bench": ("recipes/bench/*.py", 1_364),
 }
-LARGEST = {"lines": 15_781, "lines with what is beside": 19_179, "files": 94, "rooms": 16, "tests": 12_814}
+LARGEST = {"lines": 15_875, "lines with what is beside": 19_274, "files": 94, "rooms": 16, "tests": 12_819}
 
 
 def air(budget: int) -> int:
