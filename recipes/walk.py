@@ -69,7 +69,6 @@ def look_inside(model: nn.Sequential) -> list[str]:
 
 
 def walk() -> None:
-    # Ranks that share memory would not release units before backward.
     model = shardtrain.shard(small_model(), units=[nn.Linear], transport="process_group")
     assert isinstance(model, nn.Sequential)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -87,11 +87,6 @@ def images(
     return torch.randn(n, 3, size, size, generator=generator), torch.randint(5, (n,), generator=generator)
 
 
-def by_messages() -> bool:
-    """Return whether the test runs over messages."""
-    return os.environ["SHARDTRAIN_TEST_TRANSPORT"] == "process_group"
-
-
 def shard(module: nn.Module, **options: Any) -> nn.Module:
     """`shardtrain.shard` over the transport that the test runs with."""
     return shardtrain.shard(module, **{"transport": os.environ["SHARDTRAIN_TEST_TRANSPORT"], **options})

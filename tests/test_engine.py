@@ -34,7 +34,6 @@ from small import (
     Parts,
     assert_at_rest,
     assert_same_parameters,
-    by_messages,
     classify,
     images,
     like_a_replica,
@@ -60,7 +59,7 @@ def test_whole_parameters_leave_no_memory_behind() -> None:
 @each_rank(2, 3)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
-    """One reduction per unit; one gather forward, and over messages one backward of all but three units."""
+    """One reduction per unit; one gather forward, and one backward, but not of the root and the last two."""
     model, _ = sharded_and_replica(reshard_after_forward=reshard)
     optimizer = sgd(model)
     train(model, optimizer, 2)
@@ -69,7 +68,7 @@ def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
     infos = shardtrain.introspect(model).units
     world = dist.get_world_size()
     everything = sum(info.local_bytes for info in infos)
-    again = infos[1:-2] if reshard and by_messages() else []
+    again = infos[1:-2] if reshard else []
     gathered = everything + sum(info.local_bytes for info in again)
     assert meter.calls == {"all_gather": 4 + len(again), "reduce_scatter": 4}
     assert meter.bytes == {"all_gather": gathered * (world - 1), "reduce_scatter": everything * (world - 1)}

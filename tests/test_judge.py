@@ -19,7 +19,7 @@ from shardtrain.recipes import behaviours_of_calls, behaviours_of_state  # noqa:
 from shardtrain.recipes.behaviours import Net, named, squares, two_layers
 
 from pool import each_rank, ended
-from small import average_gradients, by_messages, shard, three_steps
+from small import average_gradients, shard, three_steps
 
 CANNOT = "cannot step on a sharded model"
 TRANSFORMS = "cannot run inside jvp, vmap"
@@ -49,10 +49,6 @@ REFUSED = {
     "Models that differ between ranks": "the model to shard differs between ranks",
     "Ranks that run units in another order": "take different paths",
 }
-# Over shared memory units stay whole until backward, which costs no memory: there these are right, and
-# counting whole units says nothing.
-SHARED = ("The parent reads a unit's weight", "A penalty on parameters in the same backward")
-WHOLE = [name for name, row in ROWS.items() if "whole at most" in name or "(BYOL)" in name]
 # They end in an error that others may have to wait for, or need a time-out: `test_guard.py` has them.
 ALONE = [name for name, row in ROWS.items() if row.kind == "Failures" and name[:2] not in ("30", "Mo")]
 
@@ -69,9 +65,7 @@ class Here(Shardtrain):
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ALONE])
 @each_rank(3)
 def test_every_behaviour_is_equal_or_refused(name: str) -> None:
-    refused = REFUSED.get(name) if by_messages() or name not in SHARED else None
-    if not by_messages() and name in WHOLE:
-        return
+    refused = REFUSED.get(name)
     verdict, text = outcome(with_verbs(Here()), ROWS[name])
     with contextlib.suppress(RuntimeError):  # where the group has failed, all ranks know
         dist.barrier()  # each rank is refused by itself, and the others may still be on their way there

@@ -37,7 +37,7 @@ from shardtrain.monitor.monitor import end_table
 from shardtrain.monitor.timeline import Lanes, Watch
 
 from pool import each_rank, ended, once
-from small import Block, OddNet, by_messages, sgd, shard
+from small import Block, OddNet, sgd, shard
 from small import train as steps_of
 from tiny import CPU, SHORT, TINY, VIT, configure, context, events_of, run
 
@@ -314,7 +314,7 @@ def test_gathers_computation_reductions_and_waits_carry_unit_names() -> None:
     units = ["blocks.0", "blocks.1", "blocks.2", "the root"]
     found = {kind: sorted(span.name for span in spans if span.kind == kind) for kind in timeline.STYLES}
     assert found["forward"] == found["backward"] == found["reduce"] == units
-    assert found["gather"] == sorted(units + (["blocks.0"] if by_messages() else []))
+    assert found["gather"] == ["blocks.0", *units]
     assert {"all_gather of blocks.0", "reduce_scatter of blocks.1", "fence of the model"} <= {*found["wait"]}
     starts = {(span.kind, span.name): span.start for span in spans}
     assert starts["forward", "blocks.0"] < starts["forward", "blocks.1"]

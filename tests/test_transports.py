@@ -42,7 +42,6 @@ from small import (
     Vit,
     assert_at_rest,
     assert_same_parameters,
-    by_messages,
     classify,
     hosts,
     images,
@@ -179,7 +178,9 @@ def test_training_over_hosts_is_training() -> None:
         assert kind is (comm.SharedMemoryTransport if one else comm.HostsTransport)
         weight = next(p for p in model.parameters() if p.numel())
         assert weight.untyped_storage().nbytes() > weight.nbytes  # memory is shared
-    assert sent[0] == sent[1] == sent[2]
+    assert sent[0] == sent[1]  # on one host some units are gathered again, which costs nothing there
+    assert sent[0]["reduce_scatter"] == sent[2]["reduce_scatter"]
+    assert sent[0]["all_gather"] < sent[2]["all_gather"]
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -368,8 +369,7 @@ def test_traffic_is_as_theory_says(sizes: tuple[int, int]) -> None:
         train(model, optimizer, 1)
     root, *blocks = shardtrain.introspect(model).units
     reduced = root.local_bytes + sum(block.local_bytes for block in blocks)
-    again = blocks[:-2] if by_messages() or group == 1 else []  # what shares memory is not released
-    gathered = root.local_bytes + sum(block.local_bytes for block in [*blocks, *again])
+    gathered = root.local_bytes + sum(block.local_bytes for block in [*blocks, *blocks[:-2]])
     assert found.bytes["reduce_scatter"] == (group - 1) * reduced
     assert found.bytes["all_gather"] == (group - 1) * gathered
     across = 2 * (replicate - 1) * reduced / replicate

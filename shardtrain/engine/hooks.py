@@ -81,9 +81,8 @@ class Engine:
             entrances = dict.fromkeys([unit.module, *(unit.holders if unit is self.units[0] else ())])
             for module in entrances:
                 self._wrap_calls(unit, module)
-            if self.schedule.reshard_after_forward:  # else the unit stays whole until backward ends
-                for module in unit.holders.keys() - entrances.keys():
-                    self._hook_inside(unit, module)
+            for module in [holder for holder in unit.holders if holder not in entrances]:
+                self._hook_inside(unit, module)
             for member in unit.members:
                 for module, attribute in member.info.holders:
                     self._handles += pieces.attach(module, attribute, unit, member)

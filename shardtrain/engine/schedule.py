@@ -7,9 +7,9 @@ One step over units ``A B C`` and the root ``R`` (the parameters of no other uni
     end       wait for the last reduction; every parameter shows its local piece again
 
 The root and the last two units stay gathered until backward, and so do units that return objects, since no
-hook tells when backward needs them. Over shared memory all do. Where all stay, all are prefetched at once.
-Elsewhere at most two others are gathered: the one that computes and the next. Reductions under way hold at
-most as many bytes as the largest one, unless all stay and the host waits for messages.
+hook tells when backward needs them. On hosts that share memory inside all do. Where all stay, all are
+prefetched at once. Elsewhere at most two others are gathered: the one that computes and the next. Reductions
+under way hold at most as many bytes as the largest one, unless all stay and the host waits for messages.
 
 All ranks must start the same collectives in the same order. Forward gathers units in the order in which they
 are called, and records the calls. Backward descends through them (see ``calls.py``): a hook on the node of
@@ -45,8 +45,9 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], reshard_after_forward: bool) -> None:
         self.units = tuple(units)
         self.root = units[0]
-        # Where memory is shared a release would free nothing.
-        self.reshard_after_forward = reshard_after_forward and not self.root.transport.in_place
+        # On hosts that share memory inside a release frees nothing, and another gather is sent.
+        only_costs = self.root.transport.in_place and self.root.transport.sends
+        self.reshard_after_forward = reshard_after_forward and not only_costs
         self.reduce_gradients = True  # False inside `no_sync`
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.reductions = {unit: Reduction(unit) for unit in units}
@@ -61,7 +62,7 @@ class Schedule:
         self._expected: list[Unit] = []  # `_entries` of the last forward
         self._forward = False  # whether the root module's call is under way
         self._backward: Backward | None = None
-        self._kept: dict[Unit, None] = {}  # units that stay whole after forward, until backward ends
+        self._kept: dict[Unit, None] = {}  # units kept whole: perhaps nothing announces their backward
         self._waiting: set[Unit] = set()  # units whose gradients wait under `no_sync`
         self.before_conversion = partial(self.require_reduced, "parameters were converted")
         self._pending_since: dict[Unit, int] = {}  # when a unit's first call began that awaits its backward
@@ -177,7 +178,7 @@ class Schedule:
     def post_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Release ``unit`` as one of its modules returns, if this was its outermost call.
 
-        It stays whole until backward if that may need it unannounced, or ``output`` shows parameters.
+        It stays through backward if backward may need it unannounced, or ``output`` shows parameters.
         """
         call = self.calls.get(unit)
         if call is None:  # an error prevented its begin
@@ -206,13 +207,16 @@ class Schedule:
             if not failed:
                 self._fence(LEAVE)
         unit.refuse_edits()
+        if learns and (stays or unit is self.root):  # a loss may use the root's, as CLIP's temperature
+            self._kept[unit] = None
+        if unit in self._kept:
+            return
         if learns:
             # Backward begins with the last two calls, if this forward is like the one before.
             at_end = self._forward and len(self._expected) - len(self._entries) in (0, 1)
-            stays |= (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
-            if stays or unit is self.root:  # a loss may use the root's parameters, as CLIP's temperature
-                self._kept[unit] = None
-        if unit not in self._kept:
+            stays = (at_end and unit in self._entries[-2:]) or not self.reshard_after_forward
+        unit.show_local()
+        if not stays:
             unit.release()
 
     def refuse_edits(self) -> None:
@@ -270,7 +274,6 @@ class Schedule:
         self.reductions[unit].take(backward.captured)
         awaits = self._pending_since.get(unit, sys.maxsize) <= moment
         if unit not in self.calls and not (awaits and unit in self._kept):
-            self._kept.pop(unit, None)
             unit.release()
         if unit.trains and self.reduce_gradients and not awaits:
             self._launch(backward, unit)
@@ -310,7 +313,7 @@ class Schedule:
                 f"{unit.title} has used: compute that there, or add its gradient to {name}.grad after "
                 "backward; for a penalty on weights use the optimizer's weight_decay"
             )
-        # Used after forward; or shown as a piece since (`show_pieces`).
+        # The root's, used after forward; or shown as a piece since (`show_pieces`).
         self._pre_backward(self._backward or self._begin_backward(self._record), unit)
 
     def _launch(self, backward: Backward, unit: Unit) -> None:

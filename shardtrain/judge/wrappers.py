@@ -98,7 +98,7 @@ class Shardtrain:
     @staticmethod
     def shard(model: nn.Module, **options: Any) -> nn.Module:
         chosen = units(model)
-        # By messages, as its peers: rows of memory count what ranks that share it would not release.
+        # By messages, as its peers.
         defaults = {"units": lambda _, module: module in chosen, "transport": "process_group"}
         return shardtrain.shard(model, **{**defaults, **options})
 
