@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -246,10 +247,10 @@ def raised_soon(error: type[Exception], body: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def tree_sum(parts: Sequence[torch.Tensor], add: Callable[..., torch.Tensor] = torch.add) -> torch.Tensor:
     """Sum in pairs, then the sums in pairs; the last of an odd number waits: ``((0 + 1) + (2 + 3)) + 4``."""
     while len(parts) > 1:
-        parts = [reduce(torch.add, parts[at : at + 2]) for at in range(0, len(parts), 2)]
+        parts = [reduce(add, parts[at : at + 2]) for at in range(0, len(parts), 2)]
     return parts[0]
 
 
@@ -261,3 +262,12 @@ def mean_in_a_tree(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torc
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tree_sum(parts) / len(parts))
     return future
+
+
+def allocated(step: Any) -> int:
+    """The most that the CPU's allocator gave out during ``step()``, above what it had given before."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))

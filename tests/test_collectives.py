@@ -1,6 +1,5 @@
 """The public collectives: torch's documented examples, odd sizes, refusals on every rank, traffic."""
 
-import functools
 import random
 import re
 import time
@@ -138,7 +137,7 @@ def test_reductions(async_op: bool) -> None:
         op, inputs = getattr(comm.ReduceOp, name), [values(r, (world, n, 3), dtype) for r in range(world)]
         parts = [full[rank] for full in inputs]
         wide = [part.float() if dtype in (torch.bfloat16, torch.float16) else part for part in parts]
-        expected = functools.reduce(COMBINE[name], wide)
+        expected = tree_sum(wide, COMBINE[name])
         if name == "AVG":
             reals = torch.view_as_real(expected) if dtype.is_complex else expected
             reals.div_(world, rounding_mode="trunc" if dtype is torch.int8 else None)

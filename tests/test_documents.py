@@ -87,8 +87,8 @@ def test_the_commands_of_a_document_run_and_print_what_it_shows(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "images").symlink_to(tmp_path / "photos")
-    for number in range(16):
-        folder = tmp_path / "photos" / ("train", "val")[number % 2] / ("cat", "dog")[number // 8]
+    for number in range(24):
+        folder = tmp_path / "photos" / ("train", "val")[number % 2] / ("cat", "dog")[number // 12]
         folder.mkdir(parents=True, exist_ok=True)
         noise = np.random.default_rng(number).integers(256, size=(40, 40, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / f"{number}.jpg")

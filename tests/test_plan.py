@@ -32,7 +32,7 @@ from shardtrain.recipes.bench import host
 from shardtrain.recipes.bench.contenders import BLOCKS
 from shardtrain.recipes.bench.host import simulated_group
 
-from small import Block, OddNet, TwoPaths, sgd
+from small import Block, OddNet, TwoPaths, allocated, sgd
 from tiny import ALONE, CPU, VIT, composed
 
 MIB = 2**20
@@ -49,15 +49,6 @@ def settings(*arguments: str) -> PlanSettings:
 def planned(*arguments: str) -> Plan:
     found = settings(*arguments)
     return simulate(found.config, found.question)
-
-
-def allocated(step: Any) -> int:
-    """The most that the CPU's allocator gave out during ``step()``, above what it had given before."""
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        step()
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def measured(*arguments: str) -> dict[str, Any]:

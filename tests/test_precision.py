@@ -37,6 +37,7 @@ from small import (
     sgd,
     shard,
     sharded_and_replica,
+    tree_sum,
 )
 from tiny import result_of, run
 
@@ -377,9 +378,8 @@ def reduces(link: comm.Transport, layout: Layout, dtype: torch.dtype) -> None:
     with comm.meter() as meter:
         link.reduce(Tag(128, "unit"), gradients).wait()
     for gradient in gradients:
-        total = torch.zeros(layout.length(rank))
-        for other, part in enumerate(theirs):
-            total += part if other == rank or not gradient.quantised else by_hand(part.float())
+        exact = [other == rank or not gradient.quantised for other in range(world)]
+        total = tree_sum([p.float() if e else by_hand(p.float()) for p, e in zip(theirs, exact, strict=True)])
         means = [(total / world)[p.offset : p.offset + p.numel] for p in pieces]
         assert all(map(torch.equal, gradient.own, means))
     lengths = [layout.length(r) for r in range(world)]

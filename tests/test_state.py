@@ -33,6 +33,7 @@ from small import (
     Block,
     OddNet,
     Parts,
+    allocated,
     assert_at_rest,
     assert_same_parameters,
     mesh,
@@ -42,7 +43,6 @@ from small import (
     train_alike,
     whole_state,
 )
-from test_plan import allocated
 
 loads_pieces = pytest.mark.skipif(
     TorchVersion(torch.__version__) < (2, 15), reason="DCP of older torch refuses to load into pieces"
