@@ -88,7 +88,7 @@ class Links:
     """Send and receive reports between this rank and its ``peers``. May outlive the model, see `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, paths: Paths) -> None:
-        """``tag``: that of reports' heads; the next tags are the pulse's and that of their collectives."""
+        """``tag``: of messages with the head of a report; the two after it: of the pulse, and of the rest."""
         self.peers, self._paths = [*paths.theirs], paths
         self.group, self._tag = weakref.ref(group), tag
         self._sent: dict[int, deque[dist.Work]] = {peer: deque(maxlen=32) for peer in self.peers}

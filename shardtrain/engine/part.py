@@ -42,7 +42,7 @@ class Part:
 
     @cached_property
     def local_shape(self) -> Index:
-        """The shape of the part between steps."""
+        """The shape in which the parameter shows the part between steps."""
         if self.whole and self.shape and self.numel == math.prod(self.shape):
             return self.shape
         return self.numel, *(1 for _ in self.shape[1:])

@@ -63,9 +63,8 @@ def build(
     require_equal_parts(config.train, world_size)
     require_equal_groups(config.parallel, world_size)
     share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
-    images = together(
-        lambda: data.load(config.data, config.allow)
-    )  # since data may be missing on one host only
+    # Data may be missing on one host only.
+    images = together(lambda: data.load(config.data, config.allow))
     config = completed(config, images)
     if config.train.eval_shift >= config.data.side_in_eval:  # reflection reaches no further
         side = config.data.side_in_eval

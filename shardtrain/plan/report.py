@@ -87,7 +87,7 @@ def rank_table(plan: Plan) -> str:
 
 
 def bytes_by_kind(plan: Plan) -> dict[str, int]:
-    """Return the bytes per rank by what they hold: first constant ones, then peaks during the step."""
+    """Return bytes per rank by kind: what a rank always holds, then the peaks of a step."""
     most = plan.timeline.most
     return {
         "parameters": plan.parameters,
