@@ -17,14 +17,17 @@ on the first dimension, as FSDP2's, pad it by up to a row per rank.) ``even`` cu
 holds less than one unit more than padded total / world. ``whole`` never cuts a parameter, so that an
 optimizer may look at all of it. Over all units a rank holds at most total / world plus the largest parameter,
 without padding. Padding belongs to no parameter: an optimizer never sees it.
+
+With V virtual ranks (`parallel.virtual_ranks`) a vector is cut as for V ranks, and each of N ranks owns V / N
+of the intervals that follow one another. So what is computed per interval does not depend on N.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Literal, NamedTuple
 
 
@@ -49,13 +52,15 @@ class Layout:
     """Describe the flat vector of one unit: parameter i has ``sizes[i]`` elements from ``offsets[i]`` on.
 
     ``bounds`` holds ``world + 1`` cut points: rank ``r`` owns ``[bounds[r], bounds[r + 1])``, which may be
-    empty. ``whole``: no cut falls into a parameter, so its owner may show it in its own shape.
+    empty. ``whole``: no cut falls into a parameter, so its owner may show it in its own shape. ``cuts``: the
+    ``virtual + 1`` cut points of virtual ranks' intervals; empty without virtual ranks.
     """
 
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
     bounds: tuple[int, ...]
     whole: bool = False
+    cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert min(self.sizes, default=0) >= 0, self.sizes
@@ -71,6 +76,11 @@ class Layout:
     @property
     def world(self) -> int:
         return len(self.bounds) - 1
+
+    @property
+    def virtual(self) -> int:
+        """Number of virtual ranks; 0 without."""
+        return max(0, len(self.cuts) - 1)
 
     @cached_property
     def numel(self) -> int:
@@ -115,6 +125,18 @@ class Layout:
             pieces.append(Piece(start, stop, offset + start - low if stop > start else 0))
         return tuple(pieces)
 
+    def virtual_pieces(self, piece: Piece, rank: int) -> list[tuple[int, slice]]:
+        """Return the virtual ranks whose intervals ``piece``, rank ``rank``'s, meets, with its part in each.
+
+        Parts are in elements of the piece.
+        """
+        at, parts = self.bounds[rank] + piece.offset, []
+        for virtual, (low, high) in enumerate(pairwise(self.cuts)):
+            start, stop = max(low - at, 0), min(high - at, piece.numel)
+            if start < stop:
+                parts.append((virtual, slice(start, stop)))
+        return parts
+
     def elsewhere(self, rank: int | None) -> list[list[tuple[slice, slice]]]:
         """Return, for each parameter, the slices of it that other ranks than ``rank`` own; for None, all.
 
@@ -134,11 +156,21 @@ Policy = Literal["even", "whole"]
 Cut = Callable[[Sequence[int], int], Layout]
 
 
-def cut_of(policy: Policy, world: int) -> Cut:
+def cut_of(policy: Policy, world: int, virtual: int = 0) -> Cut:
     """Return the function that cuts a model's units by ``policy``, one after the other, alike on all ranks.
+
+    ``virtual``: the number of virtual ranks, a multiple of ``world``; 0 without.
 
     Raises ValueError for an unknown policy.
     """
+    if virtual:
+        finer = cut_of(policy, virtual)
+
+        def cut(sizes: Sequence[int], align: int) -> Layout:
+            fine = finer(sizes, align)
+            return replace(fine, bounds=fine.bounds[:: virtual // world], cuts=fine.bounds)
+
+        return cut
     if policy == "even":
         return lambda sizes, align: even(sizes, world, align)
     if policy == "whole":

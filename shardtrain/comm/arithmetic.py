@@ -9,6 +9,9 @@ So hosts, replicas or ranks that hold a power of two of the parts each can sum t
 two ranks compute the tree of four ranks. A mean is divided once, at the end. With parts 2**24, 1, 1, 1 in
 fp32, whose numbers are even from there on, the tree gives 2**24 + 2 for the sum, and rank order 2**24.
 
+With virtual ranks each part may be the sum of several gradients. ``terms`` then counts those of all parts; 1
+only sums, before a later stage divides.
+
 Values of fp16, bf16 and fp8 are merged in fp32 and rounded once at the end. Integers stay integers. A sum is
 -0.0 only if all its parts are.
 """
@@ -60,8 +63,8 @@ def op_name(op: object) -> str:
     return str(op).rpartition(".")[2]
 
 
-def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
-    """Merge ``parts`` into ``out`` with ``op``; for AVG, divide by the number of parts.
+def merge(parts: Sequence[Tensor], out: Tensor, op: object, terms: int = 0) -> None:
+    """Merge ``parts`` into ``out`` with ``op``; for AVG, divide by ``terms`` (0: by the number of parts).
 
     ``parts``: 1-D, of one length; floating-point parts may differ in dtype. ``out``: as long, of the widest
     of their dtypes or a wider one; it may be one of them. Two ranks, AVG, bf16: ``[1.0 2.0]`` and ``[3.0
@@ -73,7 +76,7 @@ def merge(parts: Sequence[Tensor], out: Tensor, op: object) -> None:
     if out.is_complex():  # a complex quotient would lose the sign of zero, which means "no gradient"
         parts, out = [torch.view_as_real(part).flatten() for part in parts], torch.view_as_real(out).view(-1)
     length = SPAN if out.device.type == "cpu" else max(out.numel(), 1)
-    divisor = _divisor(len(parts), out) if op == ReduceOp.AVG else None
+    divisor = _divisor(terms or len(parts), out) if op == ReduceOp.AVG else None
     for start in range(0, out.numel(), length):
         span = slice(start, start + length)
         _merge_span([part[span] for part in parts], out[span], _MERGES[op], divisor)
@@ -99,23 +102,23 @@ def _merge_span(
         out.copy_(total)
 
 
-def merge_pieces(parts: Sequence[list[Tensor]], own: int) -> None:
+def merge_pieces(parts: Sequence[list[Tensor]], own: int, terms: int = 0) -> None:
     """Turn ``parts[own]`` into the mean of all ``parts``: each piece as by `merge`, small ones together.
 
-    ``parts``: from each rank a list of pieces (1-D), of the same lengths.
+    ``parts``: from each rank a list of pieces (1-D), of the same lengths. ``terms``: as of `merge`.
     """
     out = parts[own]
     wide = bool(out) and out[0].dtype in (torch.float32, torch.float64)
     small = [index for index, piece in enumerate(out) if wide and piece.numel() <= SMALL]
     if len(small) < len(out):
         for index in set(range(len(out))).difference(small):
-            merge([part[index] for part in parts], out[index], ReduceOp.AVG)
+            merge([part[index] for part in parts], out[index], ReduceOp.AVG, terms)
         parts = [[part[index] for index in small] for part in parts]
     if small:
-        _average_together(parts, parts[own])
+        _average_together(parts, parts[own], terms)
 
 
-def _average_together(parts: Sequence[list[Tensor]], out: list[Tensor]) -> None:
+def _average_together(parts: Sequence[list[Tensor]], out: list[Tensor], terms: int) -> None:
     """Turn ``out``, one of ``parts``, into their mean, with one operation for all its pieces."""
     dtype = out[0].dtype
     parts = [part if part[0].dtype == dtype else [piece.to(dtype) for piece in part] for part in parts]
@@ -127,7 +130,7 @@ def _average_together(parts: Sequence[list[Tensor]], out: list[Tensor]) -> None:
         return list(torch._foreach_add(left, right))
 
     _tree(parts, add)
-    torch._foreach_div_(out, _divisor(len(parts), out[0]))
+    torch._foreach_div_(out, _divisor(terms or len(parts), out[0]))
 
 
 def _tree(parts: Sequence[T], join: Callable[[T, T], T]) -> T:

@@ -90,9 +90,11 @@ def start_reduce_scatter(
     parts: Sequence[torch.Tensor],
     out: torch.Tensor,
     op: object,
+    terms: int = 0,
 ) -> Pending:
     """Start sending ``parts[r]`` to rank ``r``; finishing merges all ranks' ``parts[rank]`` with ``op``.
 
+    ``op``, ``terms``: see `arithmetic.merge`.
     ``parts``: ``world`` contiguous 1-D tensors, of the same sizes on every rank and of one dtype, but
     ``parts[rank]`` may be wider. ``out``: see `arithmetic.merge`. Receives of further chunks are posted while
     finishing. Until then no other collective between these ranks may use the same tag.
@@ -115,7 +117,7 @@ def start_reduce_scatter(
             mine = own[span]
             came = [slot[: mine.numel()] for slot in inbox[index % slots]]
             came[mailbox.rank] = mine
-            merge(came, out[span], op)
+            merge(came, out[span], op, terms)
             if index + slots < len(spans):
                 arriving.append(receive(index + slots))
         mailbox.wait(sends)

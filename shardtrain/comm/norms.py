@@ -6,6 +6,10 @@
     total = vector_norm(stack(norms))                over all ranks: one all-reduce
 
 Any other use of a piece's norm is refused, unless each gradient has one owner (``layout="whole"``).
+
+With V virtual ranks a norm does not depend on where cuts between ranks fall. Each piece has V norms, one per
+virtual rank's interval. The rank that owns an interval joins its norms. The V sums are then exchanged beside
+zeros, which change none of them, and added in one order.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
 from shardtrain.comm.trace import ALL_REDUCE, waiting
@@ -30,11 +35,17 @@ _SELECT = {"__getitem__", "index_select", "masked_select", "gather", "take", "no
 
 
 class Owners(NamedTuple):
-    """Name the ranks that share gradients (``whole``: each has one owner), and the norms' device."""
+    """Name the ranks that share gradients (``whole``: each has one owner), and the norms' device.
+
+    ``virtual``: the number of virtual ranks, or 0. ``parts``: the virtual ranks whose intervals the piece
+    meets, each with its slice of the piece.
+    """
 
     transport: ReferenceType[Transport]  # weak, so that a gradient does not keep a model's threads alive
     device: torch.device
     whole: bool = False
+    virtual: int = 0
+    parts: Sequence[tuple[int, slice]] = ()
 
 
 class GradientPiece(Tensor):
@@ -63,7 +74,9 @@ class GradientPiece(Tensor):
             if order is None:
                 return func(*args, **kwargs) if _first(cls, args).owners.whole else _refuse()
             grads = args[0] if func is torch._foreach_norm else args[:1]
-            rows = zip(grads, _local_norms(grads, order), strict=True)
+            virtual = _first(cls, args).owners.virtual
+            local = _interval_norms(grads, order, virtual) if virtual else _local_norms(grads, order)
+            rows = zip(grads, local, strict=True)
             norms = [PieceNorm.of(n, order, g.owners) if isinstance(g, cls) else n for g, n in rows]
             return norms if func is torch._foreach_norm else norms[0]
 
@@ -95,10 +108,16 @@ class PieceNorm(Tensor):
         transport = one.owners.transport()
         with torch._C.DisableTorchFunctionSubclass():
             if transport and func in _NORMS and _order(func, *args, **kwargs) == one.order:
-                return _over_all_ranks(one.as_subclass(Tensor), one.order, transport, one.owners.device)
+                return _over_all_ranks(one.as_subclass(Tensor), one.order, transport, one.owners)
             if transport and func in _SAME_NORMS:
-                if func is torch.stack and transport.all_ranks.rank:  # replicated gradients count once
-                    args = ([n if isinstance(n, cls) else torch.zeros_like(n) for n in args[0]], *args[1:])
+                if func is torch.stack:
+                    # Replicated gradients count once: on rank 0, which owns the first interval.
+                    counts, zeros = transport.all_ranks.rank == 0, max(0, one.owners.virtual - 1)
+                    norms = [n if counts or isinstance(n, cls) else torch.zeros_like(n) for n in args[0]]
+                    args = (
+                        [F.pad(n[None], (0, zeros)) if zeros and not n.ndim else n for n in norms],
+                        *args[1:],
+                    )
                 return cls.of(func(*args, **kwargs), one.order, one.owners)
             if func.__name__ != "__get__" and not one.owners.whole:
                 _refuse()
@@ -108,8 +127,9 @@ class PieceNorm(Tensor):
 def total_norm(grads: Sequence[Tensor], order: float, owners: Owners, dtype: torch.dtype) -> Tensor:
     """Return the norm of all gradients, pieces or whole: 0-dim, ``dtype``, equal on all ranks. Collective."""
     transport = owners.transport()
-    if transport is not None and transport.silent:  # gradients are then plain tensors, or torch's fake ones
-        return _over_all_ranks(get_total_norm(grads, order), order, transport, owners.device)
+    marked = any(isinstance(grad, GradientPiece) for grad in grads)
+    if transport is not None and transport.silent and not marked:  # plain tensors, or torch's fake ones
+        return _over_all_ranks(get_total_norm(grads, order), order, transport, owners._replace(virtual=0))
     device = grads[0].device if grads else owners.device
     none = torch.empty(0, dtype=dtype, device=device)  # so that every rank has a piece
     return get_total_norm([GradientPiece.of(none, owners), *grads], order, foreach=True)
@@ -162,10 +182,42 @@ def _local_norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
     return [next(norms) if g.numel() else g.new_zeros((), dtype=g.real.dtype) for g in plain]
 
 
-def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: torch.device) -> Tensor:
+def _interval_norms(grads: Sequence[Tensor], order: float, virtual: int) -> list[Tensor]:
+    """Return the norms of each of ``grads`` by virtual rank, [virtual]; 0-dim for a gradient that is whole.
+
+    An edited piece of another length counts as its first virtual rank's.
+    """
+    rows, present = list[tuple[int, int]](), list[Tensor]()
+    for index, grad in enumerate(grads):
+        flat, parts = grad.as_subclass(Tensor).flatten(), [(0, slice(None))]
+        if isinstance(grad, GradientPiece) and grad.owners.parts:
+            parts = [*grad.owners.parts]
+            if parts[-1][1].stop != len(flat):
+                parts = [(parts[0][0], slice(None))]
+        rows += [(index, each) for each, part in parts if len(flat)]
+        present += [flat[part] for _, part in parts if len(flat)]
+    real = torch.promote_types(grads[0].real.dtype, torch.float32)
+    table = grads[0].as_subclass(Tensor).new_zeros((len(grads), virtual), dtype=real)
+    if rows:
+        table[tuple(torch.tensor(rows).T)] = torch.stack(torch._foreach_norm(present, order)).to(real)
+    norms = zip(grads, table.unbind(), strict=True)
+    return [row if isinstance(grad, GradientPiece) else row[0] for grad, row in norms]
+
+
+def _by_interval(norms: Tensor, order: float, virtual: int) -> Tensor:
+    """Join ``norms`` [virtual, ...] of each interval. Zeros are left out: how many there are may differ."""
+    columns = norms.reshape(-1, virtual).unbind(1)
+    return torch.stack([torch.linalg.vector_norm(column[column != 0], order) for column in columns])
+
+
+def _over_all_ranks(norms: Tensor, order: float, transport: Transport, owners: Owners) -> Tensor:
     """Return the norm of all ranks' ``norms``: 0-dim, fp32 or fp64, the same on all ranks. Collective."""
-    dtype = torch.promote_types(norms.dtype, torch.float32)
-    local: Tensor = torch.linalg.vector_norm(norms, order).to(device, dtype, non_blocking=True)
+    device, dtype = owners.device, torch.promote_types(norms.dtype, torch.float32)
+    by_interval = owners.virtual and order != math.inf
+    local = (
+        _by_interval(norms, order, owners.virtual) if by_interval else torch.linalg.vector_norm(norms, order)
+    )
+    local = local.to(device, dtype, non_blocking=True)
     all_ranks = transport.all_ranks
     if all_ranks.rank not in transport.primary_ranks:
         local.zero_()  # the gradients of replicas are equal and count once
@@ -175,7 +227,7 @@ def _over_all_ranks(norms: Tensor, order: float, transport: Transport, device: t
             all_ranks.all_reduce(both, "max")
             return torch.where(both[1] > 0, torch.nan, both[0])
         all_ranks.all_reduce(local.pow_(order))
-        return local.pow_(1.0 / order)
+        return local.sum().pow_(1.0 / order)
 
 
 def _refuse() -> NoReturn:

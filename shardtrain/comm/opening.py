@@ -112,7 +112,7 @@ def open_replicated(
     shards = TRANSPORTS[kind](opening) if len(opening.own) > 1 else Alone()
     column = [ranks[opening.own.index(opening.all_ranks.rank)] for ranks in groups]
     replicas = opening.all_ranks.part(column, across)
-    return Replicated(shards, replicas, opening.all_ranks, groups[0])
+    return Replicated(shards, replicas, opening.all_ranks, groups)
 
 
 def _hosts(opening: Opening) -> list[Sequence[int]]:

@@ -93,16 +93,18 @@ class ProcessGroupTransport(Transport):
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
-        if self.by_messages([each.full for each in gradients]) or any(each.quantised for each in gradients):
-            return self.combine(tag, [(self._parts(each), each.quantised) for each in gradients])
-        return self.backend_for(REDUCE, tag).reduce(gradients)
+        by_backend = not any(each.quantised or each.terms for each in gradients)
+        if by_backend and not self.by_messages([each.full for each in gradients]):
+            return self.backend_for(REDUCE, tag).reduce(gradients)
+        sets = [(self._parts(each), each.quantised) for each in gradients]
+        return self.combine(tag, sets, terms=gradients[0].terms)
 
-    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
-        if not self.by_messages([values for values, _ in intervals]):
+        if not (terms or self.by_messages([values for values, _ in intervals])):
             return self.backend_for(AVERAGE, tag).average(intervals, after)
-        return self._average_in_two_stages(tag, intervals)
+        return self._average_in_two_stages(tag, intervals, terms)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         count(BROADCAST, [tensor.nbytes * (self.world - 1) if self.rank == src else 0])
@@ -147,16 +149,23 @@ class ProcessGroupTransport(Transport):
         return self._exchange(kind, tag, moves, steps)
 
     def combine(
-        self, tag: Tag, sets: Sequence[tuple[list[Tensor], bool]], kind: Movement = REDUCE
+        self,
+        tag: Tag,
+        sets: Sequence[tuple[list[Tensor], bool]],
+        kind: Movement = REDUCE,
+        terms: int = 0,
     ) -> Pending:
         """Start sending ``parts[r]`` to rank r, and turning ``parts[rank]`` into the mean.
 
         ``sets``: for each segment the ``parts``, one per rank, and whether int8 is sent. ``kind``: as above.
+        ``terms``: as of `Gradient`.
         """
         op = dist.ReduceOp.AVG
-        if not any(int8 for _, int8 in sets):
-            starts = [partial(start_reduce_scatter, parts=p, out=p[self.rank], op=op) for p, _ in sets]
-            return self._watched(kind, tag, starts)
+        if self.by_messages([parts[0] for parts, _ in sets]) and not any(int8 for _, int8 in sets):
+            start = partial(start_reduce_scatter, op=op, terms=terms)
+            return self._watched(
+                kind, tag, [partial(start, parts=parts, out=parts[self.rank]) for parts, _ in sets]
+            )
         moves, steps = [], list[Callable[[], None]]()
         for parts, int8 in sets:
             mean = parts[self.rank]
@@ -165,7 +174,7 @@ class ProcessGroupTransport(Transport):
             incoming = [o if r == self.rank else torch.empty_like(like) for r, o in enumerate(outgoing)]
             moves.append((outgoing, incoming))
             as_int8 = partial(merge_packets, incoming, mean, self.rank)
-            steps.append(as_int8 if int8 else partial(merge, incoming, mean, op))
+            steps.append(as_int8 if int8 else partial(merge, incoming, mean, op, terms))
         return self._exchange(kind, tag, moves, steps)
 
     def _exchange(
@@ -212,7 +221,7 @@ class ProcessGroupTransport(Transport):
         if moved is not tensor:
             tensor.copy_(moved)
 
-    def _average_in_two_stages(self, tag: Tag, intervals: Sequence[Interval]) -> Pending:
+    def _average_in_two_stages(self, tag: Tag, intervals: Sequence[Interval], terms: int) -> Pending:
         """Average a part of every interval on each rank, which then sends it to the others."""
         moved = [values.to(wire) for values, wire in intervals]
         parts = [list(each.tensor_split(self.world)) for each in moved]
@@ -227,7 +236,7 @@ class ProcessGroupTransport(Transport):
             for (values, _), all_parts in zip(intervals, moved, strict=True):
                 values.copy_(all_parts)
 
-        return self.combine(tag, sets, AVERAGE).then(finish)
+        return self.combine(tag, sets, AVERAGE, terms).then(finish)
 
     def _parts(self, gradient: Gradient) -> list[Tensor]:
         gradient.clear_padding()

@@ -169,11 +169,11 @@ class SharedMemoryTransport(TransportWrapper):
         pieces, fulls = [view.pieces for view in views], [view.full for view in views]
         pieces.insert(mine, own)
         fulls.insert(mine, gradient.full)
-        merge_pieces(pieces, mine)
+        merge_pieces(pieces, mine, gradient.terms)
         means = []
         for span in others:
             means.append(torch.empty_like(gradient.full[span]))
-            merge([full[span] for full in fulls], means[-1], ReduceOp.AVG)
+            merge([full[span] for full in fulls], means[-1], ReduceOp.AVG, gradient.terms)
         self.signals.done(position)
         self._unread[position] = gradient.full
         return means
@@ -237,7 +237,7 @@ class HostsTransport(SharedMemoryTransport):
         super().__init__(inner, signals)
         place = self.host.index(self.rank)
         self._column = [ranks[place] for ranks in hosts]
-        self._between, self.sends = inner.part(self._column), True
+        self._between, self.sends, self.stages = inner.part(self._column), True, hosts
         self._gathers: deque[Pending] = deque()  # under way, the oldest first
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
@@ -245,12 +245,12 @@ class HostsTransport(SharedMemoryTransport):
         count(REDUCE, (gradient.sent_by(self.rank) for gradient in gradients))
         offered = zip(self._offer(tag, gradients), gradients, strict=True)
         sets = [(self._host_means(*each), each[1].quantised) for each in offered]
-        return self._between.combine(tag, sets)
+        return self._between.combine(tag, sets, terms=gradients[0].terms)
 
     def _host_means(self, position: int, gradient: Gradient) -> list[Tensor]:
         """Return the host's means of the column's intervals, in the column's order."""
         others = [gradient.layout.interval(rank) for rank in self._column if rank != self.rank]
-        means = self._average(position, gradient, others)
+        means = self._average(position, gradient.of_a_stage(), others)
         means.insert(self._column.index(self.rank), gradient.pack_own(self.rank))
         return means
 

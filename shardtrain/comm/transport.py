@@ -55,7 +55,8 @@ class Gradient(NamedTuple):
     its own interval: one 1-D tensor for each of ``pieces``, which are ``layout.pieces(rank)``, of ``full``'s
     dtype or a wider one. The reduction turns them into the mean over all ranks, or replaces them by it.
     ``quantised``: it is sent as int8. ``mean``: if given, the mean's dtype; ``full`` then holds this rank's
-    own gradient, too, and ``own`` only empty tensors, since one launch copies all gradients.
+    own gradient, too, and ``own`` only empty tensors, since one launch copies all gradients. ``terms``: see
+    `arithmetic.merge`; unless 0, ranks are summed in its tree on every backend.
     """
 
     full: Tensor
@@ -64,6 +65,11 @@ class Gradient(NamedTuple):
     pieces: tuple[Piece, ...]
     quantised: bool = False
     mean: torch.dtype | None = None
+    terms: int = 0
+
+    def of_a_stage(self) -> Gradient:
+        """Return the same, for a stage of the reduction that another follows: with ``terms`` it only sums."""
+        return self._replace(terms=min(self.terms, 1))
 
     def sent_by(self, rank: int) -> int:
         """Return the bytes that rank ``rank`` sends to other ranks."""
@@ -140,12 +146,14 @@ class Transport:
     ``in_place``: the local interval that `allocate` returns lies inside the full vector, so a gather copies
     nothing and a release frees nothing. ``uploads``: shards lie in host memory, and a gather casts them.
     ``sends``: a gather sends bytes, at least between some ranks, so int8 pays. ``silent``: no other rank
-    exists. A transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
+    exists. ``stages``: groups of ranks whose gradients are summed first, where a second stage follows. A
+    transport whose shard group is all ranks needs `broadcast` and `all_reduce`, too.
     """
 
     rank: int
     world: int
     in_place = uploads = sends = silent = False
+    stages: Sequence[Sequence[int]] = ()
     _all_ranks: Transport | None = None
     _primary_ranks: Sequence[int] | None = None
 
@@ -195,10 +203,11 @@ class Transport:
         """Start turning each ``own`` into the mean over all ranks. The transport owns each ``full`` now."""
         raise NotImplementedError
 
-    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
         """Start turning each interval, which ``after`` completes on every rank, into its mean over ranks.
 
-        For replicas only. The interval is the same on all ranks.
+        For replicas only. The interval is the same on all ranks. ``terms``: as of `Gradient`; unless 0, the
+        intervals are complete already.
         """
         raise NotImplementedError
 
@@ -219,6 +228,7 @@ class TransportWrapper(Transport):
         self.inner = inner
         self.rank, self.world = inner.rank, inner.world
         self.in_place, self.sends, self.silent = inner.in_place, inner.sends, inner.silent
+        self.stages = inner.stages
         self._all_ranks, self._primary_ranks = inner.all_ranks, inner.primary_ranks
 
     @property
@@ -257,6 +267,9 @@ class Alone(Transport):
         return Pending()
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
+        for gradient in gradients:
+            if gradient.terms > 1 and gradient.own:
+                torch._foreach_div_(gradient.own, gradient.terms)
         return Pending()
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:

@@ -138,20 +138,20 @@ class Replicated(TransportWrapper):
     """
 
     def __init__(
-        self, inside: Transport, across: Transport, all_ranks: Transport, primary_ranks: Sequence[int]
+        self, inside: Transport, across: Transport, all_ranks: Transport, groups: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(inside)
-        self._all_ranks, self._primary_ranks = all_ranks, primary_ranks
+        self._all_ranks, self._primary_ranks, self.stages = all_ranks, groups[0], groups
         self.across, self.silent = across, across.silent
 
     def gather(self, tag: Tag, flats: Sequence[Flat]) -> Pending:
         return self.inner.gather(tag, flats)
 
     def reduce(self, tag: Tag, gradients: Sequence[Gradient]) -> Pending:
-        moving = self.inner.reduce(tag, gradients)
+        moving = self.inner.reduce(tag, [gradient.of_a_stage() for gradient in gradients])
         if self.in_place:
             moving.wait()
-        elif not devices.on_accelerator(gradients[0].full):
+        elif gradients[0].terms or not devices.on_accelerator(gradients[0].full):
             return Pending(moving.wait, lambda: self._average(tag, gradients, moving).wait())
         return self._average(tag, gradients, moving)
 
@@ -160,7 +160,7 @@ class Replicated(TransportWrapper):
 
     def _average(self, tag: Tag, gradients: Sequence[Gradient], after: Pending) -> Pending:
         intervals = [(each.pack_own(self.rank), each.full.dtype) for each in gradients]
-        return self.across.average(tag, intervals, after)
+        return self.across.average(tag, intervals, after, gradients[0].terms)
 
 
 class Simulated(Alone):
@@ -222,7 +222,7 @@ class Simulated(Alone):
                 held += [interval, *self._inbox_of(interval, gradient.full)]
         return Pending(held.clear)
 
-    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending) -> Pending:
+    def average(self, tag: Tag, intervals: Sequence[Interval], after: Pending, terms: int) -> Pending:
         """Allocate the memory of an average across replicas until it is waited for; nothing moves."""
         sizes = [values.numel() * wire.itemsize for values, wire in intervals]
         count(AVERAGE, (2 * size * (self.world - 1) // self.world for size in sizes))
@@ -241,4 +241,5 @@ def simulated(world: int, replicas: int, rank: int = 0, *, in_place: bool, inbox
     if replicas == 1:
         return inside
     across = Simulated(0, replicas, inbox=inbox or in_place)
-    return Replicated(inside, across, Simulated(rank, world), range(group))
+    groups = [range(first, first + group) for first in range(0, world, group)]
+    return Replicated(inside, across, Simulated(rank, world), groups)

@@ -28,6 +28,7 @@ from shardtrain.engine.precision import Precision
 from shardtrain.engine.shard import ParamInfo, Segment
 from shardtrain.engine.unit import Gathered, Unit
 from shardtrain.engine.units import UnitChoice, infos_by_unit, unit_modules
+from shardtrain.engine.virtual import seed_random_numbers
 from shardtrain.layout import Cut, Policy, cut_of
 
 
@@ -41,6 +42,7 @@ def shard(
     transport: str | Transport = "auto",
     ignored: Iterable[nn.Module | nn.Parameter] = (),
     layout: Policy = "even",
+    virtual_ranks: int = 0,
     device: torch.device | str | None = None,
     offload: bool = False,
 ) -> nn.Module:
@@ -73,6 +75,9 @@ def shard(
             at rest, on other ranks ``(0, 1, ...)``. Shards are as equal as whole parameters allow.
         device: the device of shards, buffers and computation. ``None`` is where they are now, for a deferred
             model the CPU. At most one full unit at a time is there while sharding.
+        virtual_ranks: compute steps of this many micro-batches, so that each number of ranks that divides it,
+            both powers of two, gives the same bits (see `virtual_rank`). 0: as many as there are ranks, whose
+            sums may have another order. Gradients are summed in fp32 or wider.
         offload: keep shards, their gradients and optimizer state in host memory instead of on the device
             that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
 
@@ -96,17 +101,19 @@ def shard(
     in_messages = any(is_accelerator(home) for home in homes)
     kind = "process_group" if transport == "auto" and in_messages else transport
     link = _open(kind, mesh) if isinstance(kind, str) else kind
+    if virtual_ranks:
+        _check_virtual(module, left_alone, precision, link, virtual_ranks)
     if precision.quantises and link.all_ranks.world > link.world:
         raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
     if offload and homes and is_accelerator(homes[0]):
         link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
-    cut = cut_of(layout, link.world)
+    cut = cut_of(layout, link.world, virtual_ranks)
     largest_first = sorted(infos, key=lambda u: -max([i.parameter.numel() for i in infos[u]], default=0))
     segments = {unit: _segments_of(infos[unit], link, precision, cut, initial) for unit in largest_first}
     built = [Unit(name, index, anchors[name], segments[name], link) for index, name in enumerate(infos)]
     _place_uncut(module, left_alone, initial, link.all_ranks)
-    Engine(module, built, reshard_after_forward, precision)
+    Engine(module, built, reshard_after_forward, precision, virtual_ranks)
     return_freed_memory()  # that of the whole parameters
     return module
 
@@ -139,6 +146,57 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         schedule.reduce_gradients = before
+
+
+@contextmanager
+def virtual_rank(module: nn.Module, number: int, *, seed: int | None = None, step: int = 0) -> Iterator[None]:
+    """Compute the micro-batch of virtual rank ``number``: forward and backward inside.
+
+    Every rank computes each of ``introspect(module).virtual_ranks`` once per step, in this order. The last
+    backward reduces: ``.grad`` is then the mean over all V micro-batches, so no loss is scaled::
+
+        for number in shardtrain.introspect(model).virtual_ranks:
+            with shardtrain.virtual_rank(model, number, seed=0, step=step):
+                loss_of(model(images[step][number]), labels[step][number]).backward()
+        optimizer.step()
+
+    With the images of a micro-batch chosen by ``step`` and ``number``, weights, gradients, norms, buffers and
+    optimizer state have the same bits on any number of ranks, over any transport. Losses to report are a
+    rank's own: exchange one per virtual rank and add them in one order. Buffers that the step changes, such
+    as BatchNorm's running statistics, become their mean over virtual ranks when the last one ends.
+
+    Args:
+        module: what `shard` returned, given ``virtual_ranks``.
+        number: of the virtual rank.
+        seed: with ``step`` and ``number``, what random numbers on CPU and device follow from inside, as
+            dropout's. ``None`` leaves them alone.
+        step: the number of the step.
+
+    Raises:
+        ValueError: another virtual rank is to be computed now, or `shard` was given no ``virtual_ranks``.
+    """
+    engine = engine_of(module)
+    virtual, schedule = engine.virtual, engine.schedule
+    if virtual is None:
+        raise ValueError("virtual_rank() of a model without virtual ranks: call shard(..., virtual_ranks=V)")
+    if not schedule.reduce_gradients:
+        raise ValueError("virtual_rank() inside no_sync() or another virtual_rank(): leave that first")
+    before = schedule.micro_batch
+    virtual.begin(number)
+    schedule.micro_batch = number - virtual.ranks.start
+    schedule.reduce_gradients = number + 1 == virtual.ranks.stop
+    if seed is not None:
+        seed_random_numbers(engine.device, seed, step, number)
+    try:
+        yield
+    except BaseException:
+        virtual.end(failed=True)
+        schedule.drop_backward()
+        raise
+    else:
+        virtual.end(failed=False)
+    finally:
+        schedule.micro_batch, schedule.reduce_gradients = before, True
 
 
 def forward_method(module: nn.Module, *names: str) -> None:
@@ -211,6 +269,11 @@ class Introspection:
             sizes = sum(n for n, _ in widths), sum(n * width for n, width in widths)
             found.append(UnitInfo(unit.name or "(root)", *sizes, sum(s.local.nbytes for s in unit.segments)))
         return found
+
+    @property
+    def virtual_ranks(self) -> range:
+        """The virtual ranks that this rank computes; empty without (see `virtual_rank`)."""
+        return self._engine.virtual.ranks if self._engine.virtual else range(0)
 
     @property
     def unit_of_parameter(self) -> dict[str, str]:
@@ -293,6 +356,38 @@ def _check(
         raise RuntimeError(
             f"WORLD_SIZE is {world} but there is no process group: call "
             "torch.distributed.init_process_group() before shardtrain.shard()"
+        )
+
+
+def _check_virtual(
+    module: nn.Module, ignored: set[nn.Parameter], precision: Precision, link: Transport, count: int
+) -> None:
+    """Raise ValueError if steps of ``count`` virtual ranks could not have the same bits on all worlds."""
+    world = link.all_ranks.world
+    if count < world or count & (count - 1) or world & (world - 1):
+        raise ValueError(
+            f"virtual_ranks={count} on {world} ranks: expected powers of two, and at least one virtual rank "
+            "per rank"
+        )
+    narrow = [
+        name
+        for name, p in module.named_parameters()
+        if p not in ignored and p.requires_grad and p.itemsize < 4
+    ]
+    if narrow:
+        raise ValueError(
+            f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in fp32, "
+            "and compute in precision=Precision(param=torch.bfloat16)"
+        )
+    if precision.reduce is not None or precision.gather is not None:
+        raise ValueError(
+            "virtual_ranks sums without rounding: leave precision.reduce and precision.gather None"
+        )
+    apart = [ranks for ranks in link.stages if [*ranks] != [*range(ranks[0], ranks[0] + len(ranks))]]
+    if apart:
+        raise ValueError(
+            f"virtual_ranks sums neighbouring ranks first, but ranks {', '.join(map(str, apart[0]))} share a "
+            "host or a row of the mesh: number ranks host by host, or use transport='process_group'"
         )
 
 

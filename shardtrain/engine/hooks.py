@@ -30,6 +30,7 @@ from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ShardedParam
 from shardtrain.engine.unit import Unit
 from shardtrain.engine.units import note_pieces
+from shardtrain.engine.virtual import Virtual
 from shardtrain.layout import Policy
 
 _ENGINE = "_shardtrain_engine"
@@ -42,7 +43,12 @@ class Engine:
     """Connect a sharded root's modules with its units and their schedule, by hooks."""
 
     def __init__(
-        self, module: nn.Module, units: list[Unit], reshard_after_forward: bool, precision: Precision
+        self,
+        module: nn.Module,
+        units: list[Unit],
+        reshard_after_forward: bool,
+        precision: Precision,
+        virtual: int = 0,
     ) -> None:
         self.module = module
         self.units = units
@@ -51,6 +57,9 @@ class Engine:
         self.transport = units[0].transport
         self.precision = precision
         self.schedule = Schedule(units, reshard_after_forward)
+        self.virtual = Virtual(module, self.transport.all_ranks, virtual) if virtual else None
+        if self.virtual and len(self.virtual.ranks) > 1:
+            self.schedule.micro_batch = None
         for unit in units:
             unit.account = units[0].account
         self._ignored = set(module.parameters()).difference(member.param for member in self.members)
@@ -126,7 +135,8 @@ class Engine:
         finally:
             self._attach()
         units = [unit.copied(memo) for unit in self.units]
-        Engine(module, units, self.schedule.reshard_after_forward, self.precision)
+        virtual = self.virtual.count if self.virtual else 0
+        Engine(module, units, self.schedule.reshard_after_forward, self.precision, virtual)
         return module
 
     # forward

@@ -21,7 +21,10 @@ An existing gradient never begins with ``-0.0``: 0.0 is added to the first eleme
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -35,13 +38,33 @@ from shardtrain.engine.shard import Segment, ShardedParam
 from shardtrain.engine.unit import Unit
 
 
-class FlatGradient:
-    """Lay out the gradients of one segment in a full vector, from which other ranks' intervals are sent.
+@dataclass
+class Sum:
+    """Hold the sum of some gradients of one segment, from which other ranks' intervals are sent.
 
-    ``own``: this rank's part of each gradient that has come in any backward since the last reduction
-    (`no_sync`). ``expected``: whether a backward brings any. ``sent``: for each reduction of this
-    backward, each parameter's own part, which becomes the mean, and whether there is a gradient: None if
-    another rank may have one.
+    ``first``: the number of the first micro-batch that has added to it. ``full``: the full vector. ``own``:
+    this rank's part of each gradient that has come.
+    """
+
+    first: int
+    full: torch.Tensor
+    own: dict[ShardedParam, torch.Tensor]
+
+
+class FlatGradient:
+    """Lay out the gradients of one segment in a full vector, and sum those of several micro-batches.
+
+    Micro-batches with one number (all, without virtual ranks) add to one sum. Others, numbered 0 to 3, are
+    summed in the tree of ``comm/arithmetic.py``, so that the number of ranks changes no bit. Sums are joined
+    once nothing more belongs to them, so that log2 of the number of micro-batches wait at most, and one more
+    while a unit adds to it::
+
+        micro-batch   0    1       2         3              sent
+        waiting sums  0    0, 1    0+1, 2    0+1, 2, 3      (0+1) + (2+3)
+
+    ``expected``: whether a backward brings any gradient. ``sent``: for each reduction of this backward, each
+    parameter's own part, which becomes the mean, and whether there is a gradient: None if another rank may
+    have one.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -52,86 +75,141 @@ class FlatGradient:
         # Which slice of a gradient goes to which slice of the vector: other ranks' elements, or all.
         self._places: dict[ShardedParam, list[tuple[slice, slice]]] = {}
         # Where any rank's piece of a parameter starts: `send` adds 0.0 there, so that none begins with -0.0.
-        starts = {at for at in (*layout.offsets, *layout.bounds) if at < layout.end}
-        self._piece_starts = torch.tensor(sorted(starts), dtype=torch.int64, device="cpu")
+        # With virtual ranks, where theirs start, so that the same elements change on any number of ranks.
+        cuts = layout.cuts or layout.bounds
+        starts = sorted({at for at in (*layout.offsets, *cuts) if at < layout.end})
+        self._piece_starts = torch.tensor(starts, dtype=torch.int64, device="cpu")
         self._zeros = torch.zeros(len(starts), device="cpu")
+        # The same places in this rank's own parts. Its own gradient may begin with -0.0 where no other rank
+        # has one, which changes nothing but the digests of virtual ranks.
+        self._own_starts: list[tuple[ShardedParam, slice]] = []
+        for member, offset, piece in zip(self.members, layout.offsets, segment.pieces, strict=True):
+            begin, end = offset + piece.start, offset + piece.stop
+            inside = starts[bisect_left(starts, begin) : bisect_left(starts, end)]
+            self._own_starts += [(member, slice(at - begin, at - begin + 1)) for at in inside]
         self.sent: list[tuple[list[torch.Tensor], list[bool | None]]] = []
-        self._clear()
+        self._sums: list[Sum] = []
 
-    def _clear(self) -> None:
-        self.own: dict[ShardedParam, torch.Tensor] = {}
-        self._full: torch.Tensor | None = None
-
-    def _open(self) -> torch.Tensor:
-        if self._full is None:
+    def _open(self, micro_batch: int) -> Sum:
+        """Return the sum to which ``micro_batch`` adds, after joining those that are complete before it."""
+        if self._sums and self._sums[-1].first == micro_batch:
+            return self._sums[-1]
+        self._join(micro_batch)
+        if self._sums:
+            full = torch.empty_like(self._sums[0].full)
+        else:
             layout, transport = self.segment.layout, self.segment.transport
-            self._full = transport.gradient(layout, self.segment.like_gradient)
-            rank = None if on_accelerator(self._full) and transport.world > 1 else transport.rank
+            full = transport.gradient(layout, self.segment.like_gradient)
+            rank = None if on_accelerator(full) and transport.world > 1 else transport.rank
             if not self._places or self._holds_own != (rank is None):
                 self._holds_own = rank is None
                 self._places = dict(zip(self.members, layout.elsewhere(rank), strict=True))
-        return self._full
+        self._sums.append(Sum(micro_batch, full, {}))
+        return self._sums[-1]
 
-    def take(self, grads: Iterable[tuple[ShardedParam, torch.Tensor]]) -> None:
-        """Lay out ``grads`` (each 1-D), or add them to waiting ones: copies and sums in one launch each."""
-        full = self._open()
-        copies, sums = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+    def _join(self, micro_batch: int) -> None:
+        """Join the latest sums while they belong to one subtree that ends before ``micro_batch``."""
+        while len(self._sums) > 1:
+            left, right = self._sums[-2:]
+            height = (left.first ^ right.first).bit_length()
+            if ((left.first >> height) + 1) << height > micro_batch:
+                break
+            self._sums.pop()
+            rows = [
+                (member, [right.full[place] for _, place in self._places[member]], own)
+                for member, own in right.own.items()
+            ]
+            self._add(left, rows)
+
+    def take(self, grads: Iterable[tuple[ShardedParam, torch.Tensor]], micro_batch: int) -> None:
+        """Add ``grads`` (each 1-D) of ``micro_batch``."""
+        total, rows = self._open(micro_batch), list[tuple[ShardedParam, list[torch.Tensor], torch.Tensor]]()
         for member, grad in grads:
-            rows = sums if member in self.own else copies
-            rows += [(full[place], grad[span]) for span, place in self._places[member]]
             start, stop = member.part.start, member.part.stop
-            if self._holds_own or start == stop:
-                self.own[member] = member.no_grad
-            elif rows is sums:
-                self.own[member].add_(grad[start:stop])
+            own = grad if stop - start == grad.numel() else grad[start:stop]
+            rows.append((member, [grad[span] for span, _ in self._places[member]], own))
+        self._add(total, rows)
+
+    def _add(self, total: Sum, rows: Iterable[tuple[ShardedParam, list[torch.Tensor], torch.Tensor]]) -> None:
+        """Add gradients to ``total``: copies and sums in one launch each.
+
+        ``rows``: for each parameter the parts that other ranks own, in the order of `_places`, and this
+        rank's own part.
+        """
+        copies, sums = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+        for member, parts, own in rows:
+            pairs = sums if member in total.own else copies
+            pairs += [
+                (total.full[at], part) for (_, at), part in zip(self._places[member], parts, strict=True)
+            ]
+            if self._holds_own or not member.part.numel:
+                total.own[member] = member.no_grad
+            elif pairs is sums:
+                sums.append((total.own[member], own))
             else:
                 # A view of a part would keep the memory of the whole gradient.
-                cut = stop - start < grad.numel()
-                self.own[member] = (grad[start:stop] if cut else grad).to(self.segment.local.dtype, copy=cut)
-        for lay_out, rows in ((torch._foreach_copy_, copies), (torch._foreach_add_, sums)):
-            if rows:
-                lay_out([place for place, _ in rows], [grad for _, grad in rows])
+                cut = own.untyped_storage().nbytes() > own.nbytes
+                total.own[member] = own.to(self.segment.local.dtype, copy=cut)
+        for lay_out, pairs in ((torch._foreach_copy_, copies), (torch._foreach_add_, sums)):
+            if pairs:
+                lay_out([place for place, _ in pairs], [part for _, part in pairs])
+
+    @property
+    def waiting(self) -> list[ShardedParam]:
+        """The parameters whose gradients have been collected and not yet sent."""
+        return [*dict.fromkeys(member for total in self._sums for member in total.own)]
 
     def own_part(self, member: ShardedParam) -> torch.Tensor:
-        """Return this rank's part (1-D) of a gradient that waits."""
+        """Return this rank's part (1-D) of a gradient that waits, of the first of several sums."""
+        total = next(total for total in self._sums if member in total.own)
         if not self._holds_own or not member.part.numel:
-            return self.own[member]
+            return total.own[member]
         [(_, place)] = self._places[member]
-        return self._open()[place][member.part.start : member.part.stop].to(self.segment.local.dtype)
+        return total.full[place][member.part.start : member.part.stop].to(self.segment.local.dtype)
+
+    def forget(self, member: ShardedParam) -> None:
+        """Forget what has been collected for ``member``."""
+        for total in self._sums:
+            total.own.pop(member, None)
 
     def send(self) -> Gradient:
         """Return the collected gradient, with -0.0 where this rank has none, and begin a new one."""
-        segment, transport, full = self.segment, self.segment.transport, self._open()
+        self._join(sys.maxsize)
+        segment, transport, virtual = self.segment, self.segment.transport, self.segment.layout.virtual
+        total = self._sums[0] if self._sums else self._open(0)
+        full, collected = total.full, total.own
         if transport.world > 1:
             if self._zeros.dtype != full.dtype or self._zeros.device != full.device:
                 self._piece_starts = self._piece_starts.to(full.device)
                 self._zeros = full.new_zeros(len(self._piece_starts))
             full.index_add_(0, self._piece_starts, self._zeros)
         # Averages over replicas send this rank's own parts, too.
-        if self.own and not self._holds_own and transport.all_ranks.world > transport.world:
-            torch._foreach_add_([own[:1] for own in self.own.values()], 0.0)
+        if collected and not self._holds_own and (virtual or transport.all_ranks.world > transport.world):
+            starts = [collected[member][at] for member, at in self._own_starts if member in collected]
+            if starts:
+                torch._foreach_add_(starts, 0.0)
         there: list[bool | None] = []
         for member in self.members:
-            if member in self.own:
+            if member in collected:
                 there.append(True)
                 continue
             there.append(None if member.param.requires_grad and not transport.silent else False)
             size = 0 if self._holds_own else member.part.numel
-            self.own[member] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
+            collected[member] = full.new_full((size,), -0.0, dtype=segment.local.dtype)
             for _, place in self._places[member]:
                 full[place].fill_(-0.0)
-        own = [self.own[member] for member in self.members]
+        own = [collected[member] for member in self.members]
         self.sent.append((own, there))
         mean = segment.local.dtype if self._holds_own else None
-        self._clear()
-        return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean)
+        self._sums.clear()
+        return Gradient(full, own, segment.layout, segment.pieces, segment.reduces_int8, mean, virtual)
 
     def drop(self) -> None:
         """Forget everything, after a backward that failed."""
         self.sent.clear()
-        if self._full is not None:
-            self.segment.transport.discard(self._full)
-        self._clear()
+        if self._sums:
+            self.segment.transport.discard(self._sums[0].full)
+        self._sums.clear()
 
 
 class Reduction:
@@ -167,7 +245,7 @@ class Reduction:
                 if own:
                     member.param.grad = None
             elif now is None or not now.as_subclass(torch.Tensor).any():
-                del self._flat_of[member].own[member]
+                self._flat_of[member].forget(member)
             else:
                 raise ValueError(
                     f"the gradient of parameter {member.name} was changed while it waits "
@@ -175,8 +253,8 @@ class Reduction:
                 )
             del self._shown[member]
 
-    def take(self, captured: list[str]) -> None:
-        """Take the gradients that autograd has accumulated. Add the names of others to ``captured``.
+    def take(self, micro_batch: int, captured: list[str]) -> None:
+        """Take ``micro_batch``'s gradients from autograd. Add the names of others to ``captured``.
 
         Raises ValueError if a gradient is sparse.
         """
@@ -196,13 +274,13 @@ class Reduction:
                     )
                 grads.append((member, in_memory_order(grad, member.part.stride)))
             if grads:
-                flat.take(grads)
+                flat.take(grads, micro_batch)
         self.arrived.clear()
 
     @property
     def waiting(self) -> bool:
         """Whether anything has been collected and not yet sent."""
-        return any(flat.own for flat in self.flats)
+        return any(flat.waiting for flat in self.flats)
 
     def show_waiting(self) -> None:
         """Let parameters show this rank's part of the gradient that waits under `no_sync`.
@@ -210,7 +288,7 @@ class Reduction:
         Otherwise a user's `zero_grad` or change before the next backward would go unnoticed.
         """
         for flat in self.flats:
-            for member in flat.own:
+            for member in flat.waiting:
                 own = member.param.grad is None
                 if own:
                     member.give_grad(flat.own_part(member))

@@ -48,7 +48,8 @@ class Schedule:
         # On hosts that share memory inside a release frees nothing, and another gather is sent.
         only_costs = self.root.transport.in_place and self.root.transport.sends
         self.reshard_after_forward = reshard_after_forward and not only_costs
-        self.reduce_gradients = True  # False inside `no_sync`
+        self.reduce_gradients = True  # False inside `no_sync`, and before a step's last virtual rank
+        self.micro_batch: int | None = 0  # the number of the virtual rank's among this rank's; None outside
         self.stepped = False  # whether an optimizer has changed this rank's shards since the last forward
         self.reductions = {unit: Reduction(unit) for unit in units}
         # Bytes of full gradients whose reductions may be under way.
@@ -271,7 +272,7 @@ class Schedule:
         """
         unit.is_open = False
         trace.end("backward", unit.title)
-        self.reductions[unit].take(backward.captured)
+        self.reductions[unit].take(self.micro_batch or 0, backward.captured)
         awaits = self._pending_since.get(unit, sys.maxsize) <= moment
         if unit not in self.calls and not (awaits and unit in self._kept):
             unit.release()
@@ -282,6 +283,11 @@ class Schedule:
         """Prepare for a backward. Raises ValueError inside `unsharded`, and for double backward."""
         if self.root.pinned:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
+        if self.micro_batch is None:
+            raise ValueError(
+                "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run each "
+                "of introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
+            )
         if torch.is_grad_enabled():
             raise ValueError(
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
@@ -333,7 +339,7 @@ class Schedule:
                 self._post_backward(backward, unit, -1)
         if backward.captured:
             names = ", ".join(backward.captured)
-            self._drop_backward()
+            self.drop_backward()
             raise ValueError(
                 f"torch.autograd.grad over parameters of a sharded model ({names}) would return gradients of "
                 "this rank's batch alone; call backward() and read .grad, which holds the mean over ranks"
@@ -355,7 +361,7 @@ class Schedule:
         call_postponed(given)
 
     def require_reduced(self, what: str) -> None:
-        """Raise ValueError, naming ``what``, if gradients wait under `no_sync`."""
+        """Raise ValueError, naming ``what``, if gradients wait under `no_sync` or for more virtual ranks."""
         if self._waiting:
             raise ValueError(
                 f"{what} while gradients wait under no_sync to be reduced: run the last backward outside of "
@@ -370,9 +376,10 @@ class Schedule:
         Those of earlier backwards were put aside, where a `zero_grad` since then did not clear them.
         """
         if self._backward and torch._C._current_graph_task_id() == -1:  # else still inside autograd
-            self._drop_backward()
+            self.drop_backward()
 
-    def _drop_backward(self) -> None:
+    def drop_backward(self) -> None:
+        """End a backward under way, and drop all gradients but those put aside."""
         for unit in self.units:
             unit.is_open = False
             self.reductions[unit].drop()

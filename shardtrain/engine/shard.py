@@ -214,6 +214,10 @@ class Segment:
         first = self.members[0]
         compute = self._precision.of_parameter(first.param, first.info.holder)
         reduced = self._precision.of_gradient(compute)
+        transport, virtual = self.transport, self.layout.virtual
+        # Virtual ranks: where several gradients are summed before they are sent, the sums are not rounded.
+        if virtual > transport.world or (virtual and transport.stages):
+            reduced = torch.promote_types(reduced, local.dtype)
         like = local.new_empty(0, dtype=compute)
         self.full, wire = self.transport.allocate(self.layout, like, reduced)
         shares = compute == local.dtype and not self._gathers_int8
@@ -229,10 +233,13 @@ class Segment:
         self._storage = self.full.untyped_storage()
         self.memory = self._storage._cdata
         self._releases = not (self.transport.in_place or self.full.is_meta)
-        alone = self.transport.all_ranks.world == 1 or self.transport.silent
-        owners = Owners(weakref.ref(self.transport), self.full.device, self.layout.whole)
-        for member, view in zip(self.members, self.views_of(self.full), strict=True):
-            member.set_views(self.local, view, None if alone else owners)
+        alone = transport.all_ranks.world == 1 or transport.silent
+        if virtual and transport.all_ranks.world == 1:
+            alone = type(self.local) is not torch.Tensor  # a plan's fake tensors
+        owners = Owners(weakref.ref(transport), self.full.device, self.layout.whole, virtual)
+        for member, view, piece in zip(self.members, self.views_of(self.full), self.pieces, strict=True):
+            parts = self.layout.virtual_pieces(piece, transport.rank) if virtual else ()
+            member.set_views(self.local, view, None if alone else owners._replace(parts=parts))
             become(member.param, member.local_view)
         self.hold_full(False)
 

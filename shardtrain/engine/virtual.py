@@ -1,0 +1,106 @@
+"""Compute several virtual ranks on one rank, so that the number of ranks changes no bit of a run.
+
+A step of V virtual ranks computes V micro-batches. On N ranks, N a divisor of V and both powers of two, rank
+r computes those of the virtual ranks r V/N, ..., (r+1) V/N - 1, one after the other. What could tell one N from
+another is made a function of the virtual rank:
+
+gradients           summed in one binary tree over V (``reduce.py`` on a rank, ``comm/arithmetic.py`` between
+                    ranks), in fp32 or wider, and divided by V once
+norms               sums over V intervals (``comm/norms.py``), since cuts for N ranks are some of those for V
+random numbers      drawn from a seed, the step and the virtual rank
+running statistics  each virtual rank starts from the same, and the step's result is the mean over all V
+
+This needs one thread count, one type of processor and one version of torch: kernels sum in other orders on
+others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.nn.modules.batchnorm import _NormBase
+
+from shardtrain.comm.arithmetic import merge
+from shardtrain.comm.transport import Ranks
+from shardtrain.device import is_accelerator
+
+
+class Virtual:
+    """Keep what virtual ranks change in a step.
+
+    ``count``: V. ``ranks``: the virtual ranks of this rank. ``following``: the one to run next.
+    """
+
+    def __init__(self, module: nn.Module, all_ranks: Ranks, count: int) -> None:
+        self.count, self._module, self._all_ranks = count, module, all_ranks
+        share = count // all_ranks.world
+        self.ranks = range(all_ranks.rank * share, (all_ranks.rank + 1) * share)
+        self.following = self.ranks.start
+        self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers, with value and version before the step
+        self._changed: dict[int, None] = {}  # indices of those that the step has changed
+        self._after: list[list[Tensor]] = []  # the values of these after each virtual rank that has run
+
+    def begin(self, number: int) -> None:
+        """Begin ``number``'s micro-batch. Raises ValueError unless it is the one that follows."""
+        if number != self.following:
+            raise ValueError(
+                f"virtual_rank({number}): expected {self.following}; rank {self._all_ranks.rank} computes "
+                f"{', '.join(map(str, self.ranks))} in this order"
+            )
+        if number == self.ranks.start:
+            buffers = dict.fromkeys(b for b in self._module.buffers() if not (b.is_meta or b.is_complex()))
+            self._before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers]
+            self._changed, self._after = {}, []
+        for index in self._changed:
+            buffer, value, _ = self._before[index]
+            buffer.copy_(value)
+
+    def end(self, failed: bool) -> None:
+        """End the micro-batch. After this rank's last one, average statistics over all virtual ranks."""
+        self.following = self.ranks.start if failed else self.following + 1
+        if failed:
+            return
+        statistics = {  # whose versions BatchNorm does not raise
+            buffer
+            for module in self._module.modules()
+            if isinstance(module, _NormBase) and module.training
+            for buffer in module._buffers.values()
+        }
+        for index, (buffer, _, version) in enumerate(self._before):
+            if buffer in statistics or buffer._version != version:
+                self._changed[index] = None
+        self._after.append([self._before[index][0].detach().clone() for index in self._changed])
+        if self.following == self.ranks.stop:
+            self.following = self.ranks.start
+            if self._changed:
+                self._average()
+
+    def _average(self) -> None:
+        """Give each changed buffer its mean over virtual ranks, or the first one's value if it is an integer.
+
+        One all-reduce of a table in fp64 with a row per virtual rank, of which other ranks' are zeros here.
+        """
+        rows = [torch.cat([value.flatten().double() for value in values]) for values in self._after]
+        table = rows[0].new_zeros(self.count, len(rows[0]))
+        table[self.ranks.start : self.ranks.stop] = torch.stack(rows)
+        self._all_ranks.all_reduce(table)
+        mean = torch.empty_like(table[0])
+        merge([*table], mean, ReduceOp.AVG)
+        buffers = [self._before[index][0] for index in self._changed]
+        sizes = [buffer.numel() for buffer in buffers]
+        for buffer, average, first in zip(buffers, mean.split(sizes), table[0].split(sizes), strict=True):
+            buffer.copy_((average if buffer.is_floating_point() else first).view(buffer.shape))
+
+
+def seed_random_numbers(device: torch.device, *key: int) -> None:
+    """Seed torch, on the CPU and on ``device``, and Python's ``random`` by ``key`` alone."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=7).digest()
+    seed = int.from_bytes(digest, "little")
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes ten times as long
+    if is_accelerator(device):
+        torch.get_device_module(device).manual_seed(seed)
+    random.seed(seed)
