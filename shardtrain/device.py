@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import re
 import resource
 import sys
@@ -67,6 +68,13 @@ def use(index: int) -> torch.device:
 def name(device: torch.device) -> str:
     """Return the product name of the accelerator ``device``; for MPS, which has none, its text."""
     return str(getattr(torch.get_device_module(device), "get_device_name", str)(device))
+
+
+def processor() -> str:
+    """Return the product name of the CPU, or its architecture."""
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return model[1] if model else platform.machine()
 
 
 # Streams and events. A stream is a queue of work on a device; an event marks a position in it.

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import platform
-import re
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,11 +23,9 @@ PROGRAMS = {"steps": steps, "suite": steps, "memory": memory, "collectives": col
 
 def hardware(device: torch.device, ranks: RankInfo) -> dict[str, str | int]:
     """Return the facts on which measurements depend."""
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     gpu = {"gpu": devices.name(device)} if devices.is_accelerator(device) else {}
     return {
-        "cpu": model[1] if model else platform.machine(),
+        "cpu": devices.processor(),
         "cores": dist_env.cores(),
         "memory_gib": round(devices.total_memory(torch.device("cpu")) / 2**30),
         **gpu,

@@ -22,6 +22,7 @@ single rank, since nothing else casts as the engine does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,14 +137,14 @@ class Twins:
         transport, precision = introspect(self.job.model).transport, self.config.parallel.precision
         gloo = isinstance(transport, comm.ProcessGroupTransport) and transport.has_gloo
         in_one_order = gloo or isinstance(transport, comm.Alone | comm.SharedMemoryTransport)
-        one_rounding = precision == "fp32" or self.config.train.accumulate == 1
+        one_rounding = precision == "fp32" or self.job.train.share.accumulate == 1
         if not (in_one_order and one_rounding) or is_accelerator(self.job.device):
             return TOLERANCE[precision]
         return UPDATE_TOLERANCE if phase == "parameter" else 0.0
 
     def _comparisons(self, steps: int) -> Generator[Comparison, None, None]:
         """Run the steps with both models, and yield each comparison as soon as its tensors exist."""
-        sharded, twin, count = self.sharded, self.twin, self.config.train.accumulate
+        sharded, twin, count = self.sharded, self.twin, self.job.train.share.accumulate
         batches = iter(self.job.train)
         try:
             with self._unsharded():
@@ -242,8 +243,13 @@ def examine(settings: Beside[DoctorKeys], rank_info: RankInfo, device: torch.dev
             f"parallel.traffic={settings.config.parallel.traffic}: the doctor compares with an unsharded "
             "model, for which nothing is rounded; examine the job with parallel.traffic=null"
         )
-    # Uncompiled, since a compiler rounds and draws random numbers differently.
-    job, config = build(uncompiled(settings.config), rank_info.rank, rank_info.world_size, device)
+    # Uncompiled, since a compiler rounds and draws random numbers differently. Micro-batches of virtual ranks
+    # are accumulated, as the twin's are.
+    given, world = uncompiled(settings.config), rank_info.world_size
+    train = dataclasses.replace(given.train, accumulate=given.micro_batches(world))
+    parallel = dataclasses.replace(given.parallel, virtual_ranks=0)
+    plain = dataclasses.replace(given, train=train, parallel=parallel)
+    job, config = build(plain, rank_info.rank, world, device)
     equal, finding = Twins(job, config).examine(min(settings.keys.steps, job.steps))
     if rank_info.rank == 0:
         print(finding, flush=True)

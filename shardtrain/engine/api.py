@@ -376,8 +376,8 @@ def _check_virtual(
     ]
     if narrow:
         raise ValueError(
-            f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in fp32, "
-            "and compute in precision=Precision(param=torch.bfloat16)"
+            f"virtual_ranks sums in the parameters' dtype, too narrow for {narrow[0]}: keep parameters in "
+            "fp32, and compute in precision=Precision(param=torch.bfloat16)"
         )
     if precision.reduce is not None or precision.gather is not None:
         raise ValueError(

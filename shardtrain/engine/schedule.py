@@ -285,8 +285,8 @@ class Schedule:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
         if self.micro_batch is None:
             raise ValueError(
-                "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run each "
-                "of introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
+                "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run "
+                "each of introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
             )
         if torch.is_grad_enabled():
             raise ValueError(

@@ -1,8 +1,8 @@
 """Compute several virtual ranks on one rank, so that the number of ranks changes no bit of a run.
 
 A step of V virtual ranks computes V micro-batches. On N ranks, N a divisor of V and both powers of two, rank
-r computes those of the virtual ranks r V/N, ..., (r+1) V/N - 1, one after the other. What could tell one N from
-another is made a function of the virtual rank:
+r computes those of the virtual ranks r V/N, ..., (r+1) V/N - 1, one after the other. All that could tell one
+N from another is a function of the virtual rank:
 
 gradients           summed in one binary tree over V (``reduce.py`` on a rank, ``comm/arithmetic.py`` between
                     ranks), in fp32 or wider, and divided by V once

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardtrain
 from shardtrain.device import is_accelerator
 from shardtrain.job import data
-from shardtrain.job.config import Config, Parallel, Sched, Train
+from shardtrain.job.config import Config, Parallel, Sched
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
@@ -60,9 +60,10 @@ def build(
     config: Config, rank: int, world_size: int, device: torch.device, first_step: int = 0
 ) -> tuple[Job, Config]:
     """Build the job after ``first_step`` steps; return it with the configuration completed from its data."""
-    require_equal_parts(config.train, world_size)
+    require_equal_parts(config, world_size)
     require_equal_groups(config.parallel, world_size)
-    share = data.Share(config.train.batch_size, config.train.accumulate, rank, world_size)
+    micro_batches, virtual = config.micro_batches(world_size), config.virtual_ranks(world_size)
+    share = data.Share(config.train.batch_size, micro_batches, rank, world_size, virtual)
     # Data may be missing on one host only.
     images = together(lambda: data.load(config.data, config.allow))
     config = completed(config, images)
@@ -259,13 +260,13 @@ def require_equal_groups(parallel: Parallel, world_size: int) -> None:
         raise UserError(f"parallel.replicate={replicate} does not divide {world_size} ranks; {fitting} would")
 
 
-def require_equal_parts(train: Train, world_size: int) -> None:
+def require_equal_parts(config: Config, world_size: int) -> None:
     """Raise UserError if ranks and micro-batches do not divide the batch."""
-    parts = world_size * train.accumulate
-    if train.batch_size % parts:
-        below = train.batch_size // parts * parts
-        fitting = " or ".join(str(size) for size in (below, below + parts) if size)
-        raise UserError(
-            f"train.batch_size={train.batch_size} is not divisible by {world_size} ranks × "
-            f"train.accumulate={train.accumulate}; {fitting} would fit"
-        )
+    size, virtual = config.train.batch_size, config.virtual_ranks(world_size)
+    parts = world_size * config.micro_batches(world_size)
+    if size % parts:
+        below = size // parts * parts
+        fitting = " or ".join(str(fits) for fits in (below, below + parts) if fits)
+        by = f"{world_size} ranks × train.accumulate={config.train.accumulate}"
+        by = f"parallel.virtual_ranks={virtual}" if virtual else by
+        raise UserError(f"train.batch_size={size} is not divisible by {by}; {fitting} would fit")

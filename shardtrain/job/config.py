@@ -323,6 +323,7 @@ class Parallel:
     traffic: str | None = one_of("int8", "int8_gathers", "int8_reductions")
     sync_batchnorm: bool
     layout: str | None = one_of("even", "whole", mark=Mark.CHANGES)
+    virtual_ranks: int = at_least(0, at_most=1024, mark=Mark.CHANGES)
     activation_checkpoint: bool = marked(Mark.CHANGES)
     compile: bool = marked(Mark.CHANGES)
     offload: bool = marked(Mark.CHANGES)
@@ -332,6 +333,13 @@ class Parallel:
             raise UserError(
                 f"parallel.traffic={self.traffic} is for one shard group: choose parallel.replicate=1, or "
                 "parallel.traffic=null"
+            )
+        if self.virtual_ranks & (self.virtual_ranks - 1):
+            raise UserError(f"parallel.virtual_ranks={self.virtual_ranks}: expected a power of two")
+        if self.virtual_ranks and self.traffic is not None:
+            raise UserError(
+                f"parallel.traffic={self.traffic} rounds what is sent, and parallel.virtual_ranks must not: "
+                "choose one of them"
             )
 
 
@@ -375,6 +383,23 @@ class Config:
     parallel: Parallel
     checkpoint: Checkpoint = marked(REPORTED)
     monitor: MonitorConfig = marked(REPORTED)
+
+    def __post_init__(self) -> None:
+        if self.parallel.virtual_ranks and self.train.accumulate > 1:
+            raise UserError(
+                f"train.accumulate={self.train.accumulate}: parallel.virtual_ranks="
+                f"{self.parallel.virtual_ranks} is the number of micro-batches per step, over all ranks; leave "
+                "train.accumulate out"
+            )
+
+    def virtual_ranks(self, ranks: int) -> int:
+        """Return the number of virtual ranks that ``ranks`` ranks compute; 0 for none, or if they cannot."""
+        virtual = self.parallel.virtual_ranks
+        return 0 if ranks > virtual or ranks & (ranks - 1) else virtual
+
+    def micro_batches(self, ranks: int) -> int:
+        """Return the micro-batches per step of each of ``ranks`` ranks."""
+        return self.virtual_ranks(ranks) // ranks or self.train.accumulate
 
     @property
     def model_name(self) -> str:

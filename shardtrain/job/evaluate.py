@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardtrain import average_buffers, comm
+from shardtrain import average_buffers, comm, introspect
 from shardtrain.job import tags
 from shardtrain.job.build import Metric
 from shardtrain.job.data import Batch
@@ -74,8 +74,10 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a sharded model, and its moving average. Collective; leaves the model in training mode.
 
-    ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does.
+    ``feed`` yields images r, r + N, r + 2N, … on rank r of N, as `data.EvalFeed` does; with virtual ranks
+    those of this rank's virtual ones in turn. Sums are then taken per virtual rank.
     """
+    own_ranks = introspect(model).virtual_ranks or range(comm.rank(), comm.rank() + 1)
 
     def scores() -> tuple[Scores, dict[str, float]]:
         average_buffers(model)  # BatchNorm's running statistics differ between ranks before
@@ -88,7 +90,9 @@ def evaluate(
                     sums.append(_sums(model, batch, views, metrics))
         finally:
             model.train()
-        loss, first, fifth, count, *own = comm.all_reduce(torch.stack(sums).sum(0)).tolist()
+        each = len(sums) // len(own_ranks)
+        parts = [torch.stack(sums[at : at + each]).sum(0) for at in range(0, len(sums), each)]
+        loss, first, fifth, count, *own = sum_over_ranks(torch.stack(parts), own_ranks).tolist()
         means = {name: total / count for name, total in zip(metrics, own, strict=True)}
         return Scores(loss / count, 100 * first / count, 100 * fifth / count), means
 
@@ -97,6 +101,17 @@ def evaluate(
         return Evaluation(plain, None, own)
     with ema.swapped():
         return Evaluation(plain, *scores())
+
+
+def sum_over_ranks(rows: Tensor, ranks: range) -> Tensor:
+    """Return the sum of all ranks' ``rows``, float64 [ranks, ...], of this rank's ``ranks``. Collective.
+
+    They are summed in one order, whatever the number of ranks on which virtual ranks are computed.
+    """
+    table = rows.new_zeros(len(ranks) * comm.world_size(), *rows.shape[1:])
+    table[ranks.start : ranks.stop] = rows
+    comm.all_reduce(table)
+    return table.sum(0)
 
 
 def _sums(

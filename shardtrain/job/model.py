@@ -132,6 +132,7 @@ def shard_with_optimizer(
         device=device,
         offload=parallel.offload,
         mesh=mesh,
+        virtual_ranks=config.virtual_ranks(transport.all_ranks.world if transport else comm.world_size()),
     )
     with reading("parallel", "the model cannot be sharded with these settings", ValueError):
         if parallel.compile:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardtrain import clip_grad_norm_, no_sync
+from shardtrain import clip_grad_norm_, introspect, no_sync, virtual_rank
 from shardtrain.job.build import Job, Loss
 from shardtrain.optim import Ema, GradScaler
 
@@ -26,6 +26,7 @@ def accumulate(
     count: int,
     no_sync: Callable[[], AbstractContextManager[object]],
     *,
+    virtual: Callable[[int], AbstractContextManager[object]] | None = None,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     phase: Phase = contextlib.nullcontext,
     observe: Observer = lambda *_: None,
@@ -36,19 +37,22 @@ def accumulate(
         model: from images [batch, channels, height, width] to logits [batch, classes].
         batches: yields images, labels, and further items, which are ignored.
         no_sync: a context in which backward reduces nothing; the last micro-batch runs outside it.
+        virtual: instead of ``no_sync``, a context for each micro-batch's number. The mean is then taken over
+            the gradients, and the loss is not scaled.
         scale: multiplies the loss before backward, as `GradScaler.scale` does.
         phase: called with ``data``, ``forward`` and ``backward``; each runs inside the context returned.
         observe: called after each micro-batch.
     """
-    for micro in range(1, count + 1):
-        with contextlib.nullcontext() if micro == count else no_sync():
+    for micro in range(count):
+        last = micro == count - 1
+        with virtual(micro) if virtual else contextlib.nullcontext() if last else no_sync():
             with phase("data"):
                 images, labels, *_ = next(batches)
             with phase("forward"):
                 logits = model(images)
                 value = loss(logits, labels)
             with phase("backward"):
-                scale(value / count).backward()  # type: ignore[no-untyped-call]
+                scale(value if virtual else value / count).backward()  # type: ignore[no-untyped-call]
             observe(images, value, logits, labels)
 
 
@@ -73,14 +77,27 @@ class Step(NamedTuple):
         count: int,
         phase: Phase = contextlib.nullcontext,
         observe: Observer = lambda *_: None,
+        seed: Callable[[int], object] = lambda rank: None,
     ) -> Tensor:
-        """Reduce and clip the gradients of ``count`` micro-batches; return the norm before that, 0-dim."""
+        """Reduce and clip the gradients of ``count`` micro-batches; return the norm before that, 0-dim.
+
+        ``seed`` is called with the number of each virtual rank, before its micro-batch.
+        """
+        ranks = introspect(self.model).virtual_ranks
+
+        @contextlib.contextmanager
+        def virtual(micro: int) -> Iterator[None]:
+            with virtual_rank(self.model, ranks[micro]):
+                seed(ranks[micro])
+                yield
+
         accumulate(
             self.model,
             self.loss,
             batches,
             count,
             lambda: no_sync(self.model),
+            virtual=virtual if ranks else None,
             scale=self.scaler.scale,
             phase=phase,
             observe=observe,

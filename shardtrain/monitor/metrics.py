@@ -133,6 +133,8 @@ class StepMetrics:
 
     def __init__(self, job: Job) -> None:
         self.job, self.device, self.spent = job, job.device, Spent()
+        # Rows of tables of all ranks, or of all virtual ranks.
+        self._ranks = introspect(job.model).virtual_ranks or range(comm.rank(), comm.rank() + 1)
         self.peak = peak_flops(job.device, introspect(job.model).precision)
         self._restart()
 
@@ -143,20 +145,28 @@ class StepMetrics:
 
     def state(self) -> dict[str, Any]:
         """Return the state for resuming; ``total`` is for other world sizes. Collective."""
-        total = comm.all_reduce(self.sums.clone())
-        return {"sums": self.sums.clone(), "total": total, "scored": self.scored}
+        return {"sums": self._table(), "total": self._table().sum(0), "scored": self.scored}
+
+    def _table(self) -> Tensor:
+        """Return `sums` of all ranks, or of all virtual ranks. Collective."""
+        table = self.sums.new_zeros(len(self.sums) * comm.world_size(), 2)
+        table[self._ranks.start : self._ranks.stop] = self.sums
+        comm.all_reduce(table)
+        return table
 
     def restore(self, state: Mapping[str, Any], ranks: int) -> None:
-        """Continue from the `state` of ``ranks`` ranks. At another world size rank 0 gets all sums."""
-        if ranks == comm.world_size():
-            self.sums.copy_(state["sums"])
+        """Continue from the `state` of ``ranks`` ranks. With other (virtual) ranks rank 0 gets all sums."""
+        if len(state["sums"]) == len(self.sums) * comm.world_size():
+            self.sums.copy_(state["sums"][self._ranks.start : self._ranks.stop])
         elif comm.rank() == 0:
-            self.sums.copy_(state["total"])
+            self.sums[0].copy_(state["total"])
         self.scored = state["scored"] * ranks // comm.world_size()
 
     def _restart(self) -> None:
-        # Summed on the device, so that no step waits: loss times images, and right first guesses.
-        self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # Summed on the device, so that no step waits: loss times images, and right first guesses. A row per
+        # virtual rank of this rank, or one.
+        self.sums = torch.zeros(len(self._ranks), 2, dtype=torch.float64, device=self.device)
+        self._added = 0  # micro-batches
         self.scored = 0  # images in these sums
         # A resumed run begins the following anew.
         self.images: Counter[int] = Counter()  # images, by their side in pixels
@@ -209,11 +219,12 @@ class StepMetrics:
         [batch] or [batch, classes]."""
         with torch.no_grad():
             labels = labels.argmax(1) if labels.ndim == 2 else labels
-            losses, hits = self.sums.unbind()
+            losses, hits = self.sums[self._added % len(self.sums)].unbind()
             losses.add_(loss, alpha=len(labels))
             hits.add_((logits.argmax(1) == labels).sum())
         self.images[images.shape[-1]] += len(labels)
         self.scored += len(labels)
+        self._added += 1
 
     def report(self, step: int, grad_norm: Tensor, profile_requested: bool = False) -> Report:
         """Report the steps since the last call. Gradients must not have been cleared. Collective.
@@ -223,16 +234,16 @@ class StepMetrics:
         steps, ranks = len(self._meters), comm.world_size()
         busy, waited, sent = self._own()
         own = torch.tensor([waited, profile_requested, *busy.values()], device=self.device)
-        rows = torch.zeros(ranks, 2 + len(own), dtype=torch.float64, device=self.device)
-        rows[comm.rank()] = torch.cat([self.sums, own])
+        rows = torch.zeros(ranks, len(own), dtype=torch.float64, device=self.device)
+        rows[comm.rank()] = own
         rows = comm.all_reduce(rows).cpu()
-        loss, right = rows[:, :2].sum(0).tolist()
+        loss, right = self._table().sum(0).tolist()
         if not math.isfinite(loss):
             raise RuntimeError(f"{tags.TRAIN_LOSS} is {loss} at step {step}; a lower optim.lr may help")
         elapsed = time.perf_counter() - self.since
         images = self.images.total() * ranks  # every rank has equally many
         scored = self.scored * ranks
-        mean = dict(zip(("waiting", "", *PHASES), rows[:, 2:].mean(0).tolist(), strict=True))
+        mean = dict(zip(("waiting", "", *PHASES), rows.mean(0).tolist(), strict=True))
         scalars = {
             tags.TRAIN_LOSS: loss / scored,
             tags.TRAIN_ACC1: 100 * right / scored,
@@ -250,13 +261,13 @@ class StepMetrics:
             costs = self.job.forward_flops  # not of sizes that an augmentation makes
             forward = sum(count * costs.get(side, math.nan) for side, count in self.images.items())
             scalars[tags.MFU] = 3 * forward / elapsed / self.peak  # backward takes twice a forward's
-        per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 4:] / steps).tolist()]
+        per_step = [dict(zip(PHASES, row, strict=True)) for row in (rows[:, 2:] / steps).tolist()]
         self.spent.steps += steps
         self.spent.images += images
         for what in (*PHASES, "waiting"):
             self.spent.seconds[what] += mean[what]
         self._restart()
-        return Report(scalars, slow_rank(per_step), bool(rows[:, 3].any()))
+        return Report(scalars, slow_rank(per_step), bool(rows[:, 1].any()))
 
     def _own(self) -> tuple[dict[str, float], float, Counter[str]]:
         """Return this rank's seconds of work by phase, its seconds of waiting, and bytes sent by kind."""

@@ -188,6 +188,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
     micro_batches = counted(share.accumulate, "micro-batch")
     ranks = counted(share.world_size, "rank")
     replicas = f" in {config.parallel.replicate} replicas" if config.parallel.replicate > 1 else ""
+    virtual = f", as {share.virtual} virtual ranks" if share.virtual else ""
     threads = f", {counted(torch.get_num_threads(), 'thread')} each" if context.device.type == "cpu" else ""
     switch = "dry_run" if config.dry_run else "eval_only" if config.eval_only else ""
     rows = [
@@ -197,7 +198,7 @@ def start_table(config: Config, context: Context, job: Job) -> str:
         ("batch", f"{share.batch_size} = {ranks} × {micro_batches} × {share.micro_batch}"),
         ("length", f"{job.steps} steps, {job.steps_per_epoch} per epoch"),
         ("update", f"{optim.name}, {rate}, weight decay {optim.weight_decay:g}"),
-        ("world", f"{ranks}{replicas}, {context.device.type}{threads}, torch {torch.__version__}"),
+        ("world", f"{ranks}{replicas}{virtual}, {context.device.type}{threads}, torch {torch.__version__}"),
         ("run", f"none: {switch}" if switch else str(context.run_dir)),
     ]
     return _labelled(rows)

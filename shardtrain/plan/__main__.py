@@ -75,7 +75,7 @@ def _data_set(config: Config, classes: int | None) -> data.DataSet:
 def _question(keys: PlanKeys, config: Config, channels: int) -> Question:
     require_equal_groups(config.parallel, keys.world_size)
     replicate = config.parallel.replicate
-    whole, left = divmod(config.train.batch_size, keys.world_size * config.train.accumulate)
+    whole, left = divmod(config.train.batch_size, keys.world_size * config.micro_batches(keys.world_size))
     share = max(2, whole + 1) if left else whole  # BatchNorm does not train on a single pixel of one image
     in_place = config.parallel.transport == "shared_memory" and keys.world_size > replicate
     return Question(

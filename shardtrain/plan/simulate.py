@@ -86,7 +86,9 @@ def simulate(config: Config, question: Question) -> Plan:
         side = config.data.image_size
         shape = (question.micro_batch, question.channels, side, side)
         labels = torch.zeros(question.micro_batch, dtype=torch.int64)
-        batches = [(torch.empty(shape), labels.clone()) for _ in range(config.train.accumulate)]
+        batches = [
+            (torch.empty(shape), labels.clone()) for _ in range(config.micro_batches(question.world_size))
+        ]
         what = f"the model does not take images of shape {'×'.join(map(str, shape))}"
         refusals = reading(what, "micro_batch and data.image_size decide the shape", ValueError)
         # In the first step, since the counter keeps recomputed activations alive.
@@ -98,7 +100,7 @@ def simulate(config: Config, question: Question) -> Plan:
             timeline = memory_of_step(step, batches)
         return Plan(
             question=question,
-            accumulate=config.train.accumulate,
+            accumulate=len(batches),
             uneven=min(held) < max(held),
             units=tuple(inside.units),
             by_rows=by_rows,

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from shardtrain.device import HostCopy, on_accelerator
 from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
-from shardtrain.job.dist_env import AFTERWARDS, START_UP, on_rank_0
+from shardtrain.job.dist_env import AFTERWARDS, START_UP, cpu_threads, on_rank_0
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.launch import Context
 from shardtrain.job.saved import as_saved
@@ -45,9 +48,11 @@ def fit(training: Training, saver: Saver, watch: Watch) -> None:
         if saver.is_stale(step - 1):
             monitor.say(f"stopped after step {step - 1}: no better score in {train.patience} evaluations")
             break
-        seed_process(job.device, config.seed, comm.rank(), step)
+        seed = partial(seed_process, job.device, config.seed, step=step)
+        seed(comm.rank())
         with metrics.step():
-            norm = one_step.gradients(batches, train.accumulate, metrics.phase, metrics.add)
+            count = job.train.share.accumulate
+            norm = one_step.gradients(batches, count, metrics.phase, metrics.add, seed)
             if not gradients.are_finite(step, norm):
                 job.optimizer.zero_grad()  # so that the update changes nothing
             saver.before_update()
@@ -95,7 +100,7 @@ class Finiteness:
 
     def are_finite(self, step: int, norm: Tensor) -> bool:
         """Return False if the gradients of ``step``, with this ``norm``, are known not to be finite."""
-        loss = self._training.metrics.sums[0]  # it was finite before this step
+        loss = self._training.metrics.sums[:, 0].sum()  # it was finite before this step
         self._open.append((step, HostCopy(torch.stack([norm.to(loss), loss]))))
         return self.settle(keep=int(on_accelerator(norm)))
 
@@ -124,6 +129,9 @@ def train(config: Config, context: Context) -> float | None:
     """Run one job; return its best accuracy in percent, or None without an evaluation."""
     rank_info = context.rank_info
     comm.set_time_out(START_UP)  # a sweep's jobs share their process group
+    virtual = config.virtual_ranks(rank_info.world_size)
+    if virtual and config.threads is None:  # as many as V ranks of this host would have: they change bits
+        torch.set_num_threads(cpu_threads(replace(rank_info, local_world_size=virtual), os.environ))
     store, start = find_start(config, context)
     if config.eval_only and start.opened is not None:
         config = as_saved(config, start.opened.manifest.facts.get("config", {}), context.overrides)

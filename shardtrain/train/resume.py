@@ -28,7 +28,7 @@ from shardtrain.job.launch import Context
 from shardtrain.job.saved import Change, changed_keys
 from shardtrain.job.schema import Mark, UserError, path_of, reading, writing
 from shardtrain.monitor import StepMetrics
-from shardtrain.train.saving import Best, RunState
+from shardtrain.train.saving import Best, RunState, machine
 
 CHECKPOINTS, BEST, LOCK = "checkpoints", "best", ".lock"
 
@@ -41,8 +41,18 @@ def start_messages(start: Newest, job: Job, config: Config) -> list[str]:
     if warmup < int(config.sched.warmup_epochs * job.steps_per_epoch):
         asked = f"sched.warmup_epochs={config.sched.warmup_epochs:g} is more than half the run"
         warnings.append(f"warning: {asked}: the warm-up takes {warmup} steps")
+    ranks, wanted = comm.world_size(), config.parallel.virtual_ranks
+    if wanted and not config.virtual_ranks(ranks):
+        warnings.append(
+            f"warning: parallel.virtual_ranks={wanted} cannot be computed on {ranks} ranks, only on a power "
+            "of two up to that number: this run trains as without, to other bits"
+        )
     if start.opened is None:
         return warnings
+    before, now = start.opened.manifest.facts.get("machine", {}), machine(job.device)
+    changed = [f"{what} {old} → {now[what]}" for what, old in before.items() if now.get(what) != old]
+    if wanted and changed and not config.eval_only:
+        warnings.append(f"warning: saved elsewhere ({', '.join(changed)}): the same bits are not promised")
     if config.eval_only:
         return [*warnings, f"evaluating step {start.step} ({start.opened.path})"]
     left = ": nothing is left to do" if start.step >= job.steps else ""

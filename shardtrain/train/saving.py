@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from shardtrain import comm
+from shardtrain import device as devices
 from shardtrain.checkpoint import SaveFailed
 from shardtrain.checkpoint.store import Store
 from shardtrain.device import HostCopy
@@ -48,6 +49,13 @@ class RunState(NamedTuple):
     best: Best | None = None
     pending_evaluation: bool = False
     """Whether a signal interrupted the evaluation of this step."""
+
+
+def machine(where: torch.device) -> dict[str, str | int]:
+    """Return what can change the bits of a computation, beside configuration and seed."""
+    processor, threads = devices.processor(), torch.get_num_threads()
+    name = devices.name(where)
+    return {"processor": processor, "threads": threads, "device": name, "torch": torch.__version__}
 
 
 class Saver:
@@ -183,6 +191,7 @@ class Saver:
         facts = {  # with the step they determine which images have been used
             "position": {"images": job.train.sampler.images},
             "channels": job.channels,
+            "machine": machine(job.device),
             "config": asdict(self._config),
             "best": best,
         }

@@ -283,20 +283,20 @@ class TrainFeed:
 
 
 class EvalFeed:
-    """Yield batches of this rank's part of images to evaluate, equally many on every rank."""
+    """Yield batches of this rank's part of images to evaluate, equally many on every (virtual) rank."""
 
     def __init__(
         self, images: Batches, share: Share, prepare: Prepare, workers: int, batch_size: int | None = None
     ) -> None:
         """batch_size: images per rank in one forward, at most; None: `EVAL_BATCH`."""
         self.images, self.prepare = images, prepare
-        self.sampler = EvalSampler(len(images), batch_size or EVAL_BATCH, share.rank, share.world_size)
+        self.sampler = EvalSampler(len(images), batch_size or EVAL_BATCH, share)
         self.loader = _loader(images, self.sampler, share.rank, workers, prepare.device, seed=0)
 
     def __iter__(self) -> Iterator[Batch]:
         for index, (images, labels) in enumerate(self.loader):
             labels = labels.to(self.prepare.device, non_blocking=True)
-            yield Batch(self.prepare(images), labels, self.sampler.valid(index))
+            yield Batch(self.prepare(images), labels, self.sampler.valid[index])
 
 
 def _loader(

@@ -29,6 +29,7 @@ class Share(NamedTuple):
     accumulate: int  # micro-batches per step
     rank: int
     world_size: int
+    virtual: int = 0  # virtual ranks, `accumulate` of them on each rank; 0 without
 
     @property
     def per_rank(self) -> int:
@@ -114,21 +115,24 @@ class EvalSampler:
     """Yield lists of indices that give every image to exactly one rank: rank r has r, r + N, r + 2N, …
 
     All ranks yield equally many lists of equal length, since a sharded model needs all ranks in every
-    forward. The first `valid(i)` indices of the i-th list count; the others are padding with image 0.
+    forward. The first `valid[i]` indices of the i-th list count; the others are padding with image 0. With
+    virtual ranks, a rank yields the lists of its first one, then those of the next one, and so on.
     """
 
-    def __init__(self, images: int, batch_size: int, rank: int, world_size: int) -> None:
-        self.own = range(rank, images, world_size)
-        self.longest = len(range(0, images, world_size))
-        self.batch_size = min(batch_size, self.longest)
+    def __init__(self, images: int, batch_size: int, share: Share) -> None:
+        ranks = share.virtual or share.world_size
+        first = share.rank * ranks // share.world_size
+        longest = len(range(0, images, ranks))
+        size = min(batch_size, longest)
+        self.lists: list[list[int]] = []
+        for rank in range(first, first + ranks // share.world_size):
+            own = range(rank, images, ranks)
+            self.lists += [[*own[start : start + size]] for start in range(0, longest, size)]
+        self.valid, self.batch_size = [len(each) for each in self.lists], size
 
     def __len__(self) -> int:
-        return -(-self.longest // self.batch_size)
+        return len(self.lists)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(len(self)):
-            own = self.own[batch * self.batch_size : (batch + 1) * self.batch_size]
+        for own in self.lists:
             yield [*own, *[0] * (self.batch_size - len(own))]
-
-    def valid(self, batch: int) -> int:
-        return max(0, min(self.batch_size, len(self.own) - batch * self.batch_size))
