@@ -1,16 +1,9 @@
 """Define the names of ``import shardtrain``. Its own file: `__init__` loads it at the first use of one."""
 
 from shardtrain import checkpoint, comm
-from shardtrain.engine.api import (
-    Introspection,
-    UnitInfo,
-    forward_method,
-    introspect,
-    no_sync,
-    shard,
-    virtual_rank,
-)
+from shardtrain.engine.api import forward_method, no_sync, shard, virtual_rank
 from shardtrain.engine.deferred_init import deferred
+from shardtrain.engine.introspection import Introspection, UnitInfo, introspect
 from shardtrain.engine.precision import Precision
 from shardtrain.engine.recompute import checkpoint_activations, compile_units
 from shardtrain.engine.state_dict import (

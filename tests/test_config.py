@@ -92,12 +92,14 @@ def test_mistakes_in_sweeps_are_named() -> None:
 
 def test_batches_that_ranks_do_not_divide() -> None:
     for accumulate, fitting in ((1, "99 or 102"), (40, "120")):
-        train = replace(composed().train, batch_size=100, accumulate=accumulate)
+        config = composed("train.batch_size=100", f"train.accumulate={accumulate}")
         what = f"100 is not divisible by 3 ranks × train.accumulate={accumulate}; {fitting} would fit"
         with pytest.raises(UserError, match=f"train.batch_size={what}"):
-            require_equal_parts(train, 3)
+            require_equal_parts(config, 3)
     for world_size in (1, 2, 3, 4):
-        require_equal_parts(composed("+recipe=resnet").train, world_size)
+        require_equal_parts(composed("+recipe=resnet"), world_size)
+    with pytest.raises(UserError, match=r"not divisible by parallel\.virtual_ranks=8; 96 or 104 would fit"):
+        require_equal_parts(composed("train.batch_size=100", "parallel.virtual_ranks=8"), 2)
 
 
 def test_what_is_printed_appears_only_where_asked(own: Path, capsys: Any) -> None:

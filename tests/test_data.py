@@ -388,14 +388,14 @@ def test_photographs_as_a_fine_tuner_wants_them(tmp_path: Path) -> None:
 
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 70))
 def test_evaluation_counts_every_image_once(images: int, world_size: int, batch_size: int) -> None:
-    samplers = [EvalSampler(images, batch_size, rank, world_size) for rank in range(world_size)]
+    samplers = [EvalSampler(images, batch_size, Share(1, 1, rank, world_size)) for rank in range(world_size)]
     lists = [list(sampler) for sampler in samplers]
     assert len({tuple(map(len, rank)) for rank in lists}) == 1
     counted = [
         index
         for sampler, rank in zip(samplers, lists, strict=True)
         for batch, indices in enumerate(rank)
-        for index in indices[: sampler.valid(batch)]
+        for index in indices[: sampler.valid[batch]]
     ]
     assert sorted(counted) == list(range(images))
 

@@ -126,6 +126,7 @@ ELSEWHERE = {
         "data.name optim.name sched.name augment._target_"
     ),
     "test_transports.py::test_replicas_that_do_not_fit_are_refused": "parallel.shard",
+    "test_virtual.py::test_a_run_moves_between_numbers_of_ranks": "parallel.virtual_ranks",
     "test_config.py::test_mistakes_are_named": "parallel.sync_batchnorm parallel.offload",
     "test_data.py::test_images_in_folders": "data.root",
     "test_data.py::test_batches_have_the_size_of_their_epoch": "data.grow data.eval_size",

@@ -17,8 +17,7 @@ each call's output tells how far autograd has come. A unit is gathered where a c
 not its output has a gradient on this rank, since another rank's loss may depend on it. Where its first call
 began, its gradients are taken and reduced, and it is released. This holds for nested and repeated calls.
 
-Reductions start in the reverse of the order in which forward first entered the units. A parameter that is
-unused on this rank counts as zero in the mean, and has no gradient if no rank uses it (see ``reduce.py``).
+Reductions start in the reverse of the order in which forward first entered the units.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from shardtrain.engine.precision import tensors_in
 from shardtrain.engine.reduce import Reduction, give
 from shardtrain.engine.unit import State, Unit
 from shardtrain.engine.user_code import call_postponed, postpone
+from shardtrain.engine.virtual import OUTSIDE
 
 
 class Schedule:
@@ -107,8 +107,7 @@ class Schedule:
         self._refresh(self.units)
         self.forget_nodes()
         self._entries, self._expected = [], self._entries
-        self._record = []
-        self._forward = True
+        self._record, self._forward = [], True
 
     def _refresh(self, units: Sequence[Unit]) -> None:
         """Release ``units``, and let their next gathers include changes to local pieces."""
@@ -195,8 +194,7 @@ class Schedule:
             return
         del self.calls[unit]
         trace.end("forward", unit.title)
-        self._moment += 1
-        call.ended = self._moment
+        self._moment = call.ended = self._moment + 1
         if self._backward:
             return
         if self._forward:
@@ -284,10 +282,7 @@ class Schedule:
         if self.root.pinned:
             raise ValueError("backward() inside unsharded() would reduce no gradients: call it outside")
         if self.micro_batch is None:
-            raise ValueError(
-                "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run "
-                "each of introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
-            )
+            raise ValueError(OUTSIDE)
         if torch.is_grad_enabled():
             raise ValueError(
                 "double backward (create_graph=True) is not supported: the graph would need parameters that "
@@ -379,7 +374,7 @@ class Schedule:
             self.drop_backward()
 
     def drop_backward(self) -> None:
-        """End a backward under way, and drop all gradients but those put aside."""
+        """End a backward under way, and drop the gradients that wait."""
         for unit in self.units:
             unit.is_open = False
             self.reductions[unit].drop()

@@ -28,6 +28,11 @@ from shardtrain.comm.arithmetic import merge
 from shardtrain.comm.transport import Ranks
 from shardtrain.device import is_accelerator
 
+OUTSIDE = (
+    "backward() outside of virtual_rank(), but each rank computes several virtual ranks: run each of "
+    "introspect(model).virtual_ranks inside shardtrain.virtual_rank(model, number)"
+)
+
 
 class Virtual:
     """Keep what virtual ranks change in a step.

@@ -387,9 +387,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.parallel.virtual_ranks and self.train.accumulate > 1:
             raise UserError(
-                f"train.accumulate={self.train.accumulate}: parallel.virtual_ranks="
-                f"{self.parallel.virtual_ranks} is the number of micro-batches per step, over all ranks; leave "
-                "train.accumulate out"
+                f"train.accumulate={self.train.accumulate}: leave it out, since parallel.virtual_ranks="
+                f"{self.parallel.virtual_ranks} is the number of micro-batches per step over all ranks"
             )
 
     def virtual_ranks(self, ranks: int) -> int:

@@ -1,0 +1,93 @@
+"""Look into a sharded model. Code outside the engine looks through `introspect` alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardtrain.engine.hooks import Engine, engine_of
+from shardtrain.engine.unit import Gathered
+
+
+class UnitInfo(NamedTuple):
+    """Describe one unit. ``parameters`` (elements) and ``bytes`` count the whole unit, ``local_bytes`` this
+    rank's shard, padding included."""
+
+    name: str
+    parameters: int
+    bytes: int
+    local_bytes: int
+
+
+class Introspection:
+    """Show the present state of a sharded model.
+
+    ``transport``: how shards move, and between which ranks. ``precision``: as given to `shard`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.transport = engine.transport
+        self.precision = engine.precision
+
+    @property
+    def units(self) -> list[UnitInfo]:
+        """Every unit, root first."""
+        found = []
+        for unit in self._engine.units:
+            widths = [(s.layout.numel, s.local.element_size()) for s in unit.segments]
+            sizes = sum(n for n, _ in widths), sum(n * width for n, width in widths)
+            found.append(UnitInfo(unit.name or "(root)", *sizes, sum(s.local.nbytes for s in unit.segments)))
+        return found
+
+    @property
+    def virtual_ranks(self) -> range:
+        """The virtual ranks that this rank computes; empty without (see `virtual_rank`)."""
+        return self._engine.virtual.ranks if self._engine.virtual else range(0)
+
+    @property
+    def unit_of_parameter(self) -> dict[str, str]:
+        """The title of the unit that holds each sharded parameter, by the parameter's name."""
+        units = self._engine.units
+        return {member.name: unit.title for unit in units for member in unit.members}
+
+    @property
+    def bytes_by_rank(self) -> list[int]:
+        """Bytes of the shards of each rank of the shard group, padding included."""
+        widths = [(s.layout, s.local.element_size()) for s in self._engine.segments]
+        ranks = range(self.transport.world)
+        return [sum(layout.length(rank) * width for layout, width in widths) for rank in ranks]
+
+    @property
+    def gathered(self) -> Gathered:
+        """The number of units that are gathered now, and the bytes of their full vectors."""
+        return Gathered(*self._engine.units[0].account.now)
+
+    def take_gathered_peak(self) -> Gathered:
+        """Return the peak of `gathered` since the last call."""
+        account = self._engine.units[0].account
+        peak, account.peak = Gathered(*account.peak), account.now.copy()
+        return peak
+
+    @property
+    def under_way(self) -> tuple[str, str]:
+        """The phase of the step (``forward``, ``backward`` or ``rest``) and the unit that computes."""
+        phase, unit = self._engine.schedule.under_way
+        return phase, unit.title if unit is not None else "the root"
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shards, and of their copies in the dtype in which they are gathered."""
+        return sum(s.local.nbytes + (s.wire is not s.local) * s.wire.nbytes for s in self._engine.segments)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The engine's own tensors: shards, their copies, and full vectors."""
+        return [tensor for s in self._engine.segments for tensor in (s.local, s.wire, s.full)]
+
+
+def introspect(module: nn.Module) -> Introspection:
+    """Return a view into a sharded module. Raises ValueError for any other module."""
+    return Introspection(engine_of(module))

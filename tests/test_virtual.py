@@ -1,0 +1,239 @@
+"""Virtual ranks: one, two and four ranks, and all ways to join them, compute the same bits."""
+
+import hashlib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import shardtrain
+from shardtrain import Precision
+from shardtrain.comm import arithmetic
+from shardtrain.engine import api, reduce, virtual
+from shardtrain.engine.hooks import engine_of
+from shardtrain.layout import Layout, Piece
+
+from small import Block, hosts, images, mesh, shard
+from test_resume import QUIET, crash, curves, final, run
+
+V = 4
+
+
+class Net(nn.Module):
+    """Widths that 4 does not divide, statistics, random numbers, a parameter that few micro-batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.drop = nn.Conv2d(3, 7, 3), Block(7), nn.Dropout(0.3)
+        self.last, self.rare, self.never = nn.Linear(7, 5), nn.Linear(7, 5), nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, rarely: bool) -> torch.Tensor:
+        self.calls += 1
+        x = self.drop(self.block(self.first(x)).mean((2, 3)))
+        return self.last(x) + (self.rare(x) if rarely else 0)
+
+
+def digest(tensors: Any) -> str:
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()[
+        :12
+    ]
+
+
+def steps(bf16: bool = False, replicate: int = 0, on_hosts: bool = False, **options: Any) -> list[Any]:
+    """What four steps compute: norms, digests of gradients, weights and buffers, by step."""
+    if replicate:
+        options["mesh"] = mesh(replicate, dist.get_world_size() // replicate)
+    if bf16:
+        options["precision"] = Precision(param=torch.bfloat16)
+    with hosts([0, 0, 1, 1]) if on_hosts else nullcontext():
+        torch.manual_seed(0)
+        model = shard(Net(), units=[Block], virtual_ranks=V, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    found: list[Any] = []
+    for step in range(4):
+        for number in shardtrain.introspect(model).virtual_ranks:
+            x, y = images(step, number)
+            with shardtrain.virtual_rank(model, number, seed=5, step=step):
+                F.cross_entropy(model(x, rarely=number == step).float(), y).backward()
+        with shardtrain.unsharded(model, grads=True, writeback=False):
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append((len(grads), digest(grad.as_subclass(torch.Tensor) for grad in grads)))
+        if step % 2:
+            norm = shardtrain.clip_grad_norm_(model, 0.1)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((norm.item(), digest(shardtrain.full_state_dict(model).values())))
+    assert model.calls == 4
+    return found
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "kept, whole": {"layout": "whole", "reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_any_number_of_ranks_computes_the_same_bits(ranks: Any, options: dict[str, Any]) -> None:
+    [alone] = ranks(1, steps, **options)
+    assert alone[0][0] == 9  # no gradient for `never`
+    for world in (2, 4):
+        assert ranks(world, steps, **options) == [alone] * world
+    assert ranks(4, steps, replicate=2, **options) == [alone] * 4
+    assert ranks(4, steps, on_hosts=True, **options) == [alone] * 4
+
+
+def test_the_mean_is_that_of_one_large_batch() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 5))
+    model = shardtrain.shard(nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 5)), virtual_ranks=8)
+    shardtrain.load_full_state_dict(model, plain.state_dict())
+    x = torch.randn(16, 3)
+    plain(x).square().mean().backward()
+    flat = next(iter(engine_of(model).schedule.reductions.values())).flats[0]
+    waiting = []
+    for number, part in enumerate(x.split(2)):
+        with shardtrain.virtual_rank(model, number):
+            model(part).square().mean().backward()
+            waiting.append([total.first for total in flat._sums])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.as_subclass(torch.Tensor).view_as(theirs), theirs.grad)
+    assert waiting == [[0], [0, 1], [0, 2], [0, 2, 3], [0, 4], [0, 4, 5], [0, 4, 6], []]
+
+
+def in_rank_order() -> Any:
+    return patch.object(arithmetic, "_halves", lambda parts: (parts[:-1], parts[-1:]))
+
+
+def accumulated_in_order() -> Any:
+    def take(flat: Any, grads: Any, micro_batch: int) -> None:
+        original(flat, grads, 0)
+
+    original = reduce.FlatGradient.take
+    return patch.object(reduce.FlatGradient, "take", take)
+
+
+def one_seed_twice() -> Any:
+    seed = api.seed_random_numbers
+    return patch.object(api, "seed_random_numbers", lambda *key: seed(*key[:-1], min(key[-1], V - 2)))
+
+
+def statistics_handed_on() -> Any:
+    begin = virtual.Virtual.begin
+
+    def without_reset(self: virtual.Virtual, number: int) -> None:
+        self._changed = {}
+        begin(self, number)
+
+    return patch.object(virtual.Virtual, "begin", without_reset)
+
+
+def norm_of_whole_pieces() -> Any:
+    def parts(layout: Layout, piece: Piece, rank: int) -> list[tuple[int, slice]]:
+        return [(rank * layout.virtual // layout.world, slice(0, piece.numel))] if piece.numel else []
+
+    return patch.object(Layout, "virtual_pieces", parts)
+
+
+def with_fault(fault: Any) -> list[Any]:
+    with fault():
+        return steps()
+
+
+@pytest.mark.parametrize(
+    ("fault", "world"),
+    [
+        (in_rank_order, 4),
+        (accumulated_in_order, 1),
+        (one_seed_twice, 1),
+        (statistics_handed_on, 1),
+        (norm_of_whole_pieces, 1),
+    ],
+)
+def test_planted_faults_change_bits(on_ranks: Any, fault: Any, world: int) -> None:
+    right, wrong = on_ranks(world, steps)[0], on_ranks(world, with_fault, fault)[0]
+    assert right != wrong
+
+
+def test_mistakes_are_named() -> None:
+    model = shardtrain.shard(nn.Linear(3, 3), virtual_ranks=2)
+    x = torch.ones(1, 3)
+    with pytest.raises(ValueError, match="outside of virtual_rank"):
+        model(x).sum().backward()
+    with pytest.raises(
+        ValueError, match=r"virtual_rank\(1\): expected 0; rank 0 computes 0, 1 in this order"
+    ):
+        shardtrain.virtual_rank(model, 1).__enter__()
+
+    def fail() -> None:
+        with shardtrain.virtual_rank(model, 0):
+            model(x).sum().backward()
+            raise RuntimeError("fails")
+
+    with pytest.raises(RuntimeError, match="fails"):
+        fail()
+    with shardtrain.virtual_rank(model, 0):  # begins again, without what the failed one left
+        model(x).sum().backward()
+        with pytest.raises(ValueError, match="inside no_sync"):
+            shardtrain.virtual_rank(model, 1).__enter__()
+    with pytest.raises(ValueError, match="gradients wait"):
+        shardtrain.clip_grad_norm_(model, 1.0)
+    with shardtrain.virtual_rank(model, 1):
+        model(3 * x).sum().backward()
+    assert model.bias.grad.tolist() == [1.0] * 3
+    assert model.weight.grad.flatten().tolist() == [2.0] * 9
+    with pytest.raises(ValueError, match="without virtual ranks"):
+        shardtrain.virtual_rank(shardtrain.shard(nn.Linear(3, 3)), 0).__enter__()
+    for options, told in (
+        ({"virtual_ranks": 3}, "virtual_ranks=3 on 1 ranks: expected powers of two"),
+        ({"precision": Precision(reduce=torch.bfloat16)}, "virtual_ranks sums without rounding"),
+        ({"dtype": torch.bfloat16}, "too narrow for weight"),
+    ):
+        layer = nn.Linear(3, 3, dtype=options.pop("dtype", None))
+        with pytest.raises(ValueError, match=told):
+            shardtrain.shard(layer, **{"virtual_ranks": 2, **options})
+
+
+def apart() -> None:
+    with hosts([0, 1, 0, 1]), pytest.raises(ValueError, match="ranks 0, 2 share a host or a row of the mesh"):
+        shard(nn.Linear(3, 3), virtual_ranks=4, transport="auto")
+
+
+def test_hosts_whose_ranks_do_not_follow_one_another_are_refused(on_ranks: Any) -> None:
+    on_ranks(4, apart)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+def test_a_run_moves_between_numbers_of_ranks(on_ranks: Any, tmp_path: Path, precision: str) -> None:
+    given = (
+        "parallel.virtual_ranks=4",
+        "train.mixup=0.2",
+        "train.clip_grad_norm=1",
+        "checkpoint.every_steps=1",
+    )
+    given = (*given, f"parallel.precision={precision}")
+    assert on_ranks(1, run, str(tmp_path / "alone"), *given) == ["finished"]
+    for world, at in ((2, {3: crash}), (4, {6: crash}), (1, {8: crash}), (2, {9: crash}), (1, {})):
+        on_ranks(world, run, str(tmp_path / "moved"), *given, at=at)
+    assert final(tmp_path / "moved") == final(tmp_path / "alone")
+    assert curves(tmp_path / "moved") == curves(tmp_path / "alone")
+    log = (tmp_path / "moved/log.txt").read_text()
+    assert "as 4 virtual ranks" in log
+    assert "the same bits are not promised" not in log
+
+
+def test_other_numbers_of_ranks_train_as_without_and_say_so(on_ranks: Any, tmp_path: Path) -> None:
+    given = ("parallel.virtual_ranks=2", "train.max_steps=1", QUIET)
+    on_ranks(3, run, str(tmp_path), *given)
+    assert "parallel.virtual_ranks=2 cannot be computed on 3 ranks" in (tmp_path / "log.txt").read_text()
