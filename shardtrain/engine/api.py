@@ -62,7 +62,7 @@ def shard(
             `comm/wrappers.py`). N is then the ranks of a row; gradients are the mean over all ranks.
         precision: dtypes to compute and reduce in (see `Precision`); ``None`` changes nothing.
         reshard_after_forward: release each unit after its forward and gather it again for backward.
-            ``False`` keeps it gathered, for more memory and one gather less.
+            ``False`` keeps it: more memory, one gather less.
         transport: ``"process_group"``; ``"shared_memory"`` for CPU ranks of one host, which then hold one
             copy of the parameters between them; ``"auto"`` chooses the latter where it works; or a
             `Transport`, such as `comm.Simulated` for one rank of an imagined world.
@@ -72,9 +72,8 @@ def shard(
             at rest, on other ranks ``(0, 1, ...)``. Shards are as equal as whole parameters allow.
         device: the device of shards, buffers and computation. ``None`` is where they are now, for a deferred
             model the CPU. At most one full unit at a time is there while sharding.
-        virtual_ranks: compute steps of this many micro-batches, so that each number of ranks that divides it,
-            both powers of two, gives the same bits (see `virtual_rank`). 0: as many as there are ranks, whose
-            sums may have another order. Gradients are summed in fp32 or wider.
+        virtual_ranks: micro-batches per step, so that each number of ranks up to it, both powers of two,
+            gives the same bits (see `virtual_rank`). 0: each number of ranks has its own order of sums.
         offload: keep shards, their gradients and optimizer state in host memory instead of on the device
             that computes; the optimizer then steps on the CPU. On the CPU it changes nothing.
 
@@ -98,10 +97,7 @@ def shard(
     in_messages = any(is_accelerator(home) for home in homes)
     kind = "process_group" if transport == "auto" and in_messages else transport
     link = _open(kind, mesh) if isinstance(kind, str) else kind
-    if virtual_ranks:
-        _check_virtual(module, left_alone, precision, link, virtual_ranks)
-    if precision.quantises and link.all_ranks.world > link.world:
-        raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
+    _check_sums(module, left_alone, precision, link, virtual_ranks)
     if offload and homes and is_accelerator(homes[0]):
         link = comm.Offloaded(link, homes[0])
     comm.require_same([f"layout {layout}", *_model_lines(infos)], "the model to shard", link.all_ranks)
@@ -274,11 +270,15 @@ def _check(
         )
 
 
-def _check_virtual(
+def _check_sums(
     module: nn.Module, ignored: set[nn.Parameter], precision: Precision, link: Transport, count: int
 ) -> None:
-    """Raise ValueError if steps of ``count`` virtual ranks could not have the same bits on all worlds."""
+    """Raise ValueError if int8 meets replicas, or ``count`` virtual ranks would not give the same bits."""
     world = link.all_ranks.world
+    if precision.quantises and world > link.world:
+        raise ValueError("int8 gathers and reductions are for one shard group; use a 1-D mesh with them")
+    if not count:
+        return
     if count < world or count & (count - 1) or world & (world - 1):
         raise ValueError(
             f"virtual_ranks={count} on {world} ranks: expected powers of two, and at least one virtual rank "

@@ -1,4 +1,7 @@
-"""Look into a sharded model. Code outside the engine looks through `introspect` alone."""
+"""Look into a sharded model. Code outside the engine looks through `introspect` alone.
+
+This is its own file because `api.py` makes and drives models.
+"""
 
 from __future__ import annotations
 
