@@ -26,14 +26,14 @@ PROGRAM = {
     "train": 831,
     "export": 110,
     "doctor": 264,
-    "judge": 655,
+    "judge": 450,
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
 # Beside the package, which imports nothing of them: files and budgets. The wheel does not have the bench.
 BESIDE = {
     "configs": ("configs/*.py", 45),
-    "recipes": ("recipes/*.py", 1_978),
+    "recipes": ("recipes/*.py", 2_183),
     "bench": ("recipes/bench/*.py", 1_364),
 }
 LARGEST = {"lines": 16_419, "lines with what is beside": 19_815, "files": 96, "rooms": 16, "tests": 13_045}
@@ -194,7 +194,7 @@ def test_only_comm_calls_collectives() -> None:
 
 def test_only_the_engine_hooks_modules_and_parameters() -> None:
     hooks = r"\.register_(forward|full_backward|module|state_dict|load_state|post_accumulate)\w*hook\("
-    assert places_of(hooks) == {"engine", "doctor", "judge"}  # the doctor looks on, the judge plants faults
+    assert places_of(hooks) == {"engine", "doctor"}  # the doctor looks on
 
 
 def test_recipes_and_package_meet_in_hydra_alone() -> None:
