@@ -1,4 +1,4 @@
-"""What users' code does to a sharding wrapper: models, how a row is written, and the judge's rows of training.
+"""What users' code does to a sharding wrapper: models, how a row is written, and rows of training.
 
 Most rows train a model and a replica, whose gradients are averaged by hand, on other data on each rank: equal
 data would hide a wrapper that averages nothing. Models have odd sizes, which no world size divides.

@@ -109,9 +109,13 @@ def test_an_optimizer_by_name_takes_its_keywords() -> None:
     optimizer = model.shard_with_optimizer(OddNet(), config)
     assert isinstance(optimizer, torch.optim.RAdam)
     assert [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
-        (0.5, [0.8, 0.9], decay) for decay in (0.25, 0.0)
+        (0.5, (0.8, 0.9), decay) for decay in (0.25, 0.0)
     ]
     assert not optimizer.state
+    fused = [model.shard_with_optimizer(OddNet(), composed(f"optim={each}")) for each in ("sgd", "adamw")]
+    assert [each.defaults["fused"] for each in fused] == [True, True]
+    plain = model.shard_with_optimizer(OddNet(), composed("optim.fused=false"))
+    assert (type(plain), plain.defaults["fused"]) == (torch.optim.SGD, False)
 
 
 @pytest.mark.parametrize(("name", "blocks", "last"), [("resnet18", 8, "bn2"), ("resnet50", 16, "bn3")])

@@ -38,7 +38,7 @@ RECIPES = "shardtrain.recipes"
 PACKAGES = {
     "model": (RECIPES, "torchvision.models"),
     "augment": (RECIPES,),
-    "optim": ("torch.optim",),
+    "optim": ("torch.optim", "shardtrain.optim"),
     "train.loss": (RECIPES, "torch.nn"),
     "data": (RECIPES,),
     "monitor.metrics": (RECIPES,),
@@ -142,6 +142,11 @@ def above(bound: float, **demands: Any) -> Any:
 def one_of(*choices: str, **demands: Any) -> Any:
     """Declare a field that takes one of the given words."""
     return field(metadata={"choices": choices, **demands})
+
+
+def optional(**demands: Any) -> Any:
+    """Declare a field that some choices of a group do not have; it is None there."""
+    return field(default=None, metadata=demands)
 
 
 def marked(mark: Mark, **demands: Any) -> Any:
