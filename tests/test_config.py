@@ -22,9 +22,11 @@ import shardtrain
 from shardtrain.job import hydra_app
 from shardtrain.job.build import build, require_equal_parts
 from shardtrain.job.config import Config, Digits, Images
-from shardtrain.job.hydra_app import compose, from_hydra
+from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
-from shardtrain.job.schema import UserError, one_of, typed
+from shardtrain.job.read import from_hydra
+from shardtrain.job.schema import one_of, typed
 from shardtrain.train import sweep
 from shardtrain.train.loop import train
 from shardtrain.train.sweep import Outcome

@@ -27,7 +27,7 @@ from shardtrain.job.build import completed, feeds
 from shardtrain.job.data import photos
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.recipes.augment import Photo
 
 from tiny import CPU, composed, global_batches, train_feed

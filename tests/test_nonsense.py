@@ -20,7 +20,7 @@ from shardtrain import checkpoint
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line
 from shardtrain.job.config import Config
 from shardtrain.job.data.photos import _index
-from shardtrain.job.hydra_app import load_yaml
+from shardtrain.job.help import load_yaml
 from shardtrain.job.model import read_weights
 from shardtrain.job.schema import checked
 

@@ -28,9 +28,9 @@ from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
 from shardtrain.job.data import Batch, DataSet, Share, load
 from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.sampler import generator
+from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import evaluate
 from shardtrain.job.pictures import plot
-from shardtrain.job.schema import UserError
 from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes import digits

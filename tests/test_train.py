@@ -17,9 +17,9 @@ from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.job.data.feed import Arrays, DataSet
+from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
 from shardtrain.job.model import parameter_groups
-from shardtrain.job.schema import UserError
 
 import tiny
 from small import Parts

@@ -29,7 +29,7 @@ from shardtrain.comm import Tag, signals
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.job.build import require_equal_groups
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.layout import Policy
 from shardtrain.optim import Ema
 

@@ -17,18 +17,9 @@ import torch
 
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import (
-    Mark,
-    UserError,
-    above,
-    at_least,
-    instantiate,
-    marked,
-    not_valid,
-    one_of,
-    optional,
-    reading,
-)
+from shardtrain.job.errors import UserError, not_valid, reading
+from shardtrain.job.schema import Mark, above, at_least, marked, one_of, optional
+from shardtrain.job.target import instantiate
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns

@@ -25,8 +25,10 @@ from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Config, Optim
 from shardtrain.job.dist_env import on_rank_0, together
+from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import first_of
-from shardtrain.job.schema import UserError, instantiate, not_valid, path_of, reading, typed
+from shardtrain.job.schema import typed
+from shardtrain.job.target import instantiate
 from shardtrain.optim import Ema, muon_groups
 
 # Logits, and so the loss, are always fp32.

@@ -18,8 +18,9 @@ import torch
 
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo, together
+from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
-from shardtrain.job.schema import UserError, above, checked
+from shardtrain.job.schema import above, checked
 from shardtrain.judge.ranks import Trial, find, load
 from shardtrain.judge.rows import FAULTS, HONEST, ROWS, Outcome
 from shardtrain.plan.report import Output

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.judge.rows import FAULTS, HONEST, ROWS, Outcome, outcome
 from shardtrain.judge.wrappers import Wrapper, with_verbs, wrapper
 

@@ -15,7 +15,8 @@ from shardtrain.job.config import Cifar, Data, Digits, Fake, ImageFolder, Npz, O
 from shardtrain.job.data.feed import Arrays, Chosen, DataSet, Items, of_length
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.schema import UserError, instantiate, path_of, plain_file, reading
+from shardtrain.job.errors import UserError, path_of, plain_file, reading
+from shardtrain.job.target import instantiate
 
 # Mean and standard deviation of the training images, per channel.
 STATISTICS = {
