@@ -24,10 +24,10 @@ from torchvision.datasets import CIFAR10
 
 from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
-from shardtrain.job.data import photos
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
 from shardtrain.job.errors import UserError
+from shardtrain.recipes import photos
 from shardtrain.recipes.augment import Photo
 
 from tiny import CPU, composed, global_batches, train_feed

@@ -128,8 +128,9 @@ class Cifar(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class Photos(Images):
-    """Hold the keys of data sets whose images are files of any size, which are read when needed."""
+    """Hold the keys of data sets whose images are files of any size; `_target_` opens them."""
 
+    _target_: str = marked(Mark.IMAGES)
     root: str = marked(Mark.PER_HOST)
     resize: int | None = at_least(1)
     crop_area: float = above(0, at_most=1)

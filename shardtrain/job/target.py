@@ -83,9 +83,11 @@ def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Ca
     def builds(value: Any) -> bool:
         if inspect.isclass(value):
             right = issubclass(value, kind)
-        else:  # some functions of recipes start programs; builders are annotated to return a module
+        else:  # some functions of recipes start programs; builders are annotated with what they make
             returns = str(getattr(value, "__annotations__", {}).get("return"))
-            right = inspect.isfunction(value) and (package != RECIPES or returns.endswith("Module"))
+            right = inspect.isfunction(value) and (
+                package != RECIPES or returns.endswith(("Module", "DataSet"))
+            )
         return right and _inside(package, value.__module__)
 
     if name.startswith("_") or not builds(target):
