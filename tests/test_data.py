@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torchvision.datasets import CIFAR10
+from torchvision.datasets import CIFAR10, CIFAR100
 
 from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
@@ -118,6 +118,14 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     images, labels = found.val[[5, 0]]
     assert labels.tolist() == [9, 0]
     assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
+    assert found.mean == (125.3, 123.0, 113.9)
+    folder = tmp_path / CIFAR100.base_folder
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "fine_labels": [0, 1, 2, 3, 4, 99]}))
+    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(i) for i in range(100)]}))
+    found = data.load(cifar("cifar100", tmp_path))
+    assert (found.classes, found.mean, found.std) == (100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4))
 
 
 def test_images_in_folders(tmp_path: Path) -> None:
