@@ -87,6 +87,7 @@ def test_every_room_has_its_place_in_the_order() -> None:
     assert {room for room, _ in sources()} == set(ORDER)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("room", ORDER)
 def test_rooms_import_downward(room: str) -> None:
     below = {*ORDER[: ORDER.index(room)], room}
@@ -102,6 +103,7 @@ def test_the_program_uses_public_names(room: str) -> None:
         assert not inside, f"{file.relative_to(ROOT)} imports {', '.join(inside)}: use shardtrain.introspect"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("room", [*ORDER, *BESIDE])
 def test_rooms_keep_their_budgets(room: str) -> None:
     budget = BESIDE[room][1] if room in BESIDE else BUDGETS[room]
@@ -141,6 +143,7 @@ def import_graph() -> dict[Path, set[Path]]:
     return graph
 
 
+@pytest.mark.smoke
 def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter(import_graph()).static_order())  # raises CycleError, with the files
 

@@ -35,6 +35,7 @@ from pool import each_rank
 from tiny import CPU, TINY, composed, context, result_of
 
 
+@pytest.mark.smoke
 def test_groups_are_chosen_by_name_and_numbers_become_floats() -> None:
     """In a frozen, typed configuration. Augmentation follows the data set, unless it is chosen."""
     config = composed("optim=adamw", "optim.lr=1", "model=vgg11")

@@ -91,6 +91,7 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
     assert "archive.ics.uci.edu" in notice or "doi.org" in notice
 
 
+@pytest.mark.smoke
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
     sizes = ("train_images=300", "val_images=20", "classes=7", "channels=2", "image_size=5")
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data

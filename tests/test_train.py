@@ -39,6 +39,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return tiny.run(str(folder), *TWO_STEPS, *arguments)
 
 
+@pytest.mark.smoke
 def test_repetitions_are_exact_and_settings_count(tmp_path: Path) -> None:
     """A seed changes much, bf16 little, and activations that are computed again change nothing."""
     again, bf16 = "parallel.activation_checkpoint=true", "parallel.precision=bf16"

@@ -338,6 +338,7 @@ def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
         assert_replicas_are_equal(model)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1)], ids=str)
 @each_rank(4)
 def test_a_gradient_of_minus_zeros_is_none_that_is_absent(sizes: tuple[int, int]) -> None:
