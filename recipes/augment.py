@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 
 
 class Affine:

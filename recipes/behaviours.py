@@ -1,14 +1,15 @@
-"""What users' code does to a sharding wrapper: models, and the judge's rows of training.
+"""What users' code does to a sharding wrapper: models, how a row is written, and rows of training.
 
-Models have odd sizes, which no world size divides. `behaviours_of_calls` and `behaviours_of_state` have the
-other rows.
+Most rows train a model and a replica, whose gradients are averaged by hand, on other data on each rank: equal
+data would hide a wrapper that averages nothing. Models have odd sizes, which no world size divides.
+`behaviours_of_calls` and `behaviours_of_state` have the other rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from shardtrain.judge import rows
-from shardtrain.judge.rows import NAMED, Step, Wrong, average_gradients, require, same, three_steps
+from shardtrain.judge.rows import NAMED, ROWS, Row, Wrong
 from shardtrain.judge.wrappers import Wrapper
 
 Change = Callable[[Any], object]
+Step = Callable[[Any, int], object]  # a forward and a backward of a model, with the number of the step
 
 
 # models, data, steps
@@ -118,24 +119,89 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
-def pair(api: Wrapper, make: Callable[[], Any] = Net) -> tuple[Any, Any]:
-    return rows.pair(api, make)
+def pair(api: Wrapper, make: Callable[[], Any] = Net, before: Change = id) -> tuple[Any, Any]:
+    """Return a new model sharded, and its replica; ``before`` is done to it before wrapping."""
+    torch.manual_seed(0)
+    replica = make()
+    before(replica)
+    return api.shard(copy.deepcopy(replica)), replica
 
 
 def advance(api: Wrapper, model: Any, replica: Any, step: Step = squares, optimizer: Any = sgd) -> None:
-    rows.advance(api, model, replica, step, optimizer)
+    """Train both, the replica with gradients averaged by hand, and require equal parameters."""
+    three_steps(model, api.prepare(model, optimizer(model)), step)
+    three_steps(replica, optimizer(replica), step, average_gradients)
+    same(api, model, replica)
 
 
-def row(kind: str, name: str, named: str = NAMED, run: Any = None, **parts: Any) -> None:
-    """Add a row; ``unit`` and ``root`` are forwards of a `Net`."""
-    if run is None:
-        unit, root = parts.pop("unit", None), parts.pop("root", None)
-        parts = {"make": lambda: Net(unit, root), "step": squares, "optimizer": sgd, **parts}
-    rows.row(kind, name, named, run, **parts)
+def three_steps(net: nn.Module, optimizer: Any, step: Step, after: Change = id) -> None:
+    """Train ``net`` for three steps; ``after`` is done to it between backward and update."""
+    for number in range(3):
+        optimizer.zero_grad()
+        step(net, number)
+        after(net)
+        optimizer.step()
+
+
+def same(api: Wrapper, model: nn.Module, replica: nn.Module) -> None:
+    """Require the replica's parameters of the sharded model, on every rank."""
+    whole = api.full_state_dict(model)
+    for name, param in replica.named_parameters():
+        require(name in whole, f"{name} is missing")
+        require(whole[name].shape == param.shape, f"{name} has another shape")
+        close = torch.allclose(whole[name], param.detach(), rtol=1e-4, atol=1e-5)
+        require(close, f"{name} differs from the replica's")
+
+
+def require(condition: object, message: str) -> None:
+    """Raise Wrong with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise Wrong(message)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Do what replicas do by hand: the mean over ranks, and None only where no rank has a gradient."""
+    average(list(model.parameters()))
+
+
+def average(params: Sequence[Tensor]) -> None:
+    for param in params:
+        has = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has)
+        if has:
+            total = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(total)
+            param.grad = total / dist.get_world_size()
+
+
+def like_a_replica(
+    api: Wrapper,
+    make: Callable[[], Any] | None = None,
+    step: Step = squares,
+    optimizer: Any = sgd,
+    before: Change = id,
+    change: Change = id,
+    unit: Any = None,
+    root: Any = None,
+) -> None:
+    """Train a model sharded, and a replica; ``change`` is done to both models after wrapping.
+
+    ``unit`` and ``root`` are forwards of a `Net`, where ``make`` makes no other model.
+    """
+    model, replica = pair(api, make or (lambda: Net(unit, root)), before)
+    for net in (model, replica):
+        torch.manual_seed(1)
+        change(net)
+    advance(api, model, replica, step, optimizer)
+
+
+def row(kind: str, name: str, named: str = NAMED, run: Any = like_a_replica, **parts: Any) -> None:
+    """Add a row: what ``run`` does with a wrapper and ``parts``."""
+    ROWS[name[0].upper() + name[1:]] = Row(kind, partial(run, **parts), named)
 
 
 def scene(kind: str, named: str = NAMED, role: str = "run") -> Callable[[Any], Any]:
-    """Make a function a row, or a part of one, named by its docstring."""
+    """Make a function a row, or the part ``role`` of `like_a_replica`, named by its docstring."""
 
     def register(function: Any) -> Any:
         row(kind, function.__doc__, named, **{role: function})

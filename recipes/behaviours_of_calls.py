@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.judge.rows import NAMED, require, same
+from shardtrain.judge.rows import NAMED
 from shardtrain.judge.wrappers import Wrapper
 from shardtrain.recipes.behaviours import (
     Net,
@@ -27,7 +27,9 @@ from shardtrain.recipes.behaviours import (
     batch,
     conv_net,
     pair,
+    require,
     row,
+    same,
     scene,
     squares,
     two_forwards,

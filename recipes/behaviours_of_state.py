@@ -21,18 +21,22 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardtrain.judge.rows import Wrong, average_gradients, require, same, three_steps
+from shardtrain.judge.rows import Wrong
 from shardtrain.judge.wrappers import Wrapper
 from shardtrain.recipes.behaviours import (
     Net,
     advance,
+    average_gradients,
     batch,
     conv_net,
     pair,
+    require,
     row,
+    same,
     scene,
     sgd,
     squares,
+    three_steps,
     two_layers,
 )
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardtrain.judge.rows import average_gradients
+from shardtrain.recipes.behaviours import average_gradients
 
 BLOCKS = 4
 

@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer
 
 import shardtrain
-from shardtrain.judge.rows import average_gradients, three_steps
 from shardtrain.recipes.behaviours import Parts as Parts
-from shardtrain.recipes.behaviours import sgd
+from shardtrain.recipes.behaviours import average_gradients, sgd, three_steps
 
 
 class Block(nn.Module):

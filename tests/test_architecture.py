@@ -20,23 +20,23 @@ PUBLIC = "shardtrain"  # the package itself, which exports what the engine has
 # only shrinks. `air` is allowed above it.
 ENGINE = {"layout": 217, "device": 185, "comm": 3_703, "engine": 3_606, "optim": 417, "checkpoint": 1_246}
 PROGRAM = {
-    "job": 3_394,
+    "job": 3_126,
     "plan": 745,
     "monitor": 994,
     "train": 831,
     "export": 110,
     "doctor": 264,
-    "judge": 655,
+    "judge": 450,
 }
 BUDGETS = {**ENGINE, PUBLIC: 32, **PROGRAM}
 ORDER = list(BUDGETS)
 # Beside the package, which imports nothing of them: files and budgets. The wheel does not have the bench.
 BESIDE = {
     "configs": ("configs/*.py", 45),
-    "recipes": ("recipes/*.py", 1_978),
+    "recipes": ("recipes/*.py", 2_474),
     "bench": ("recipes/bench/*.py", 1_364),
 }
-LARGEST = {"lines": 16_419, "lines with what is beside": 19_815, "files": 96, "rooms": 16, "tests": 13_045}
+LARGEST = {"lines": 15_942, "lines with what is beside": 19_830, "files": 98, "rooms": 16, "tests": 13_045}
 
 
 def air(budget: int) -> int:
@@ -87,6 +87,7 @@ def test_every_room_has_its_place_in_the_order() -> None:
     assert {room for room, _ in sources()} == set(ORDER)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("room", ORDER)
 def test_rooms_import_downward(room: str) -> None:
     below = {*ORDER[: ORDER.index(room)], room}
@@ -102,6 +103,7 @@ def test_the_program_uses_public_names(room: str) -> None:
         assert not inside, f"{file.relative_to(ROOT)} imports {', '.join(inside)}: use shardtrain.introspect"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("room", [*ORDER, *BESIDE])
 def test_rooms_keep_their_budgets(room: str) -> None:
     budget = BESIDE[room][1] if room in BESIDE else BUDGETS[room]
@@ -141,6 +143,7 @@ def import_graph() -> dict[Path, set[Path]]:
     return graph
 
 
+@pytest.mark.smoke
 def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter(import_graph()).static_order())  # raises CycleError, with the files
 
@@ -194,7 +197,7 @@ def test_only_comm_calls_collectives() -> None:
 
 def test_only_the_engine_hooks_modules_and_parameters() -> None:
     hooks = r"\.register_(forward|full_backward|module|state_dict|load_state|post_accumulate)\w*hook\("
-    assert places_of(hooks) == {"engine", "doctor", "judge"}  # the doctor looks on, the judge plants faults
+    assert places_of(hooks) == {"engine", "doctor"}  # the doctor looks on
 
 
 def test_recipes_and_package_meet_in_hydra_alone() -> None:

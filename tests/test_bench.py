@@ -15,8 +15,8 @@ from torch.multiprocessing.spawn import start_processes
 from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.dist_env import RankInfo, choose_device
+from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
-from shardtrain.job.schema import UserError
 from shardtrain.recipes.bench import __main__ as program
 from shardtrain.recipes.bench import host, memory, settings
 from shardtrain.recipes.bench.compared import Bench, Comparison, Spread, geometric_means, losses_agree, ratios

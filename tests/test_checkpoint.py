@@ -62,6 +62,7 @@ def saves(path: str) -> dict[str, torch.Tensor]:
     return whole_state(model, optimizer)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", list(MAKERS))
 @each_rank(1, 3)
 def test_a_load_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:

@@ -103,6 +103,7 @@ def finish(work: comm.Work | None, async_op: bool) -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("async_op", [False, True])
 @each_rank(1, 2, 3, 4, transport="auto")
 def test_gathers(async_op: bool) -> None:
@@ -129,6 +130,7 @@ REDUCTIONS = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("async_op", [False, True])
 @each_rank(1, 2, 3, 4, transport="auto")
 def test_reductions(async_op: bool) -> None:

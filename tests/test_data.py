@@ -20,14 +20,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torchvision.datasets import CIFAR10
+from torchvision.datasets import CIFAR10, CIFAR100
 
 from shardtrain.job import data
 from shardtrain.job.build import completed, feeds
-from shardtrain.job.data import photos
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.data.sampler import EvalSampler, Share, TrainSampler, copies_apart, epoch_order, generator
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
+from shardtrain.recipes import photos
 from shardtrain.recipes.augment import Photo
 
 from tiny import CPU, composed, global_batches, train_feed
@@ -91,6 +91,7 @@ def test_digits_are_embedded_in_a_split_that_never_changes() -> None:
     assert "archive.ics.uci.edu" in notice or "doi.org" in notice
 
 
+@pytest.mark.smoke
 def test_fake_images_repeat_and_are_the_same_every_time() -> None:
     sizes = ("train_images=300", "val_images=20", "classes=7", "channels=2", "image_size=5")
     config = composed("data=fake", *(f"data.{size}" for size in sizes)).data
@@ -118,6 +119,14 @@ def test_cifar_is_read_from_torchvisions_copy(tmp_path: Path, monkeypatch: pytes
     images, labels = found.val[[5, 0]]
     assert labels.tolist() == [9, 0]
     assert np.array_equal(images[0].numpy(), pixels[5].reshape(3, 32, 32))
+    assert found.mean == (125.3, 123.0, 113.9)
+    folder = tmp_path / CIFAR100.base_folder
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "fine_labels": [0, 1, 2, 3, 4, 99]}))
+    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [str(i) for i in range(100)]}))
+    found = data.load(cifar("cifar100", tmp_path))
+    assert (found.classes, found.mean, found.std) == (100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4))
 
 
 def test_images_in_folders(tmp_path: Path) -> None:

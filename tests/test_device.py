@@ -1,6 +1,8 @@
 """The device paths on a simulated device: order of streams, memory, launches and waits of the host."""
 
 import dataclasses
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ from shardtrain.recipes.bench.steps import footprint
 from shardtrain.train.loop import train
 from shardtrain.train.saving import Saver
 
+import gpu_first
 from simulated_device import DEVICE, Event, SimulatedDevice, Stream
 from small import Block, OddNet, images
 from tiny import ALONE, TINY, configure
@@ -265,3 +268,18 @@ for keep in (lambda: None, device.keep_freed_memory):
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
     returned, kept = map(int, subprocess.check_output([sys.executable, "-c", code], timeout=60).split())
     assert kept < 100 < 10_000 < returned  # pages that one round touches anew
+
+
+@pytest.mark.long
+@pytest.mark.timeout(800)
+def test_the_first_minutes_on_a_gpu_run_dry(tmp_path: Path) -> None:
+    names = [each.__name__ for each in gpu_first.SECTIONS]
+    command = [sys.executable, gpu_first.__file__, "--dry", "--out", "first.jsonl"]
+    environ = os.environ | {"PYTHONPATH": str(Path(shardtrain.__file__).parents[1])}
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=780, env=environ)
+    found = [json.loads(line) for line in (tmp_path / "first.jsonl").read_text().splitlines()]
+    assert [*dict.fromkeys(each["section"] for each in found)] == names
+    missed = [each for each in found if "failed" in each or "error" in each]
+    assert [each["section"] for each in missed] == ["after_an_error"], missed  # gloo coalesces nothing
+    assert all(each["right"] for each in found if each["section"] == "minus_zeros" and "right" in each)
+    assert max(each["off"] for each in found if "off" in each) < 1e-3

@@ -12,8 +12,8 @@ from shardtrain import comm
 from shardtrain.doctor import __main__ as program
 from shardtrain.doctor.__main__ import Twins, difference
 from shardtrain.job.build import Job, build
+from shardtrain.job.errors import UserError
 from shardtrain.job.format import counted
-from shardtrain.job.schema import UserError
 from shardtrain.recipes import models
 
 from pool import each_rank

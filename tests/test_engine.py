@@ -56,6 +56,7 @@ def test_whole_parameters_leave_no_memory_behind() -> None:
     assert pss([os.getpid()]) - before < 1.5 * sum(param.nbytes for param in model.parameters())
 
 
+@pytest.mark.smoke
 @each_rank(2, 3)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_calls_and_bytes_of_a_step(reshard: bool) -> None:
@@ -143,6 +144,7 @@ def test_no_process_group_is_world_size_1(monkeypatch: pytest.MonkeyPatch) -> No
         shardtrain.shard(OddNet())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("quiet", "set_to_none"),
     [([True, False, True, True, False], None), ([True, True, False], True), ([True, True, False], False)],
@@ -178,6 +180,7 @@ def clip_by_hand(model: nn.Module, max_norm: float, order: float) -> torch.Tenso
     return total
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", ["even", "whole"])
 @pytest.mark.parametrize("clip", [shardtrain.clip_grad_norm_, clip_as_torch, clip_by_hand])
 @each_rank(1, 3)
@@ -314,6 +317,7 @@ def freeze() -> nn.Module:
     return net
 
 
+@pytest.mark.smoke
 @each_rank(1, 3)
 def test_frozen_parameters_are_neither_reduced_nor_given_gradients() -> None:
     model = like_a_replica(freeze)
@@ -371,6 +375,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, foreach=True)
 
 
+@pytest.mark.smoke
 @each_rank(1, 3)
 def test_the_engine_does_what_the_naive_twin_does() -> None:
     model = OddNet()

@@ -20,8 +20,8 @@ from torchvision.models import mobilenet_v3_small
 from shardtrain import comm
 from shardtrain.export import __main__ as program
 from shardtrain.job import launch
+from shardtrain.job.errors import UserError
 from shardtrain.job.model import initial_model, named_weights, read_weights
-from shardtrain.job.schema import UserError
 from shardtrain.train.loop import train
 
 from pool import once

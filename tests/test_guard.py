@@ -45,6 +45,7 @@ def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("order", "usual_steps"), [("second first", 1), ("second", 0), ("first", 1)])
 @each_rank(2)
 def test_a_rank_that_takes_another_path_is_named_with_its_unit(order: str, usual_steps: int) -> None:

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardtrain
-from shardtrain.judge.mutants import FAULTS, Honest, mutant
-from shardtrain.judge.rows import ROWS, outcome
+from shardtrain.judge.rows import FAULTS, HONEST, ROWS, outcome
 from shardtrain.judge.wrappers import Shardtrain, units, with_verbs, wrapper
-from shardtrain.recipes import behaviours_of_calls, behaviours_of_state  # noqa: F401
+from shardtrain.recipes import behaviours_of_calls, behaviours_of_state, faults  # noqa: F401
 from shardtrain.recipes.behaviours import Net, named, squares, two_layers
 
 from pool import each_rank, ended
@@ -100,11 +99,11 @@ QUICK = [name for name, row in ROWS.items() if row.kind in KINDS]
 QUICK += ["Weights tied across units", "A parameter used on one rank only"]
 
 
-@pytest.mark.parametrize("fault", [*FAULTS][:2])  # all twelve: the long test below
+@pytest.mark.parametrize("fault", [*FAULTS][1:3])  # all twelve: the long test below
 @each_rank(2, transport="auto")
 def test_a_fault_is_caught_by_a_row_in_which_the_honest_wrapper_is_equal(fault: str) -> None:
     for name in QUICK:
-        verdicts = [outcome(with_verbs(each), ROWS[name]).verdict for each in (Honest(), mutant(fault))]
+        verdicts = [outcome(with_verbs(FAULTS[each]()), ROWS[name]).verdict for each in (HONEST, fault)]
         by_rank = [verdicts] * 2
         dist.all_gather_object(by_rank, verdicts)
         if by_rank[0][0] == by_rank[1][0] == "equal" and ["equal", "wrong"] in by_rank:
@@ -151,11 +150,15 @@ def test_the_command_prints_a_table_of_verdicts(tmp_path: Path) -> None:
             "wrapper=nowhere.shard: No module named 'nowhere'; expected shardtr",
         ),
         ("wrapper=fsdp3", "wrapper=fsdp3: .*; expected shardtrain, fsdp2, fsdp1, ddp or PACKAGE.FUNCTION"),
+        (
+            "mutants=true rows=shardtrain.recipes.behaviours",
+            r"mutants=true: rows=\['shardtrain.recipes.behaviours'\] have no faults; add shardtrain.recip",
+        ),
         ("rows=nowhere", "rows=nowhere: No module named 'nowhere'; expected modules that register rows"),
     ],
 )
 def test_a_name_that_is_none_is_refused(argument: str, message: str, tmp_path: Path) -> None:
-    done = ended(1, "-m", "shardtrain.judge", argument, folder=tmp_path)
+    done = ended(1, "-m", "shardtrain.judge", *argument.split(), folder=tmp_path)
     assert done.codes == [2]
     assert re.search(message, done.errors)
 
@@ -164,4 +167,4 @@ def test_a_name_that_is_none_is_refused(argument: str, message: str, tmp_path: P
 def test_every_fault_is_caught_by_the_command(tmp_path: Path) -> None:
     done = ended(2, "-m", "shardtrain.judge", "mutants=true", "out=here", folder=tmp_path, timeout=500)
     assert set(done.codes) == {0}, done.output
-    assert done.output.count("#") == len(FAULTS)
+    assert done.output.count("#") == len(FAULTS) - 1

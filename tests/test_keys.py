@@ -112,7 +112,9 @@ ELSEWHERE = {
     "test_export.py::test_an_evaluation_alone_scores_test_images_too": "eval_only",
     "test_export.py::test_weights_are_a_start": "model.weights model.reset_head model.freeze",
     "test_recipes.py::test_a_recipe_says_what_it_is": "reference",
-    "test_recipes.py::test_an_optimizer_by_name_takes_its_keywords": "optim._target_ optim.keywords",
+    "test_recipes.py::test_an_optimizer_by_name_takes_its_keywords": (
+        "optim._target_ optim.keywords optim.fused"
+    ),
     "test_recipes.py::test_channels_image_size_and_no_auxiliary_heads": "model.in_channels model.image_size",
     "test_cli.py::test_a_model_of_ones_own_runs_where_the_command_allows_it": (
         "allow monitor.metrics monitor.writers"

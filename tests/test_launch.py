@@ -30,11 +30,11 @@ from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job import data, dist_env, launch
 from shardtrain.job.config import Config
-from shardtrain.job.data import photos
 from shardtrain.job.dist_env import RankInfo, choose_device, cpu_threads, together
+from shardtrain.job.errors import UserError
 from shardtrain.job.launch import Context
-from shardtrain.job.schema import UserError
 from shardtrain.plan.report import Output
+from shardtrain.recipes import photos
 from shardtrain.train.resume import find_start, locked, run_directory
 
 from pool import each_rank, ended

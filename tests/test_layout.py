@@ -9,6 +9,7 @@ worlds = st.integers(1, 9)
 aligns = st.sampled_from([1, 2, 4, 8])
 
 
+@pytest.mark.smoke
 def test_the_docstrings_worked_numbers() -> None:
     layout = even([3, 5, 2], world=2, align=4)
     assert layout.bounds == (0, 8, 16)
@@ -85,6 +86,7 @@ def test_all_begins_aligned_and_each_wastes_less_than_one_alignment_unit(
         assert layout.length(rank) < most / (world if policy == "even" else 1) + align
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("sizes", "bounds"),
     [((3, -1), (0, 4)), ((3,), (0,)), ((3,), (1, 4)), ((3,), (0, 4, 2)), ((9,), (0, 4, 8))],

@@ -19,10 +19,10 @@ import shardtrain
 from shardtrain import checkpoint
 from shardtrain.checkpoint.manifest import DIGEST_NAME, NAME, digest_line
 from shardtrain.job.config import Config
-from shardtrain.job.data.photos import _index
-from shardtrain.job.hydra_app import load_yaml
+from shardtrain.job.help import load_yaml
 from shardtrain.job.model import read_weights
 from shardtrain.job.schema import checked
+from shardtrain.recipes.photos import _index
 
 from test_data import write_tar
 from tiny import composed
@@ -86,7 +86,7 @@ def test_manifests(each: Each, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.yaml", "x.tar", "x.npy", "x.pth", "x.safetensors"])
 def test_files(each: Each, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut, and with other bytes in a few places. `x.npy` is the index of the tar file."""
-    monkeypatch.setattr("shardtrain.job.data.photos._cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("shardtrain.recipes.photos._cache", lambda: tmp_path / "cache")
     file, shard, state = tmp_path / name, tmp_path / "x.tar", {"a": torch.ones(3), "b": torch.ones(2, 2)}
     (tmp_path / "x.yaml").write_text("a: &a [1, '2', {b: c}]\nd: *a\n# e\nf:\n  g: \"${a}\"\n")
     torch.save(state, tmp_path / "x.pth")

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import shardtrain
 from shardtrain import comm
 from shardtrain.job.build import build
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.job.step import Step
 from shardtrain.plan import __main__ as command
 from shardtrain.plan.__main__ import MOST_IMAGES, PlanSettings, largest_batch, plan, read

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -22,15 +22,17 @@ from torchvision.models import resnet18
 
 import shardtrain
 from shardtrain import checkpoint, comm
+from shardtrain.checkpoint.store import Newest
 from shardtrain.job import model
 from shardtrain.job.build import completed, loss_of, lr_factor
 from shardtrain.job.config import Constant, Cosine, Linear, Sched, Steps
 from shardtrain.job.data import Batch, DataSet, Share, load
 from shardtrain.job.data.feed import Arrays, Mix
 from shardtrain.job.data.sampler import generator
+from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import evaluate
+from shardtrain.job.launch import run_dir
 from shardtrain.job.pictures import plot
-from shardtrain.job.schema import UserError
 from shardtrain.monitor.monitor import end_table
 from shardtrain.optim import Ema
 from shardtrain.recipes import digits
@@ -39,13 +41,14 @@ from shardtrain.recipes.bench import compare
 from shardtrain.recipes.models import classifier, resnet_cifar, vit
 from shardtrain.recipes.resnet9_cifar10 import Norm, Resnet9
 from shardtrain.train.loop import train
+from shardtrain.train.resume import start_messages
 
 import small
 from pool import each_rank
 from small import Block, OddNet, sgd, shard
 from small import train as steps_of
 from test_data import write_folders
-from tiny import composed, context, global_batches, result_of
+from tiny import ALONE, composed, context, global_batches, result_of
 
 
 def test_resnet9_whitens_patches_of_the_images_shown() -> None:
@@ -109,9 +112,13 @@ def test_an_optimizer_by_name_takes_its_keywords() -> None:
     optimizer = model.shard_with_optimizer(OddNet(), config)
     assert isinstance(optimizer, torch.optim.RAdam)
     assert [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
-        (0.5, [0.8, 0.9], decay) for decay in (0.25, 0.0)
+        (0.5, (0.8, 0.9), decay) for decay in (0.25, 0.0)
     ]
     assert not optimizer.state
+    fused = [model.shard_with_optimizer(OddNet(), composed(f"optim={each}")) for each in ("sgd", "adamw")]
+    assert [each.defaults["fused"] for each in fused] == [True, True]
+    plain = model.shard_with_optimizer(OddNet(), composed("optim.fused=false"))
+    assert (type(plain), plain.defaults["fused"]) == (torch.optim.SGD, False)
 
 
 @pytest.mark.parametrize(("name", "blocks", "last"), [("resnet18", 8, "bn2"), ("resnet50", 16, "bn3")])
@@ -459,3 +466,20 @@ def test_schedules_are_torchs() -> None:
     assert cosine == pytest.approx(theirs(lr_scheduler.CosineAnnealingLR, 20, 0.1, steps=20))
     halfway = factors(Constant(name="constant", warmup_epochs=9.0), 8)  # what a warm-up takes at most
     assert halfway == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(("epochs", "said"), [(1.0, []), (1.5, ["warning: sched.warmup_epochs=1.5 is more"])])
+def test_a_warm_up_that_is_cut_short_is_told(epochs: float, said: list[str]) -> None:
+    config = composed("train.epochs=2", f"sched.warmup_epochs={epochs}")
+    job = Mock(steps=20, steps_per_epoch=10)
+    messages = start_messages(Newest(None, 0, []), job, config)
+    assert [line.partition(" than half the run: the warm-up takes 10 steps")[0] for line in messages] == said
+
+
+def test_a_model_of_timm_has_its_own_name() -> None:
+    pytest.importorskip("timm")
+    keys = ("model.model_name=resnet10t", "model.num_classes=3", "allow=[timm]")
+    config = composed("model._target_=timm.create_model", *keys)
+    assert model.plain_model(config.model, config.allow).get_classifier().out_features == 3
+    assert config.model_name == "resnet10t"
+    assert run_dir(config, ALONE).name.startswith("digits-resnet10t-")

@@ -20,8 +20,8 @@ from shardtrain import checkpoint, comm
 from shardtrain.checkpoint.store import step_name, steps_in
 from shardtrain.job import evaluate
 from shardtrain.job.data import feed
+from shardtrain.job.errors import UserError
 from shardtrain.job.format import first_of
-from shardtrain.job.schema import UserError
 from shardtrain.job.signals import SIGNALS, Stopped, StopSignals
 from shardtrain.monitor import Monitor
 from shardtrain.recipes import models

@@ -49,6 +49,7 @@ loads_pieces = pytest.mark.skipif(
 )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("writeback", [True, False])
 @each_rank(1, 3)
 def test_unsharded_keeps_or_drops_edits(writeback: bool) -> None:
@@ -176,6 +177,7 @@ class Various(OddNet):
         self.to(memory_format=torch.channels_last)
 
 
+@pytest.mark.smoke
 @each_rank(1, 3)
 def test_rank_0_s_state_is_loaded_everywhere_into_ignored_parameters_too() -> None:
     def load(state: dict[str, torch.Tensor], **options: bool) -> dict[str, torch.Tensor]:

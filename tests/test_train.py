@@ -17,9 +17,9 @@ from shardtrain.job.build import build, forward_flops
 from shardtrain.job.config import Config
 from shardtrain.job.data import Batch, EvalFeed, Prepare, Share
 from shardtrain.job.data.feed import Arrays, DataSet
+from shardtrain.job.errors import UserError
 from shardtrain.job.evaluate import Evaluation, Scores, Views, evaluate
 from shardtrain.job.model import parameter_groups
-from shardtrain.job.schema import UserError
 
 import tiny
 from small import Parts
@@ -39,6 +39,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return tiny.run(str(folder), *TWO_STEPS, *arguments)
 
 
+@pytest.mark.smoke
 def test_repetitions_are_exact_and_settings_count(tmp_path: Path) -> None:
     """A seed changes much, bf16 little, and activations that are computed again change nothing."""
     again, bf16 = "parallel.activation_checkpoint=true", "parallel.precision=bf16"

@@ -29,7 +29,7 @@ from shardtrain.comm import Tag, signals
 from shardtrain.comm.agreement import gather_texts
 from shardtrain.comm.shared_memory import SharedMemoryTransport
 from shardtrain.job.build import require_equal_groups
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.layout import Policy
 from shardtrain.optim import Ema
 
@@ -338,6 +338,7 @@ def test_what_is_used_on_some_ranks_only(skips: bool) -> None:
         assert_replicas_are_equal(model)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 1)], ids=str)
 @each_rank(4)
 def test_a_gradient_of_minus_zeros_is_none_that_is_absent(sizes: tuple[int, int]) -> None:

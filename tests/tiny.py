@@ -12,8 +12,9 @@ from shardtrain import comm
 from shardtrain.job.config import Config, Images
 from shardtrain.job.data import DataSet, Share, TrainFeed
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.hydra_app import compose, from_hydra
+from shardtrain.job.hydra_app import compose
 from shardtrain.job.launch import Context
+from shardtrain.job.read import from_hydra
 from shardtrain.train.loop import train
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardtrain import device as devices
 from shardtrain.job import dist_env, launch
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.plan.report import Output
 
 from . import collectives, host, memory, settings, steps

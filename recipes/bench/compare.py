@@ -32,10 +32,10 @@ from shardtrain.job import data, launch
 from shardtrain.job.build import completed, feeds, loss_of, lr_factor
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS
+from shardtrain.job.errors import not_valid
 from shardtrain.job.launch import Context
 from shardtrain.job.model import converted, initial_model, parameter_groups
 from shardtrain.job.pictures import plot
-from shardtrain.job.schema import not_valid
 from shardtrain.job.step import accumulate
 
 from . import contenders

@@ -32,7 +32,7 @@ import shardtrain
 from shardtrain import comm
 from shardtrain.comm import Alone, ProcessGroupTransport
 from shardtrain.device import is_accelerator
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.job.step import accumulate
 
 Batch = tuple[Tensor, Tensor]  # images, float32 [batch, 3, size, size], and labels, int64 [batch]

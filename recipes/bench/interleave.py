@@ -17,7 +17,7 @@ import torch
 
 from shardtrain import comm
 from shardtrain.device import synchronize
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 
 # Runs the timed work of a round. If it returns a scalar (a loss), its mean over ranks is recorded.
 Runner = Callable[[int], torch.Tensor | None]

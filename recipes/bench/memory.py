@@ -25,9 +25,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from shardtrain.device import is_accelerator
 from shardtrain.job.dist_env import RankInfo, choose_device
+from shardtrain.job.errors import UserError
 from shardtrain.job.format import MIB
 from shardtrain.job.launch import open_process_group
-from shardtrain.job.schema import UserError
 
 from .compared import Bench
 from .contenders import POOL, TITLES, build, to_run

@@ -12,8 +12,9 @@ import torch
 
 from shardtrain.device import ACCELERATOR, count
 from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
-from shardtrain.job.schema import UserError, at_least, checked, one_of
+from shardtrain.job.schema import at_least, checked, one_of
 
 from .contenders import CASES, PRECISIONS, SUITE, TITLES, Case
 

@@ -45,8 +45,8 @@ from shardtrain.job import launch
 from shardtrain.job.build import Job, build
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.errors import UserError
 from shardtrain.job.format import counted
-from shardtrain.job.hydra_app import Beside, read_beside
 from shardtrain.job.model import (
     PRECISIONS,
     converted,
@@ -55,7 +55,8 @@ from shardtrain.job.model import (
     shard_with_optimizer,
     uncompiled,
 )
-from shardtrain.job.schema import UserError, at_least
+from shardtrain.job.read import Beside, read_beside
+from shardtrain.job.schema import at_least
 from shardtrain.job.step import accumulate
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # fractions of the largest element

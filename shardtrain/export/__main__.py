@@ -27,10 +27,11 @@ from shardtrain.checkpoint.loading import load_into
 from shardtrain.device import ACCELERATOR
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo
+from shardtrain.job.errors import UserError, path_of, reading
 from shardtrain.job.format import MIB
 from shardtrain.job.hydra_app import compose, program_configs
 from shardtrain.job.model import load_weights, plain_model, read_weights
-from shardtrain.job.schema import UserError, at_least, checked, one_of, path_of, reading
+from shardtrain.job.schema import at_least, checked, one_of
 from shardtrain.optim import Ema
 from shardtrain.train.resume import open_named
 

@@ -21,8 +21,10 @@ from shardtrain.job import data
 from shardtrain.job.config import Config, Parallel, Sched
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import together
+from shardtrain.job.errors import UserError, reading
 from shardtrain.job.model import converted, ema_of, initial_model, shard_with_optimizer
-from shardtrain.job.schema import REFUSALS, UserError, find_target, instantiate, reading, typed
+from shardtrain.job.schema import typed
+from shardtrain.job.target import REFUSALS, find_target, instantiate
 from shardtrain.optim import Ema, GradScaler
 
 # Training images that a model with a method `init_from_images` is given, to set what depends on the data.

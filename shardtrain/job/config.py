@@ -7,7 +7,7 @@ their defaults and meanings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardtrain import optim
 from shardtrain.comm import TRANSPORTS
 from shardtrain.device import ACCELERATOR
-from shardtrain.job.schema import (
-    Mark,
-    UserError,
-    above,
-    at_least,
-    instantiate,
-    marked,
-    one_of,
-    reading,
-)
+from shardtrain.job.errors import UserError, not_valid, reading
+from shardtrain.job.schema import Mark, above, at_least, marked, one_of, optional
+from shardtrain.job.target import instantiate
 from shardtrain.layout import Policy
 
 REPORTED = Mark.CHANGES | Mark.HIDDEN  # how a run is watched and saved, not what it learns
@@ -136,8 +128,9 @@ class Cifar(Images):
 
 @dataclass(frozen=True, kw_only=True)
 class Photos(Images):
-    """Hold the keys of data sets whose images are files of any size, which are read when needed."""
+    """Hold the keys of data sets whose images are files of any size; `_target_` opens them."""
 
+    _target_: str = marked(Mark.IMAGES)
     root: str = marked(Mark.PER_HOST)
     resize: int | None = at_least(1)
     crop_area: float = above(0, at_most=1)
@@ -193,78 +186,53 @@ Data = OwnData | Digits | Npz | Cifar | ImageFolder | WebDataset | HuggingFace |
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """Hold the keys that all optimizers have."""
+class Optim:
+    """Hold an optimizer's class, `_target_`, and its keywords, which are the other keys."""
 
-    torch_class: ClassVar[Callable[..., torch.optim.Optimizer]]
-    layout: ClassVar[Policy] = "even"
+    name: str = one_of("sgd", "adamw", "muon", "own")
+    _target_: str
     lr: float = above(0)
     weight_decay: float = at_least(0)
     decay_all: bool
-
-    def make(self, groups: list[dict[str, Any]], allow: Sequence[str] = ()) -> torch.optim.Optimizer:
-        """Return the optimizer with the keys as keyword arguments. Each group has its own weight decay."""
-        other = ("name", "weight_decay", "decay_all")
-        keywords = {key: value for key, value in vars(self).items() if key not in other}
-        with reading("optim", "choose other keys", ValueError):
-            return self.torch_class(groups, **keywords)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SgdConfig(Optimizer):
-    torch_class = staticmethod(partial(torch.optim.SGD, fused=True))
-    name: str = one_of("sgd")
-    momentum: float = at_least(0, below=1)
-    nesterov: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig(Optimizer):
-    torch_class = staticmethod(partial(torch.optim.AdamW, fused=True))
-    name: str = one_of("adamw")
-    betas: tuple[float, float] = at_least(0, below=1)
-    eps: float = above(0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig(Optimizer):
-    torch_class = optim.Muon
-    layout = "whole"  # it orthogonalises whole matrices
-    name: str = one_of("muon")
-    momentum: float = at_least(0, below=1)
-    nesterov: bool
-    betas: tuple[float, float] = at_least(0, below=1)
-    eps: float = above(0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnOptimizer(Optimizer):
-    """Build any other optimizer, of `torch.optim` or of a package that the command line allows."""
-
-    name: str = one_of("own")
-    _target_: str
+    momentum: float | None = optional(at_least=0, below=1)
+    nesterov: bool | None = optional()
+    betas: tuple[float, ...] | None = optional(at_least=0, below=1)
+    eps: float | None = optional(above=0)
+    fused: bool | None = optional(mark=REPORTED)
     keywords: dict[str, Any] = field(metadata={"others": True})
 
+    def __post_init__(self) -> None:
+        if self.name == "own":
+            return
+        for key in self.keywords:
+            known = [name for name, value in vars(self).items() if value is not None and name != "keywords"]
+            raise not_valid(f"unknown key optim.{key}", key, known, "optim.") from KeyError(f"optim.{key}")
+        if self.betas is not None and len(self.betas) != 2:
+            raise UserError(f"optim.betas={[*self.betas]}: expected a list of 2 numbers")
+
+    @property
+    def layout(self) -> Policy:
+        """How units are cut, unless `parallel.layout` says it: Muon orthogonalises whole matrices."""
+        return "whole" if self.name == "muon" else "even"
+
     def make(self, groups: list[dict[str, Any]], allow: Sequence[str] = ()) -> torch.optim.Optimizer:
-        node = {"_target_": self._target_, "lr": self.lr, **self.keywords}
-        if self.weight_decay:
-            node["weight_decay"] = self.weight_decay  # refused where it has none; the groups decide
+        """Return the optimizer of ``groups``, each with its own weight decay."""
+        other = ("name", "decay_all", "keywords", *(() if self.weight_decay else ("weight_decay",)))
+        own = {key: value for key, value in vars(self).items() if key not in other and value is not None}
 
         def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            optimizer: torch.optim.Optimizer = instantiate(
-                node, "optim", torch.optim.Optimizer, allow, groups
-            )
+            node, kind = {**own, **self.keywords}, torch.optim.Optimizer
+            optimizer: torch.optim.Optimizer = instantiate(node, "optim", kind, allow, groups)
             return optimizer
 
-        optimizer, tried = made(groups), torch.nn.Parameter(torch.ones(2, 2))
-        tried.grad = torch.ones_like(tried)
-        with reading(f"optim._target_={self._target_}", "choose another optimizer, or other keys"):
-            made([{"params": [tried]}]).step()
-            optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
+        optimizer = made(groups)
+        if self.name == "own":
+            tried = torch.nn.Parameter(torch.ones(2, 2))
+            tried.grad = torch.ones_like(tried)
+            with reading(f"optim._target_={self._target_}", "choose another optimizer, or other keys"):
+                made([{"params": [tried]}]).step()
+                optimizer.step()  # changes nothing without gradients, and refuses what is wrong on pieces
         return optimizer
-
-
-Optim = SgdConfig | AdamWConfig | MuonConfig | OwnOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from shardtrain import average_buffers, comm, introspect
 from shardtrain.job import tags
 from shardtrain.job.build import Metric
 from shardtrain.job.data import Batch
-from shardtrain.job.schema import UserError
+from shardtrain.job.errors import UserError
 from shardtrain.optim.ema import Ema
 
 

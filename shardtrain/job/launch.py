@@ -32,9 +32,10 @@ from shardtrain import comm
 from shardtrain import device as devices
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, Result, choose_device, cpu_threads, meet
-from shardtrain.job.hydra_app import read_config
+from shardtrain.job.errors import UserError, path_of
+from shardtrain.job.read import read_config
 from shardtrain.job.saved import marked_values
-from shardtrain.job.schema import Mark, UserError, path_of
+from shardtrain.job.schema import Mark
 from shardtrain.job.signals import INTERRUPTED, Stopped, leave_with_launcher
 
 USER_ERROR = 2

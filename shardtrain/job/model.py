@@ -23,10 +23,12 @@ from shardtrain import Precision, comm
 from shardtrain.checkpoint.loading import Spec, differences
 from shardtrain.comm import Transport
 from shardtrain.device import is_accelerator
-from shardtrain.job.config import Config, MuonConfig, Optim
+from shardtrain.job.config import Config, Optim
 from shardtrain.job.dist_env import on_rank_0, together
+from shardtrain.job.errors import UserError, not_valid, path_of, reading
 from shardtrain.job.format import first_of
-from shardtrain.job.schema import UserError, instantiate, not_valid, path_of, reading, typed
+from shardtrain.job.schema import typed
+from shardtrain.job.target import instantiate
 from shardtrain.optim import Ema, muon_groups
 
 # Logits, and so the loss, are always fp32.
@@ -144,7 +146,7 @@ def shard_with_optimizer(
 
 def parameter_groups(model: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     """Return groups by weight decay (of biases and norms: ``optim.decay_all``) and, for Muon, by kind."""
-    kinds = muon_groups(model) if isinstance(optim, MuonConfig) else [{"params": [*model.parameters()]}]
+    kinds = muon_groups(model) if optim.name == "muon" else [{"params": [*model.parameters()]}]
     groups = []
     for decays, kind in itertools.product((True, False), kinds):
         params = [param for param in kind["params"] if (optim.decay_all or param.ndim > 1) == decays]

@@ -1,49 +1,29 @@
-"""Convert what Hydra has composed to frozen dataclasses, and report users' mistakes.
+"""Convert what Hydra has composed to frozen dataclasses.
 
 A field declares its range (`at_least`, `above`, `one_of`) and its marks (`Mark`). A field whose type is a
 union of dataclasses takes the one whose field ``name`` has the section's name among its choices. Conditions
 between fields are checked in ``__post_init__``. Each message names the key as the user would write it on the
 command line.
-
-The keys of a group with a ``_target_`` are those of its callable (`instantiate`). A file can choose it, so it
-must be in one of a few packages. Only the command line can add packages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import importlib
-import inspect
 import math
 import operator
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
-from difflib import get_close_matches
-from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-Frozen = TypeVar("Frozen")
-Kinds = type[Exception] | tuple[type[Exception], ...]
+from shardtrain.job.errors import UserError, not_valid
 
-# Packages in which a ``_target_`` may be, besides those of `allow`.
-RECIPES = "shardtrain.recipes"
-PACKAGES = {
-    "model": (RECIPES, "torchvision.models"),
-    "augment": (RECIPES,),
-    "optim": ("torch.optim",),
-    "train.loss": (RECIPES, "torch.nn"),
-    "data": (RECIPES,),
-    "monitor.metrics": (RECIPES,),
-    "monitor.writers": (RECIPES,),
-}
+Frozen = TypeVar("Frozen")
 
 # The bounds that a field's metadata may declare.
 BOUNDS = {
@@ -53,65 +33,7 @@ BOUNDS = {
     "below": (operator.lt, "less than"),
 }
 MOST_INT = 1 << 63  # torch's integers are below this
-MOST_REASON = 400  # characters of a parser's message
-MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all of a hundred models
-ANNOTATIONS = {kind.__name__: kind for kind in (bool, int, float, str)}
-# What a callable raises for values that it cannot take: sizes of 0 or below, too large, of another type.
-REFUSALS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AssertionError, MemoryError)
 DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
-
-class UserError(ValueError):
-    """Report a user's mistake: one clear message, exit code 2, no traceback.
-
-    The message says what was found, what was expected, and what to do.
-    """
-
-
-def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:
-    """Return the error for a ``word`` that is not in ``valid``; ``what`` begins the message."""
-    valid = list(valid)
-    near = "".join(f"; did you mean {prefix}{match}?" for match in get_close_matches(str(word), valid, n=1))
-    shown = [*(prefix + each for each in valid[:MOST_SHOWN]), *(["…"] if len(valid) > MOST_SHOWN else [])]
-    return UserError(f"{what}{near} (valid: {', '.join(shown)})")
-
-
-def writing(key: str, path: Path) -> contextlib.AbstractContextManager[None]:
-    """Turn an OSError inside into a UserError about the option ``key``, whose value is ``path``."""
-    return reading(f"{key}={path}", f"cannot write there; choose another {key}", OSError)
-
-
-@contextlib.contextmanager
-def reading(what: str, expected: str, kinds: Kinds = Exception) -> Iterator[None]:
-    """Turn an exception inside into a UserError. ``kinds``: by default all, since parsers raise many.
-
-    ``what`` is a file, or a key and its value. ``expected``: what it should be.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except kinds as error:
-        reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
-        raise UserError(f"{what}: {reason}; {expected}") from error
-
-
-def path_of(key: str, text: str) -> Path:
-    """Return the path that the option ``key`` gives. Raises UserError for what cannot be a path."""
-    with reading(f"{key}={text}", "expected a path"):  # too long, the home of nobody, a NUL
-        if not text:
-            raise ValueError("it is empty")
-        path = Path(text).expanduser()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            path.lstat()
-        return path
-
-
-def plain_file(path: Path) -> Path:
-    """Return ``path``. Raises OSError for a pipe or a device, from which reading might wait or never end."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is not a regular file")
-    return path
 
 
 class Mark(enum.Flag):
@@ -142,6 +64,11 @@ def above(bound: float, **demands: Any) -> Any:
 def one_of(*choices: str, **demands: Any) -> Any:
     """Declare a field that takes one of the given words."""
     return field(metadata={"choices": choices, **demands})
+
+
+def optional(**demands: Any) -> Any:
+    """Declare a field that some choices of a group do not have; it is None there."""
+    return field(default=None, metadata=demands)
 
 
 def marked(mark: Mark, **demands: Any) -> Any:
@@ -177,72 +104,6 @@ def checked(raw: DictConfig, cls: type[Frozen]) -> Frozen:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     config: Frozen = typed(cls, values, "")
     return config
-
-
-def instantiate(
-    node: Mapping[str, Any], section: str, kind: type, allow: Sequence[str] = (), *arguments: Any
-) -> Any:
-    """Call ``node["_target_"]`` with ``arguments`` and the node's other keys; return its result, a ``kind``.
-
-    Parameters annotated with bool, int, float or str are checked; the callable must check the others.
-    ``section`` names the config group in messages; ``allow``: the packages that the command line allows.
-    """
-    path = str(node.get("_target_"))
-    target = find_target(path, section, kind, allow)
-    valid = dict([*inspect.signature(target).parameters.items()][len(arguments) :])
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in valid.values())
-    # What the data set decides is passed only to callables with such a parameter.
-    left_out = ["_target_", "in_channels", "image_size", *([] if takes_any else ["num_classes"])]
-    keywords = {key: value for key, value in node.items() if key in valid or key not in left_out}
-    for key, value in keywords.items():
-        if key not in valid and not takes_any:
-            raise not_valid(f"unknown key {section}.{key}", key, valid)
-        annotation = valid[key].annotation if key in valid else None
-        name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations
-        if name in ANNOTATIONS:
-            keywords[key] = typed(ANNOTATIONS[name], value, f"{section}.{key}")
-    with reading(section, f"{path} does not take these values", REFUSALS):
-        made = target(*arguments, **keywords)
-    if not isinstance(made, kind):
-        raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {kind.__name__}")
-    return made
-
-
-def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
-    """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
-    found, (module_name, _, name) = f"{section}._target_={path}", path.rpartition(".")
-    if section.startswith("monitor."):
-        found = f"{section}=[{path}]"
-    if path == "???":
-        raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
-    package = next((each for each in (*PACKAGES[section], *allow) if _inside(each, module_name)), None)
-    if package is None:
-        known, other = " and ".join(PACKAGES[section]), path.partition(".")[0]
-        raise UserError(
-            f"{found}: only builders in {known} are called, unless the command has allow=[{other}]"
-        )
-    if package in (*sys.stdlib_module_names, "torch", "numpy"):  # torch.load can run code of a file
-        raise UserError(f"allow=[{package}]: too much of it runs anything; allow a part, such as torch.nn")
-    with reading(found, "expected PACKAGE.NAME", (ImportError, ValueError)):
-        module = importlib.import_module(module_name)
-        target: Any = getattr(module, name, None)
-
-    def builds(value: Any) -> bool:
-        if inspect.isclass(value):
-            right = issubclass(value, kind)
-        else:  # some functions of recipes start programs; builders are annotated to return a module
-            returns = str(getattr(value, "__annotations__", {}).get("return"))
-            right = inspect.isfunction(value) and (package != RECIPES or returns.endswith("Module"))
-        return right and _inside(package, value.__module__)
-
-    if name.startswith("_") or not builds(target):
-        valid = [key for key, value in vars(module).items() if key[0] != "_" and builds(value)]
-        raise not_valid(f"{found}: {module_name} has no builder {name}", name, valid)
-    return target  # type: ignore[no-any-return]
-
-
-def _inside(package: str, module: str) -> bool:
-    return f"{module}.".startswith(f"{package}.")
 
 
 def typed(hint: Any, value: Any, key: str, demands: Mapping[str, Any] = MappingProxyType({})) -> Any:

@@ -18,11 +18,11 @@ import torch
 
 from shardtrain.job import launch
 from shardtrain.job.dist_env import RankInfo, together
+from shardtrain.job.errors import UserError
 from shardtrain.job.hydra_app import compose
 from shardtrain.job.schema import above, checked
-from shardtrain.judge.mutants import FAULTS
 from shardtrain.judge.ranks import Trial, find, load
-from shardtrain.judge.rows import ROWS, Outcome
+from shardtrain.judge.rows import FAULTS, HONEST, ROWS, Outcome
 from shardtrain.plan.report import Output
 
 ALONE = ("Memory", "Failures")  # what a fault is not tried on: slow, or with time-outs
@@ -89,10 +89,10 @@ def judge(settings: Settings, trial: Trial) -> tuple[str, dict[str, dict[str, Ou
 def try_mutants(settings: Settings, trial: Trial) -> tuple[str, dict[str, dict[str, Outcome]]]:
     """Find for every fault a row that catches it: in which the honest wrapper is equal, and it is not."""
     chosen = [name for name in ROWS if re.search(settings.only, name) and ROWS[name].kind not in ALONE]
-    found = {"honest": trial("honest", *chosen)}
-    honest = [row for row, each in found["honest"].items() if each.verdict == "equal"]
+    found = {HONEST: trial(HONEST, *chosen)}
+    honest = [row for row, each in found[HONEST].items() if each.verdict == "equal"]
     lines = [f"{len(honest)} rows", "", "| fault | caught by |", "| --- | --- |"]
-    for name in FAULTS:
+    for name in [name for name in FAULTS if name != HONEST]:
         found[name] = {row: each for row, each in trial(name, *honest).items() if each.verdict != "equal"}
         first = next((f"{row}: {cell(each)}" for row, each in found[name].items()), "**not caught**")
         lines.append(f"| {name} | {first} |")
@@ -104,6 +104,10 @@ def run(settings: Settings, rank_info: RankInfo, device: torch.device) -> None:
     """Judge on rank 0, and write the table; exit with 1 if a mutant was not caught."""
     together(lambda: load(settings.rows))
     together(lambda: [find(name) for name in settings.wrapper])
+    if settings.mutants and not FAULTS:
+        raise UserError(
+            f"mutants=true: rows={[*settings.rows]} have no faults; add shardtrain.recipes.faults"
+        )
     world = max(2, rank_info.world_size)
     columns = ["mutants"] if settings.mutants else [name.rpartition(".")[2] for name in settings.wrapper]
     output = Output("judge", settings.out, f"{'-'.join(columns)}-{world}ranks")

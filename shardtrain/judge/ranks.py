@@ -19,16 +19,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardtrain.job.schema import UserError
-from shardtrain.judge.mutants import FAULTS, Honest, mutant
-from shardtrain.judge.rows import ROWS, Outcome, outcome
+from shardtrain.job.errors import UserError
+from shardtrain.judge.rows import FAULTS, HONEST, ROWS, Outcome, outcome
 from shardtrain.judge.wrappers import Wrapper, with_verbs, wrapper
 
 
 def find(name: str) -> Wrapper:
-    """Return the wrapper that a column is of: a fault, the honest one, or what `wrapper` finds."""
-    if name in FAULTS or name == "honest":
-        return with_verbs(mutant(name) if name in FAULTS else Honest())
+    """Return the wrapper that a column is of: one with a fault, or what `wrapper` finds."""
+    if name in FAULTS:
+        return with_verbs(FAULTS[name]())
     try:
         return wrapper(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -37,7 +36,7 @@ def find(name: str) -> Wrapper:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import the modules that register rows."""
+    """Import the modules that register rows and faults."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -91,6 +90,6 @@ class Trial:
                 if len(rows) > 1:
                     verdicts = [verdict] * self.world
                     dist.all_gather_object(verdicts, verdict)
-                    if wrapper in FAULTS and set(verdicts) != {"equal"}:
+                    if wrapper != HONEST and set(verdicts) != {"equal"}:
                         break  # caught
         os._exit(0)  # no farewell to a group that may be broken

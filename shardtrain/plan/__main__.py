@@ -16,8 +16,9 @@ from shardtrain.job.build import completed, require_equal_groups
 from shardtrain.job.config import Config
 from shardtrain.job.data.feed import Arrays
 from shardtrain.job.dist_env import RankInfo
-from shardtrain.job.hydra_app import Beside, read_beside
-from shardtrain.job.schema import UserError, above, at_least
+from shardtrain.job.errors import UserError
+from shardtrain.job.read import Beside, read_beside
+from shardtrain.job.schema import above, at_least
 from shardtrain.plan import report
 from shardtrain.plan.simulate import Question, simulate
 

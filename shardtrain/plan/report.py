@@ -10,8 +10,8 @@ from typing import Any
 
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.errors import path_of, writing
 from shardtrain.job.format import MIB, aligned, counted
-from shardtrain.job.schema import path_of, writing
 from shardtrain.plan.memory import MEMORY_KINDS
 from shardtrain.plan.simulate import Plan
 

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardtrain import UnitInfo, comm, device, introspect
 from shardtrain.job.build import Job, loss_of
 from shardtrain.job.config import Config
+from shardtrain.job.errors import reading
 from shardtrain.job.model import ema_of, plain_model, shard_with_optimizer, uncompiled
-from shardtrain.job.schema import reading
 from shardtrain.job.step import Step
 from shardtrain.plan.memory import MemoryTimeline, memory_of_step, state_bytes
 

@@ -21,10 +21,10 @@ from shardtrain.job import tags
 from shardtrain.job.build import build, seed_process
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import AFTERWARDS, START_UP, cpu_threads, on_rank_0
+from shardtrain.job.errors import path_of, writing
 from shardtrain.job.evaluate import Evaluation
 from shardtrain.job.launch import Context
 from shardtrain.job.saved import as_saved
-from shardtrain.job.schema import path_of, writing
 from shardtrain.job.signals import StopSignals
 from shardtrain.job.step import Step
 from shardtrain.monitor import StepMetrics, Watch, open_monitor, score_table, start_table

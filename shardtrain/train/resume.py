@@ -23,10 +23,11 @@ from shardtrain.checkpoint.store import Newest, Store, newest, step_name, steps_
 from shardtrain.job.build import Job, warmup_of
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import on_rank_0
+from shardtrain.job.errors import UserError, path_of, reading, writing
 from shardtrain.job.format import MIB, first_of
 from shardtrain.job.launch import Context
 from shardtrain.job.saved import Change, changed_keys
-from shardtrain.job.schema import Mark, UserError, path_of, reading, writing
+from shardtrain.job.schema import Mark
 from shardtrain.monitor import StepMetrics
 from shardtrain.train.saving import Best, RunState, machine
 

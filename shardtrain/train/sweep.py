@@ -32,10 +32,12 @@ from torch.distributed.elastic.utils.store import synchronize
 from shardtrain.job import launch
 from shardtrain.job.config import Config
 from shardtrain.job.dist_env import START_UP, RankInfo, meet
-from shardtrain.job.hydra_app import program_configs, read_config, split, unreadable
+from shardtrain.job.errors import UserError
+from shardtrain.job.hydra_app import program_configs, split, unreadable
 from shardtrain.job.launch import Context
+from shardtrain.job.read import read_config
 from shardtrain.job.saved import MARKS
-from shardtrain.job.schema import Mark, UserError
+from shardtrain.job.schema import Mark
 
 Program = Callable[[Config, Context], float | None]
 

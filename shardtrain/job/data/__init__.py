@@ -1,7 +1,7 @@
 """Open data sets, order their images over ranks, and make batches on the device.
 
 Read in this order: ``sampler`` (which images a rank has in a step), ``feed`` (what a data set is, loading,
-batches on the device); then the sets: ``sets`` (by name), and ``photos``.
+batches on the device); then ``sets``, which opens them by name.
 """
 
 from shardtrain.job.data.feed import Augment, Batch, DataSet, EvalFeed, Mix, Prepare, TrainFeed

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from shardtrain.device import is_accelerator
 from shardtrain.job.config import Images
 from shardtrain.job.data.sampler import EvalSampler, Request, Share, TrainSampler, generator
-from shardtrain.job.schema import UserError, reading
+from shardtrain.job.errors import UserError, reading
 from shardtrain.job.signals import end_with_parent
 
 Augment = Callable[[Tensor, Tensor], Tensor]

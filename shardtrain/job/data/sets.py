@@ -1,4 +1,4 @@
-"""Open data sets by name: arrays, digits, CIFAR and fake ones here, photographs by `photos`."""
+"""Open data sets by name: arrays, digits, CIFAR and fake ones here, others by their ``_target_``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.lib.npyio import NpzFile
 
-from shardtrain.job.config import Cifar, Data, Digits, Fake, ImageFolder, Npz, OwnData, WebDataset
+from shardtrain.job.config import Cifar, Data, Digits, Fake, Npz, OwnData
 from shardtrain.job.data.feed import Arrays, Chosen, DataSet, Items, of_length
 from shardtrain.job.data.sampler import generator
 from shardtrain.job.dist_env import on_rank_0
-from shardtrain.job.schema import UserError, instantiate, path_of, plain_file, reading
+from shardtrain.job.errors import UserError, path_of, plain_file, reading
+from shardtrain.job.target import find_target, instantiate
 
 # Mean and standard deviation of the training images, per channel.
 STATISTICS = {
@@ -84,14 +85,9 @@ def _read(config: Data, allow: Sequence[str]) -> DataSet:
             return _cifar(config)
         case Fake():
             return _fake(config)
-    from shardtrain.job.data import photos  # here, since transforms take a second
-
-    match config:
-        case ImageFolder():
-            return photos.image_folder(config)
-        case WebDataset():
-            return photos.web_dataset(config)
-    return photos.hugging_face(config)
+        case _:
+            opened: DataSet = find_target(config._target_, "data", DataSet, allow)(config)
+            return opened
 
 
 def _own(config: OwnData, allow: Sequence[str]) -> DataSet:

@@ -30,7 +30,7 @@ from shardtrain import comm
 from shardtrain.job.config import HuggingFace, ImageFolder, Photos, WebDataset
 from shardtrain.job.data.feed import Batches, DataSet
 from shardtrain.job.dist_env import together
-from shardtrain.job.schema import UserError, not_valid, path_of, plain_file, reading
+from shardtrain.job.errors import UserError, not_valid, path_of, plain_file, reading
 
 IMAGENET_MEAN, IMAGENET_STD = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 MOST_DIGITS = 8  # of a class's number in a tar file

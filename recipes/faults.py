@@ -1,4 +1,4 @@
-"""An honest wrapper, and twelve faults of it: as they happened in releases, where nothing raised."""
+"""Register an honest wrapper, and twelve faults of it: as they happened in releases, where nothing raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardtrain.judge.rows import average
+from shardtrain.judge.rows import FAULTS, HONEST
+from shardtrain.recipes.behaviours import average
 
 
 class Honest:
@@ -97,7 +98,7 @@ def tied_tail(self: Honest, params: Sequence[Tensor]) -> None:
 
 
 # Where a fault was reported and what it was: the methods that have it.
-FAULTS: dict[str, dict[str, Any]] = {
+FAULTY: dict[str, dict[str, Any]] = {
     "verl#7493: gradients are never averaged": {"reduce": lambda self, params: None},
     "Megatron-LM#3023: the sum over ranks, not the mean": {
         "leave": lambda self, params: scale(params, dist.get_world_size())
@@ -119,7 +120,5 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def mutant(name: str) -> Honest:
-    """Return the honest wrapper with the fault ``name``."""
-    faulty: type[Honest] = type("Mutant", (Honest,), FAULTS[name])
-    return faulty()
+FAULTS[HONEST] = Honest
+FAULTS |= {name: type("Mutant", (Honest,), methods) for name, methods in FAULTY.items()}

@@ -1,0 +1,65 @@
+"""Report users' mistakes, also those that parsers of their files find: one clear line, by `UserError`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+Kinds = type[Exception] | tuple[type[Exception], ...]
+MOST_REASON = 400  # characters of a parser's message
+MOST_SHOWN = 30  # valid words in a message: all keys of a section, but not all of a hundred models
+
+
+class UserError(ValueError):
+    """Report a user's mistake: one clear message, exit code 2, no traceback.
+
+    The message says what was found, what was expected, and what to do.
+    """
+
+
+def not_valid(what: str, word: object, valid: Iterable[str], prefix: str = "") -> UserError:
+    """Return the error for a ``word`` that is not in ``valid``; ``what`` begins the message."""
+    valid = list(valid)
+    near = "".join(f"; did you mean {prefix}{match}?" for match in get_close_matches(str(word), valid, n=1))
+    shown = [*(prefix + each for each in valid[:MOST_SHOWN]), *(["…"] if len(valid) > MOST_SHOWN else [])]
+    return UserError(f"{what}{near} (valid: {', '.join(shown)})")
+
+
+def writing(key: str, path: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn an OSError inside into a UserError about the option ``key``, whose value is ``path``."""
+    return reading(f"{key}={path}", f"cannot write there; choose another {key}", OSError)
+
+
+@contextlib.contextmanager
+def reading(what: str, expected: str, kinds: Kinds = Exception) -> Iterator[None]:
+    """Turn an exception inside into a UserError. ``kinds``: by default all, since parsers raise many.
+
+    ``what`` is a file, or a key and its value. ``expected``: what it should be.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+        raise UserError(f"{what}: {reason}; {expected}") from error
+
+
+def path_of(key: str, text: str) -> Path:
+    """Return the path that the option ``key`` gives. Raises UserError for what cannot be a path."""
+    with reading(f"{key}={text}", "expected a path"):  # too long, the home of nobody, a NUL
+        if not text:
+            raise ValueError("it is empty")
+        path = Path(text).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.lstat()
+        return path
+
+
+def plain_file(path: Path) -> Path:
+    """Return ``path``. Raises OSError for a pipe or a device, from which reading might wait or never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    return path

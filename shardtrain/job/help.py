@@ -1,0 +1,75 @@
+"""Print help: a configuration with the comments of its files, and the recipes.
+
+Its own file, since composing a configuration is another subject.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from shardtrain.job.errors import not_valid, plain_file, reading
+
+KEY = re.compile(r"( *)(?:(\w+):)?[^#]*(#.*)?")  # a line of YAML: indentation, key, comment
+
+
+def load_yaml(path: Path) -> Any:
+    """Read a user's YAML file. Raises UserError if that fails."""
+    with reading(str(path), "expected a YAML file of keys"):
+        return OmegaConf.load(plain_file(path))
+
+
+def described(config: DictConfig, folders: Sequence[Path], section: str = "") -> str:
+    """Return ``config``, or one ``section``, as text with the comments of the files that it is made of."""
+    OmegaConf.set_struct(config, False)
+    hydra_keys = config.pop("hydra")
+    if section and section not in config:
+        raise not_valid(f"--help {section}: there is no such group", section, map(str, config))
+    said = _comments(folders, "config")
+    for group, choice in hydra_keys.runtime.choices.items():
+        files = ("models", "classifier") if group == "model" else (f"{group}/{choice}",)
+        for file in files if group in config else ():
+            said |= {f"{group}.{key}": comment for key, comment in _comments(folders, file).items()}
+    text = OmegaConf.to_yaml(OmegaConf.create({section: config[section]}) if section else config)
+    keys = zip(text.splitlines(), _keys(text), strict=True)
+    described = "\n".join(f"{line:<38}  {said.get(key, '')}".rstrip() for line, (key, _) in keys)
+    return described if section else f"{hydra_keys.help.header}\n{described}\n\n{hydra_keys.help.footer}"
+
+
+def _comments(folders: Sequence[Path], name: str) -> dict[str, str]:
+    """Return the comments of a file's keys, and of the files that its defaults list has in the same place."""
+    path = next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
+    if path is None:
+        return {}
+    said: dict[str, str] = {}
+    for entry in load_yaml(path).get("defaults", []) if name != "config" else ():
+        if isinstance(entry, str) and entry != "_self_":
+            other = entry.partition("@")[0]
+            said |= _comments(folders, other[1:] if other[0] == "/" else f"{name.rpartition('/')[0]}/{other}")
+    return said | {key: comment for key, comment in _keys(path.read_text()) if comment}
+
+
+def _keys(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the full key that each line of YAML sets, and its comment."""
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        indent, name, comment = KEY.match(line).groups("")  # type: ignore[union-attr]
+        above = [entry for entry in above if entry[0] < len(indent)] if name else above
+        above += [(len(indent), name)] if name else []
+        yield ".".join(each for _, each in above) if name else "", comment
+
+
+def recipe_table(folders: Iterable[Path]) -> str:
+    """Return one line per recipe in ``folders``: name, accuracy, first line of its comment."""
+    rows = []
+    for file in sorted(file for folder in folders for file in (folder / "recipe").glob("*.yaml")):
+        said = OmegaConf.select(load_yaml(file), "reference")
+        comments = [line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")]
+        title = next((text for text in comments if text and not text.startswith("@package")), "")
+        rows.append((file.stem, "" if said is None else f"{said.accuracy:.2f} % {said.kind}", title))
+    width = max((len(name) for name, _, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {claim:<17}  {title}".rstrip() for name, claim, title in rows)

@@ -1,0 +1,100 @@
+"""Call what a configuration names by ``_target_``.
+
+The keys of a group with a ``_target_`` are those of its callable. A file can choose it, so it must be in one
+of a few packages. Only the command line can add packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardtrain.job.errors import UserError, not_valid, reading
+from shardtrain.job.schema import typed
+
+# Packages in which a ``_target_`` may be, besides those of `allow`.
+RECIPES = "shardtrain.recipes"
+PACKAGES = {
+    "model": (RECIPES, "torchvision.models"),
+    "augment": (RECIPES,),
+    "optim": ("torch.optim", "shardtrain.optim"),
+    "train.loss": (RECIPES, "torch.nn"),
+    "data": (RECIPES,),
+    "monitor.metrics": (RECIPES,),
+    "monitor.writers": (RECIPES,),
+}
+
+ANNOTATIONS = {kind.__name__: kind for kind in (bool, int, float, str)}
+# What a callable raises for values that it cannot take: sizes of 0 or below, too large, of another type.
+REFUSALS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AssertionError, MemoryError)
+
+
+def instantiate(
+    node: Mapping[str, Any], section: str, kind: type, allow: Sequence[str] = (), *arguments: Any
+) -> Any:
+    """Call ``node["_target_"]`` with ``arguments`` and the node's other keys; return its result, a ``kind``.
+
+    Parameters annotated with bool, int, float or str are checked; the callable must check the others.
+    ``section`` names the config group in messages; ``allow``: the packages that the command line allows.
+    """
+    path = str(node.get("_target_"))
+    target = find_target(path, section, kind, allow)
+    valid = dict([*inspect.signature(target).parameters.items()][len(arguments) :])
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in valid.values())
+    # What the data set decides is passed only to callables with such a parameter.
+    left_out = ["_target_", "in_channels", "image_size", *([] if takes_any else ["num_classes"])]
+    keywords = {key: value for key, value in node.items() if key in valid or key not in left_out}
+    for key, value in keywords.items():
+        if key not in valid and not takes_any:
+            raise not_valid(f"unknown key {section}.{key}", key, valid)
+        annotation = valid[key].annotation if key in valid else None
+        name = getattr(annotation, "__name__", str(annotation))  # a text with postponed annotations
+        if name in ANNOTATIONS:
+            keywords[key] = typed(ANNOTATIONS[name], value, f"{section}.{key}")
+    with reading(section, f"{path} does not take these values", REFUSALS):
+        made = target(*arguments, **keywords)
+    if not isinstance(made, kind):
+        raise UserError(f"{section}._target_={path}: returned a {type(made).__name__}, not a {kind.__name__}")
+    return made
+
+
+def find_target(path: str, section: str, kind: type, allow: Sequence[str]) -> Callable[..., Any]:
+    """Return the class or function ``path``. Raises UserError unless an allowed package defines it."""
+    found, (module_name, _, name) = f"{section}._target_={path}", path.rpartition(".")
+    if section.startswith("monitor."):
+        found = f"{section}=[{path}]"
+    if path == "???":
+        raise UserError(f"{section}._target_ is missing: add {section}._target_=PACKAGE.NAME")
+    package = next((each for each in (*PACKAGES[section], *allow) if _inside(each, module_name)), None)
+    if package is None:
+        known, other = " and ".join(PACKAGES[section]), path.partition(".")[0]
+        raise UserError(
+            f"{found}: only builders in {known} are called, unless the command has allow=[{other}]"
+        )
+    if package in (*sys.stdlib_module_names, "torch", "numpy"):  # torch.load can run code of a file
+        raise UserError(f"allow=[{package}]: too much of it runs anything; allow a part, such as torch.nn")
+    with reading(found, "expected PACKAGE.NAME", (ImportError, ValueError)):
+        module = importlib.import_module(module_name)
+        target: Any = getattr(module, name, None)
+
+    def builds(value: Any) -> bool:
+        if inspect.isclass(value):
+            right = issubclass(value, kind)
+        else:  # some functions of recipes start programs; builders are annotated with what they make
+            returns = str(getattr(value, "__annotations__", {}).get("return"))
+            right = inspect.isfunction(value) and (
+                package != RECIPES or returns.endswith(("Module", "DataSet"))
+            )
+        return right and _inside(package, value.__module__)
+
+    if name.startswith("_") or not builds(target):
+        valid = [key for key, value in vars(module).items() if key[0] != "_" and builds(value)]
+        raise not_valid(f"{found}: {module_name} has no builder {name}", name, valid)
+    return target  # type: ignore[no-any-return]
+
+
+def _inside(package: str, module: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
