@@ -24,6 +24,7 @@ from torchvision import models
 import shardtrain
 from shardtrain import comm
 from shardtrain.engine.reduce import Reduction
+from shardtrain.engine.schedule import Schedule
 from shardtrain.engine.shard import ALIGN_BYTES
 
 from naive_twin import NaiveTwin
@@ -469,6 +470,23 @@ def test_a_model_of_at_most_2_mib_is_one_unit() -> None:
     assert units_of(layers(1024, 1024, 65)) == ["0", "1", "2"]
     assert units_of(layers(2048).half()) == []
     assert units_of(layers(3, 5), units="blocks") == units_of(layers(3, 5), units=[nn.Linear]) == ["0", "1"]
+
+
+@each_rank(2)
+def test_the_only_unit_trains_as_a_replica() -> None:
+    """Its modules' calls are not wrapped inside its own: a loss on what one of them returns, on one rank."""
+
+    def step(net: nn.Module, number: int) -> None:
+        kept: list[torch.Tensor] = []
+        handle = net.stem.register_forward_hook(lambda *call: kept.append(call[2]))
+        loss = classify(net, number)
+        handle.remove()
+        (kept[0].square().mean() if number % 2 == dist.get_rank() else loss).backward()
+
+    model = like_a_replica(step=step, units=[])
+    with mock.patch.object(Schedule, "pre_forward", autospec=True, side_effect=Schedule.pre_forward) as wrapped:
+        model(images(0)[0])
+    assert wrapped.call_count == 1
 
 
 def test_automatic_units_are_blocks() -> None:

@@ -327,7 +327,7 @@ def _open(kind: str, mesh: DeviceMesh | None) -> Transport:
         return comm.open_transport(kind)
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return comm.open_transport(kind, mesh.get_group(mesh.ndim - 1))
-    return comm.open_replicated(kind, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
+    return comm.open_transport(kind, None, mesh.mesh.tolist(), mesh.get_group(1), mesh.get_group(0))
 
 
 def _model_lines(infos: Mapping[str, list[ParamInfo]]) -> list[str]:
